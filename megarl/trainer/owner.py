@@ -2,8 +2,8 @@
 
 The lock is `flock` on `owner.json`, so a killed owner leaves none behind, whatever the file says.  Linux makes it a
 lock of the whole file on NFS, where it excludes runs on other machines too; there, if a machine of an owner dies, the
-server keeps its lock until the lease ends (90 s by default).  Lustre must be mounted with `-o flock`.  On a file
-system without locks the run says that nothing protects its folder.
+server keeps its lock until the lease ends (90 s by default), so an owner on another machine is waited for.  Lustre
+must be mounted with `-o flock`.  On a file system without locks the run says that nothing protects its folder.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from megarl.durable_files import PRIVATE_FILE
 
 OWNER = "owner.json"  # {"host", "pid", "started"} of the last owner
+LEASE_S = 120.0  # for which the lock of an owner on another machine is waited for
+POLL_S = 1.0
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -30,7 +35,7 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 def owned(folder: Path) -> Iterator[None]:
     """Own a run's folder, which is made if it is not there, and removed if nothing else was put into it.
 
-    Raises ValueError, one sentence with the owner, if another process owns it, or if it cannot be written.
+    Raises ValueError, one sentence with the owner, if another process owns it, or if it may not be written.
     """
     number = _locked(folder)
     try:
@@ -45,35 +50,58 @@ def owned(folder: Path) -> Iterator[None]:
 
 def _locked(folder: Path) -> int:
     """The file of the owner, opened and locked."""
+    began, has_said = time.monotonic(), False
     while True:
+        number = _opened(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            number = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
-        except OSError as error:
-            raise ValueError(
-                f"trainer.default_local_dir, trainer.experiment_name: {folder} cannot be written ({error.strerror}); "
-                "expected a folder of this run's own"
-            ) from error
-        try:
-            _lock(number, folder)
-            if _is_there(folder / OWNER, number):  # else its owner has removed it since it was opened
+            owner = _lock(number, folder)
+            if owner is None and _is_there(folder / OWNER, number):  # else its owner has removed it since it was opened
                 return number
+            if owner is not None and (not _is_elsewhere(owner) or time.monotonic() - began > LEASE_S):
+                raise ValueError(_refusal(folder, owner))
         except BaseException:
             os.close(number)
             raise
         os.close(number)
+        if owner is not None:
+            if not has_said:
+                _say(f"{folder} is used by {_named(owner)}, which may have died: waiting up to {LEASE_S:.0f} s")
+            has_said = True
+            time.sleep(POLL_S)
 
 
-def _lock(number: int, folder: Path) -> None:
+def _opened(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / OWNER, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise ValueError(
+            f"trainer.default_local_dir, trainer.experiment_name: {folder} cannot be written ({error.strerror}); "
+            "expected a folder of this run's own"
+        ) from error
+
+
+def _lock(number: int, folder: Path) -> dict[str, Any] | None:
+    """Lock the file; what another owner has written if it has the lock, None if we have it."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(_refusal(folder, number)) from None
+        try:
+            owner = json.loads(os.pread(number, 4096, 0))
+        except ValueError:  # it has not signed yet
+            return {}
+        return owner if isinstance(owner, dict) else {}
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
-        sentence = f"warning: {folder}: its file system has no locks, so nothing keeps a second run out of it"
-        Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+        _say(f"warning: {folder}: its file system has no locks, so nothing keeps a second run out of it")
+    return None
+
+
+def _say(sentence: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
 
 
 def _is_there(file: Path, number: int) -> bool:
@@ -95,13 +123,18 @@ def _sign(number: int) -> None:
             raise
 
 
-def _refusal(folder: Path, number: int) -> str:
-    try:
-        owner = json.loads(os.pread(number, 4096, 0))
-        who = f"process {owner['pid']} on {owner['host']}, which began at {owner['started']}"
-    except (ValueError, KeyError, TypeError):  # it has not signed yet
-        who = "another process"
+def _is_elsewhere(owner: dict[str, Any]) -> bool:
+    return owner.get("host", socket.gethostname()) != socket.gethostname()
+
+
+def _named(owner: dict[str, Any]) -> str:
+    if not owner.keys() >= {"pid", "host", "started"}:
+        return "another process"
+    return f"process {owner['pid']} on {owner['host']}, which began at {owner['started']}"
+
+
+def _refusal(folder: Path, owner: dict[str, Any]) -> str:
     return (
-        f"{folder} is used by {who}; expected one run in a folder at a time: wait for its end, or set another "
-        "trainer.experiment_name"
+        f"{folder} is used by {_named(owner)}; expected one run in a folder at a time: wait for its end, or set "
+        "another trainer.experiment_name"
     )

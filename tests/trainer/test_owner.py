@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +20,14 @@ from config_helpers import BASE
 from saved_runs import no_file_above
 
 from megarl.cli import main
+from megarl.trainer import owner
 from megarl.trainer.owner import OWNER, owned
 
 OWNS = """
 import os
 import sys
 from pathlib import Path
+from megarl.trainer import owner
 from megarl.trainer.owner import owned
 with owned(Path(sys.argv[1])):
     child = "import sys; print('here', flush=True); sys.stdin.read()"
@@ -83,6 +87,39 @@ def test_an_owner_that_put_nothing_into_a_folder_removes_it(tmp_path: Path) -> N
     with owned(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").touch()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", OWNER]
+
+
+def locked_from_elsewhere(folder: Path) -> int:
+    """As by a run on another machine; the lock is free when the file is closed."""
+    folder.mkdir()
+    (folder / OWNER).write_text('{"host": "another machine", "pid": 1, "started": "yesterday"}')
+    number = os.open(folder / OWNER, os.O_RDWR)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    return number
+
+
+def test_the_lock_of_a_machine_that_died_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    number = locked_from_elsewhere(tmp_path / "run")
+    end = threading.Timer(1.5, os.close, [number])
+    end.start()
+    with owned(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / OWNER).read_text())["pid"] == os.getpid()
+    end.join()
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/run is used by process 1 on another machine, which began at yesterday, which may have died: "
+        "waiting up to 120 s\n"
+    )
+
+
+def test_an_owner_on_another_machine_that_lives_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "LEASE_S", 0.0)
+    number = locked_from_elsewhere(tmp_path / "run")
+    refused = pytest.raises(ValueError, match="is used by process 1 on another machine, which began at yesterday; ")
+    with refused, owned(tmp_path / "run"):
+        pass
+    os.close(number)
 
 
 def test_on_a_full_disk_the_lock_holds(tmp_path: Path) -> None:
