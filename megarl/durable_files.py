@@ -14,6 +14,18 @@ THREADS = 8  # that read files together
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700  # modes: of the owner alone
 
 
+# What reading a file raises if it is not there.  Other errors say nothing about it.
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class Unreadable(OSError):
+    """A file that may be whole cannot be read now: the file server is away, too many files are open, no permission."""
+
+    @classmethod
+    def of(cls, file: Path, error: OSError) -> Unreadable:
+        return cls(f"{file} cannot be read ({error.strerror}), and may be whole")
+
+
 class Facts(TypedDict):
     """What a file must still be when it is read."""
 
@@ -65,7 +77,7 @@ def facts_of(file: Path) -> Facts:
 def fault_of(file: Path, written: Facts, *, reads: bool) -> str | None:
     """What is wrong with a file, in words that follow its name; None: nothing.
 
-    `reads`: compare its SHA-256 too, for which all of it is read.
+    `reads`: compare its SHA-256 too, for which all of it is read.  Raises Unreadable.
     """
     try:
         size = file.stat().st_size
@@ -73,10 +85,10 @@ def fault_of(file: Path, written: Facts, *, reads: bool) -> str | None:
             return f"has {size} bytes, and {written['bytes']} were written"
         if reads and facts_of(file)["sha256"] != written["sha256"]:
             return "is damaged: its SHA-256 is not that of what was written"
-    except FileNotFoundError:
+    except ABSENT:
         return "is missing"
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        raise Unreadable.of(file, error) from error
     return None
 
 

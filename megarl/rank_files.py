@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from megarl.durable_files import Facts, facts_of, fault_of
+from megarl.durable_files import ABSENT, Facts, Unreadable, facts_of, fault_of
 
 ABOUT = "checkpoint.json"
 SHARED = "one file system that all machines of the run share"
@@ -24,11 +24,13 @@ def list_of(rank: int) -> str:
 
 
 def read_json(file: Path, expected: str = "an unchanged folder") -> dict[str, Any]:
-    """Raises ValueError, one sentence, if it is not the JSON that was written."""
+    """Raises ValueError, one sentence, if it is not the JSON that was written; Unreadable if that cannot be said."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (*ABSENT, ValueError) as error:
         raise ValueError(f"{file}: it cannot be read ({error}); expected {expected}") from error
+    except OSError as error:
+        raise Unreadable.of(file, error) from error
     return found
 
 

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from megarl.config import read_yaml
-from megarl.durable_files import SUMS, faults_of_sums
+from megarl.durable_files import SUMS, Unreadable, faults_of_sums
 from megarl.trainer.checkpoint.checkpoint import folders_under, forget, forget_left, step_of
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores
@@ -65,7 +65,7 @@ def verify(request: Request) -> int:
     if (folder / SUMS).is_file():
         faults = {folder: faults_of_sums(folder)}
     else:
-        faults = {save: faults_in(save, reads=True) for save in _saves(folder)}
+        faults = {save: _faults(save, reads=True) for save in _saves(folder)}
     for save, found in faults.items():
         _say(f"{save}: {'whole' if not found else f'{len(found)} damaged'}")
         for fault in found:
@@ -76,7 +76,7 @@ def verify(request: Request) -> int:
 def show(request: Request) -> int:
     """A table of the saves.  Sizes are checked, digests are not."""
     saves = _saves(request.folder)
-    faults = {save: faults_in(save, reads=False) for save in saves}
+    faults = {save: _faults(save, reads=False) for save in saves}
     scores = read_scores(saves[0].parent)
     whole = [int(read_manifest(save)["step"]) for save in saves if not faults[save]]
     reasons = _retention(saves[0].parent, {}).reasons(whole, scores)
@@ -86,7 +86,7 @@ def show(request: Request) -> int:
     for save in saves:
         try:
             content = read_manifest(save)
-        except Damaged:
+        except (Damaged, Unreadable):
             table.add_row(str(step_of(save)), "", "", "", "no whole manifest", "", "")
             continue
         size = decimal(sum(facts["bytes"] for facts in content["files"].values()))
@@ -142,6 +142,14 @@ def _saves(folder: Path) -> list[Path]:
     return found
 
 
+def _faults(save: Path, *, reads: bool) -> list[str]:
+    """As `faults_in`, with a sentence for what cannot be read now."""
+    try:
+        return faults_in(save, reads=reads)
+    except Unreadable as error:
+        return [str(error)]
+
+
 def _retention(root: Path, given: dict[str, int]) -> Retention:
     """What the run's config.yaml says, or the defaults without one, and what is given."""
     settings = root.parent / "config.yaml"
@@ -150,7 +158,10 @@ def _retention(root: Path, given: dict[str, int]) -> Retention:
 
 
 def _sorted_out(saves: list[Path], retention: Retention) -> tuple[dict[Path, list[str]], dict[Path, str]]:
-    """Why saves are kept, and a fault of each that is damaged.  A save is kept only after all of it has been read."""
+    """Why saves are kept, and a fault of each that is damaged.  A save is kept only after all of it has been read.
+
+    Raises Unreadable: then none is deleted, because the one that cannot be read may be the only whole one.
+    """
     scores = read_scores(saves[0].parent)
     damaged = {save: faults[0] for save in saves if (faults := faults_in(save, reads=False))}
     read: set[Path] = set()

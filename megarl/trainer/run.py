@@ -250,6 +250,7 @@ class Run:
         trainer, roles = config.trainer, self.roles.trainable
         origin = self.resumed_from.origin if self.resumed_from else None
         how: dict[str, Any] = {"in_background": trainer.async_save, "warn": warn, "origin": origin}
+        how["limit_s"] = trainer.call_timeout_s
         self.saver = Saver(self.checkpoints, roles, Retention.of(config), **how)
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)

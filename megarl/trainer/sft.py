@@ -136,6 +136,7 @@ def _train(
                 {"actor": actor},
                 Retention.of(config),
                 in_background=config.trainer.async_save,
+                limit_s=config.trainer.call_timeout_s,
                 warn=warn,
                 origin=resumed.origin if resumed else None,
             )

@@ -53,6 +53,7 @@ def saver_of(
     *,
     keep: int = 9,
     in_background: bool = False,
+    limit_s: float = 600.0,
     warn: Callable[[str], None] | None = None,
     origin: str | None = None,
     **more: Any,
@@ -60,7 +61,12 @@ def saver_of(
     def unexpected(sentence: str) -> None:
         raise AssertionError(sentence)
 
-    how: dict[str, Any] = {"in_background": in_background, "warn": warn or unexpected, "origin": origin}
+    how: dict[str, Any] = {
+        "in_background": in_background,
+        "limit_s": limit_s,
+        "warn": warn or unexpected,
+        "origin": origin,
+    }
     return Saver(root, roles or {"actor": Shard()}, Retention(keep, **more), **how)
 
 

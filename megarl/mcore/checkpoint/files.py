@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.durable_files import PRIVATE_FOLDER, Facts, seal, write_text
+from megarl.durable_files import ABSENT, PRIVATE_FOLDER, Facts, Unreadable, seal, write_text
 from megarl.mcore.checkpoint.boxes import Box, Shape, overlap, slices
 from megarl.mcore.checkpoint.held import Piece
 from megarl.rank_files import ABOUT, UNWRITTEN, list_of, read_json
@@ -168,8 +168,10 @@ class Reader:
                 for key, box, common, piece in wishes:
                     stored = source.get_slice(key)[slices(common, box[0])] if box[1] else source.get_tensor(key)
                     piece.memory[slices(common, piece.box[0])].copy_(stored)
-        except (OSError, SafetensorError) as error:
+        except (*ABSENT, SafetensorError) as error:
             raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
+        except OSError as error:
+            raise Unreadable.of(file, error) from error
 
     def _wanted(self, piece: Piece) -> Box | None:
         """The part of a piece that was saved: rows of padding may be missing."""

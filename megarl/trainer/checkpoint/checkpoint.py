@@ -78,7 +78,8 @@ def find(
     as by Slurm or Kubernetes, goes on.  `warn` is told.
     All sizes are checked.  `verify`: SHA-256 too, except of the ranks' files, which `restore` has checked by the ranks.
     `before`: only earlier steps under `root` are taken.  `warn` is told of each damaged one that is passed over.
-    Raises ValueError for a folder without a whole checkpoint, and if auto finds only damaged ones.
+    Raises ValueError for a folder without a whole checkpoint, and if auto finds only damaged ones; Unreadable, because
+    the run would replace a newer save that may be whole.
     """
     if resume_mode == "disable":
         return None
@@ -154,7 +155,7 @@ def step_of(folder: Path) -> int:
 
 
 def all_checkpoints(root: Path) -> list[Checkpoint]:
-    """The checkpoints under `root` whose manifest is whole, oldest step first."""
+    """The checkpoints under `root` whose manifest is whole, oldest step first.  Raises Unreadable."""
     found = []
     for folder in folders_under(root):
         try:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megarl.durable_files import THREADS, fault_of, write_text
+from megarl.durable_files import ABSENT, THREADS, Unreadable, fault_of, write_text
 from megarl.processes.presence import show_life
 
 MANIFEST = "manifest.json"
@@ -28,17 +28,17 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises Damaged if it is missing, or not what was written."""
+    """Raises Damaged if it is missing, or not what was written; Unreadable if that cannot be said."""
     file = folder / MANIFEST
     try:
         text = file.read_text(encoding="utf-8")
         content: dict[str, Any] = json.loads(text)
         del content["sha256"]
         intact = _text(content) == text
-    except FileNotFoundError:
+    except ABSENT:
         raise Damaged(f"{file} is missing") from None
     except OSError as error:
-        raise Damaged(f"{file} cannot be read ({error.strerror})") from error
+        raise Unreadable.of(file, error) from error
     except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
@@ -50,6 +50,7 @@ def faults_in(folder: Path, *, reads: bool, skip: str = "") -> list[str]:
     """A sentence for each damaged file of a save, its manifest included.
 
     `reads`: also compare digests, for which all of a file is read, except of files whose name has the pattern `skip`.
+    Raises Unreadable.
     """
     try:
         files = read_manifest(folder)["files"]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.groups import save_groups
-from megarl.durable_files import PRIVATE_FILE, PRIVATE_FOLDER, sync
+from megarl.durable_files import PRIVATE_FILE, PRIVATE_FOLDER, Unreadable, sync
+from megarl.group.failures import RankError
 from megarl.rank_files import UNWRITTEN, facts_under
 from megarl.roles.handles import SaveError
 from megarl.sample import Sample
@@ -32,6 +33,7 @@ from megarl.trainer.checkpoint.manifest import write_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores, write_scores
 
 POLL_S = 0.05  # between two questions whether all files are written
+SAY_S = 60.0  # between two sentences about a save that is waited for
 
 
 class Saver:
@@ -44,25 +46,28 @@ class Saver:
         retention: Retention,
         *,
         in_background: bool,
+        limit_s: float,
         warn: Callable[[str], None],
         origin: str | None = None,
     ) -> None:
         """`root`: in the run's folder, whose logs (`*.jsonl`) are on the disk before a save counts.
 
-        `in_background`: ranks train on while they write.  `warn` is told of saves that fail.
+        `in_background`: ranks train on while they write.  `limit_s`: for which training waits for a save at most.
+        `warn` is told of saves that fail, and while it waits.
         `origin`: that of the saves.
         """
         self.last: Checkpoint | None = None  # of the finished ones
         self.failed = 0  # saves since the start
         self._root, self._roles, self._retention = root, roles, retention
-        self._in_background, self._warn, self._origin = in_background, warn, origin
+        self._in_background, self._limit_s, self._warn, self._origin = in_background, limit_s, warn, origin
         self._pending: tuple[int, dict[str, Any] | None] | None = None
         self._writing: list[Saves] = []  # the roles of the pending one
 
     def start(self, step: int) -> None:
         """Begin the save of the models as they are after `step` iterations, when the one before is finished.
 
-        Raises SaveError, as all methods do, for a save that fails if there is no earlier one.
+        Raises SaveError, as all methods do, for a save that fails if there is no earlier one; RankError, as those that
+        wait, for one that is not written within the limit: a file system can hold a write for ever.
         """
         self.finish()
         try:
@@ -110,8 +115,8 @@ class Saver:
     def finish(self) -> None:
         """Wait until no save is left to finish."""
         assert self._pending is None or self._pending[1] is not None, "the checkpoint has no state yet"
-        while not self.poll():
-            time.sleep(POLL_S)
+        if self._pending is not None:
+            self._wait(self._pending[0], self.poll)
 
     def settle(self) -> None:
         """As `finish`, for a run that ends because of something else: a save without a state yet is left, as is one
@@ -120,7 +125,7 @@ class Saver:
             return
         try:
             self.finish()
-        except SaveError as error:
+        except (SaveError, RankError) as error:
             self._warn(str(error))
 
     def note_score(self, step: int, score: float) -> None:
@@ -156,7 +161,7 @@ class Saver:
     def _prune(self, step: int) -> None:
         """Delete what is not to be kept, damaged saves, and those of later steps.
 
-        Those are of a run that this one replaces, resumed from an earlier step.
+        Those are of a run that this one replaces, resumed from an earlier step.  If one cannot be read, all are left.
         """
         try:
             scores = read_scores(self._root)
@@ -175,16 +180,32 @@ class Saver:
         """
         self.failed += 1
         self._pending = None
-        for role in self._writing:
-            while not _is_over(role):
-                time.sleep(POLL_S)
+        self._wait(step, lambda: all(_is_over(role) for role in self._writing))
         self._writing = []
         delete(self._partial(step), self._warn)
         sentence = f"the save of step {step} failed and was deleted: {error}"
-        earlier = all_checkpoints(self._root)
+        try:
+            earlier = [checkpoint.folder for checkpoint in all_checkpoints(self._root)]
+        except Unreadable:
+            earlier = folders_under(self._root)
         if not earlier:
             raise SaveError(f"{sentence}; there is no earlier one to go on from") from error
-        self._warn(f"{sentence}; the run goes on, and {earlier[-1].folder.name} is its newest checkpoint")
+        self._warn(f"{sentence}; the run goes on, and {earlier[-1].name} is its newest checkpoint")
+
+    def _wait(self, step: int, is_over: Callable[[], bool]) -> None:
+        began = said = time.monotonic()
+        while not is_over():
+            now = time.monotonic()
+            if now - began > self._limit_s:
+                self._pending, self._writing = None, []
+                raise RankError(
+                    f"the ranks did not write the save of step {step} within {self._limit_s:g} s, in which training "
+                    "waited for it (trainer.call_timeout_s)"
+                )
+            if now - said > SAY_S:
+                said = now
+                self._warn(f"training has waited {now - began:.0f} s for the save of step {step}")
+            time.sleep(POLL_S)
 
     def _partial(self, step: int) -> Path:
         return self._root / f".step_{step:08d}.partial"

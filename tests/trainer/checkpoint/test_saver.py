@@ -5,21 +5,26 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from saved_runs import SIZE, Shard, no_file_above, save, save_steps, saver_of
 
-from megarl.durable_files import facts_of
+from megarl.durable_files import Unreadable, facts_of
+from megarl.group.failures import RankError
 from megarl.mcore.checkpoint import files as files_module
 from megarl.roles.handles import SaveError
+from megarl.trainer.checkpoint import saver as saver_module
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, all_checkpoints, find
 from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import SCORES, read_scores
@@ -86,6 +91,52 @@ def test_scores_that_cannot_be_read_delete_nothing_and_do_not_stop_a_save(tmp_pa
     assert steps_under(tmp_path) == [2, 4]
     saver.note_score(4, 0.5)
     assert [SCORES in sentence for sentence in said] == [True, True]
+
+
+@contextmanager
+def unreadable(file: Path) -> Iterator[None]:
+    """The system refuses to open a link to itself, as it does with a file of a server that is away."""
+    aside = file.with_name("aside")
+    file.rename(aside)
+    file.symlink_to(file)
+    yield
+    aside.replace(file)
+
+
+def test_a_save_that_cannot_be_read_for_a_moment_is_neither_passed_over_nor_deleted(tmp_path: Path) -> None:
+    said: list[str] = []
+    saver = saver_of(tmp_path, keep=1, every=100, warn=said.append)
+    for step in (100, 101):
+        save(saver, step)
+    with unreadable(tmp_path / "step_00000100" / MANIFEST):
+        save(saver, 102)
+        with pytest.raises(Unreadable, match=f"{tmp_path}/step_00000100/{MANIFEST} cannot be read"):
+            find("auto", tmp_path, said.append, verify=True, before=101)
+    assert len(said) == 1 and said[0].startswith(f"old checkpoints under {tmp_path} are left: ")
+    save(saver, 103)
+    assert steps_under(tmp_path) == [100, 103], "a milestone, and the newest"
+
+
+def test_a_save_that_is_never_written_is_waited_for_and_then_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file system takes no more bytes of the role, and says nothing."""
+    monkeypatch.setattr(saver_module, "SAY_S", 0.1)
+
+    class Stuck(Shard):
+        def is_saved(self) -> bool:
+            return False
+
+    said: list[str] = []
+    saver = saver_of(tmp_path / "saves", {"actor": Stuck()}, in_background=True, limit_s=0.4, warn=said.append)
+    saver.start(1)
+    saver.describe({})
+    with pytest.raises(RankError, match=r"did not write the save of step 1 within 0\.4 s.*\(trainer.call_timeout_s\)"):
+        saver.start(2)
+    assert said and all(re.fullmatch(r"training has waited \d+ s for the save of step 1", one) for one in said)
+    assert saver.poll(), "nothing is left that a later end would wait for"
+    save(saver_of(tmp_path / "saves"), 1)
+    assert names_in(tmp_path / "saves") == ["step_00000001"]
 
 
 def test_a_run_begun_again_further_back_replaces_what_came_after(tmp_path: Path) -> None:
