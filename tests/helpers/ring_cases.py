@@ -18,6 +18,21 @@ from megarl.data.tiny import write_tiny_model
 PPO = ["actor.megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true", "actor.ppo_mini_batch_size=2"]
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
 
+# A tool counts digits.  Half of the episodes change what was said before, so that they have two rows.
+CHAT = """
+def digits(text):
+    return sum(map(str.isdigit, text))
+
+async def episode(chat, prompt):
+    messages = chat.messages
+    first = await chat(messages)
+    said = first.message if int(prompt.text[0]) % 2 else {"role": "assistant", "content": "?"}
+    asked = {"role": "user", "content": f"{digits(first.text)} digits"}
+    second = await chat([*messages, said, asked])
+    chat.reward(digits(first.text) / 6, first)
+    chat.reward(digits(second.text) / 6, second)
+"""
+
 
 def make_parts(folder: Path, **shape: Any) -> Path:
     """A task and a tiny model, as a user would have them."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ring_cases import PPO, lines, make_parts, settings, steps
+from ring_cases import CHAT, PPO, lines, make_parts, settings, steps
 from strikes import Strike, start, weights
 
 pytestmark = pytest.mark.dist
@@ -31,8 +31,8 @@ SAVES = ["trainer.save_freq=2", "trainer.max_checkpoints_to_keep=9", "trainer.te
 NUMBERS = ("actor/", "critic/", "val/", "reward/", "response_length/", "prompt_length/", "off_policy/")
 
 
-def words_of(parts: Path, runs: Path, name: str) -> list[str]:
-    return settings(parts, runs, name, *PPO, *KL, *FILTER, *SAVES, *STEPS)
+def words_of(parts: Path, runs: Path, name: str, *more: str) -> list[str]:
+    return settings(parts, runs, name, *PPO, *KL, *FILTER, *SAVES, *STEPS, *more)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,13 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that nothing happens to."""
-    runs = tmp_path_factory.mktemp("whole")
+    return undisturbed(parts, tmp_path_factory.mktemp("whole"))
+
+
+def undisturbed(parts: Path, runs: Path, *more: str) -> Path:
+    """The folder of a run that nothing happens to."""
     log = runs / "whole.log"
-    assert start("train", words_of(parts, runs, "whole"), [], runs / "strikes.json", log) == 0, log.read_text()
+    assert start("train", words_of(parts, runs, "whole", *more), [], runs / "strikes.json", log) == 0, log.read_text()
     return runs / "whole"
 
 
@@ -56,11 +59,14 @@ def numbers(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def strike_and_go_on(plan: list[Strike], parts: Path, runs: Path, *more: str) -> Path:
-    """Start a run as often as `plan` ends it, the strikes in the order in which they fall; returns its folder."""
+def strike_and_go_on(plan: list[Strike], parts: Path, runs: Path, *more: str, ends: list[int] | None = None) -> Path:
+    """Start a run as often as `plan` ends it, the strikes in the order in which they fall; returns its folder.
+
+    `ends`: the exit codes, if they are not those of all strikes that end a run.
+    """
     file, log = runs / "strikes.json", runs / "struck.log"
-    words = [*words_of(parts, runs, "struck"), *more]
-    ends = [EXIT[victim] for _, _, victim in plan if victim in EXIT]
+    words = words_of(parts, runs, "struck", *more)
+    ends = ends or [EXIT[victim] for _, _, victim in plan if victim in EXIT]
     codes = [start("train", words, plan, file, log)]
     while codes[-1] != 0 and len(codes) <= len(ends):
         codes.append(start("train", words, None, file, log))
@@ -69,8 +75,10 @@ def strike_and_go_on(plan: list[Strike], parts: Path, runs: Path, *more: str) ->
     return runs / "struck"
 
 
-def strike_and_compare(plan: list[Strike], parts: Path, whole: Path, runs: Path) -> None:
-    run = strike_and_go_on(plan, parts, runs)
+def strike_and_compare(
+    plan: list[Strike], parts: Path, whole: Path, runs: Path, *more: str, ends: list[int] | None = None
+) -> None:
+    run = strike_and_go_on(plan, parts, runs, *more, ends=ends)
     assert numbers(run) == numbers(whole)
     assert weights(run) == weights(whole)
     for name in ("samples.jsonl", "visits.jsonl"):
@@ -97,16 +105,47 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
     assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
 
 
+LEAD = {
+    "in_place": [(2, "gen", "SIGTERM"), (3, "update_weights", "server"), (4, "update_actor", "all")],
+    "drain": [(2, "drain", "SIGTERM"), (3, "drain", "server"), (4, "drain", "all")],
+}
+
+
 @pytest.mark.long
-def test_with_a_lead_no_visit_is_lost_or_trained_twice(parts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", LEAD)
+def test_with_a_lead_no_visit_is_lost_or_trained_twice(parts: Path, tmp_path: Path, update: str) -> None:
     """The prefetcher is ahead by two iterations, so groups run, wait and are trained when a strike falls."""
-    plan = [(2, "gen", "SIGTERM"), (3, "update_weights", "server"), (4, "update_actor", "all")]
-    run = strike_and_go_on(plan, parts, tmp_path, "rollout.ahead=2", "algorithm.filter_groups.enable=false")
+    ahead = ["rollout.ahead=2", f"rollout.update={update}", "algorithm.filter_groups.enable=false"]
+    run = strike_and_go_on(LEAD[update], parts, tmp_path, *ahead)
     rows = lines(run / "visits.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert sorted(visit for row in rows for visit in row["trained"]) == list(range(5 * 4))
     assert not any(row["lost"] or row["filtered"] for row in rows)
     assert set(steps(run, "rollout/collector_restarts").values()) == {0}, "SIGTERM passes them by"
+
+
+@pytest.mark.long
+def test_with_agents_a_run_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Path) -> None:
+    """Episodes of two turns: those that a strike cuts are played again from their first turn."""
+    (parts / "chat.py").write_text(CHAT)
+    agents = [f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80", "algorithm.filter_groups.enable=false"]
+    plan = [
+        (1, "gen", "driver"),
+        (2, "gen", "server"),
+        (3, "gen", "collector"),
+        (3, "update_actor", "rank"),
+        (4, "gen", "SIGTERM"),
+        (5, "update_weights", "all"),
+    ]
+    strike_and_compare(plan, parts, undisturbed(parts, tmp_path, *agents), tmp_path, *agents)
+
+
+@pytest.mark.long
+def test_a_run_that_dies_while_it_saves_after_sigterm_is_the_same_to_the_bit(
+    parts: Path, whole: Path, tmp_path: Path
+) -> None:
+    plan = [(3, "update_critic", "SIGTERM"), (4, "saving", "all")]
+    strike_and_compare(plan, parts, whole, tmp_path, ends=[EXIT["all"]])
 
 
 def products() -> Iterator[Any]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ring_cases import lines, make_parts, settings, steps
+from ring_cases import CHAT, lines, make_parts, settings, steps
 
 from megarl.cli import main
 
@@ -14,22 +14,7 @@ pytestmark = pytest.mark.dist
 
 GRPO = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "agent.max_tokens=80", "trainer.test_freq=-1"]
 
-# A tool counts digits.  Half of the episodes change what was said before, so that they have two rows.
-CHAT = """
-def digits(text):
-    return sum(map(str.isdigit, text))
-
-async def episode(chat, prompt):
-    messages = chat.messages
-    first = await chat(messages)
-    said = first.message if int(prompt.text[0]) % 2 else {"role": "assistant", "content": "?"}
-    asked = {"role": "user", "content": f"{digits(first.text)} digits"}
-    second = await chat([*messages, said, asked])
-    chat.reward(digits(first.text) / 6, first)
-    chat.reward(digits(second.text) / 6, second)
-"""
-
-# The same through the endpoint, which says how many tokens the servers wrote.
+# Two turns through the endpoint, which says how many tokens the servers wrote.
 ENDPOINT = """
 import json
 import aiohttp
