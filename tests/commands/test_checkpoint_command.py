@@ -169,6 +169,22 @@ def test_a_damaged_save_counts_for_nothing_when_saves_are_pruned(
     assert main(["checkpoint", "verify", str(run)]) == 0
 
 
+def test_a_save_that_cannot_be_read_for_a_moment_keeps_all_from_being_pruned(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link to itself is refused by the system, as a file is of a server that is away."""
+    newest = sorted((run / "checkpoints").glob("step_*"))[-1]
+    file = next(file for file in newest.rglob("*.safetensors"))
+    file.rename(file.with_name("aside"))
+    file.symlink_to(file)
+    before = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
+    assert main(["checkpoint", "prune", str(run), "keep=1"]) == 1
+    assert f"{file} cannot be read (" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(run)]) == 2
+    assert f"{file} cannot be read (" in capsys.readouterr().err
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == before
+
+
 def test_a_save_that_is_a_link_is_pruned_and_what_it_names_stays(run: Path) -> None:
     link = run / "checkpoints" / "step_00000002"
     link.rename(run.parent / "archive")
