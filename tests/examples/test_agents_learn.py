@@ -27,7 +27,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_learns_to_call_a_calculator() -> None:
     series, summary = run("calculator")
     assert summary["accuracy_before"] < 0.3 and summary["accuracy_after"] > 0.9

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from ring_cases import PPO, lines, make_parts, settings, steps, train_in_a_process, train_kill_resume, wait_for_step
+from ring_cases import PPO, lines, make_parts, settings, steps, train_in_a_process, wait_for_step
 from safetensors.torch import load_file, save_file
 from saved_runs import flip
 
@@ -27,26 +27,6 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_parts(tmp_path_factory.mktemp("parts"))
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(parts: Path, tmp_path: Path) -> None:
-    """Killed after a save and some steps behind it: the resumed run repeats those steps to the last bit.
-
-    Dynamic sampling takes as many prompts as it needs, so the place where the next step begins is not a multiple.
-    """
-    more = [*PPO, "trainer.total_training_steps=5", "trainer.save_freq=2", "trainer.test_freq=-1"]
-    more += ["algorithm.filter_groups.enable=true", "rollout.n=2"]
-    whole = settings(parts, tmp_path, "whole", *more)
-    assert main(["train", *whole]) == 0
-
-    words = settings(parts, tmp_path, "killed", *more)
-    assert train_kill_resume(words, tmp_path / "killed", 3) >= 4, "an agent, two ranks, a server, a collector"
-    assert max(steps(tmp_path / "whole", "rollout/gen_batches").values()) > 1
-    same = "critic/score/mean actor/pg_loss critic/vf_loss actor/grad_norm actor/lr rollout/gen_batches"
-    for metric in same.split():
-        assert steps(tmp_path / "killed", metric) == steps(tmp_path / "whole", metric), metric
-    assert len(lines(tmp_path / "killed" / "metrics.jsonl")) == len(lines(tmp_path / "whole" / "metrics.jsonl"))
 
 
 @pytest.mark.slow
