@@ -2,6 +2,7 @@
 
 python benchmarks/chaos_page.py                # the sample of CI
 python benchmarks/chaos_page.py -m long        # every fault three times, over long runs of PPO and of agents
+python benchmarks/chaos_page.py a.xml b.xml    # of tests that were run before, from their reports in JUnit's form
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import subprocess
 import xml.etree.ElementTree as xml
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,22 +24,27 @@ REPORT = ROOT / "runs" / "tests.xml"
 
 def work(options: argparse.Namespace) -> Result:
     """Raises ValueError where a test failed: then there is an account of the faults before it only."""
+    if options.reports:
+        return result(options.reports, options.note)
     words = ["tests/chaos", "-n", "0", "-m", options.marker]
     code = subprocess.run(["bash", str(ROOT / "launch" / "test.sh"), *words]).returncode
     if code:
         raise ValueError(f"launch/test.sh {' '.join(words)}: exit code {code}, expected 0")
-    return result(REPORT, options.marker)
+    return result([REPORT], options.note)
 
 
-def result(report: Path, marker: str) -> Result:
-    """What the report of a run, in the form of JUnit, says of the faults."""
-    found = Result("chaos", "cpu", {"command": f"launch/test.sh tests/chaos -m {marker}"}, title="Runs under chaos")
+def result(reports: Sequence[Path], notes: Sequence[str] = ()) -> Result:
+    """What the reports of tests, in the form of JUnit, say of the faults.  Raises ValueError where a test failed."""
+    found = Result("chaos", "cpu", {}, title="Runs under chaos")
     totals = {"faults": 0, "survived": 0, "samples lost": 0, "visits trained twice": 0, "visits missing": 0}
-    for case in next(xml.parse(report).getroot().iter("testsuite")).iter("testcase"):
+    for case in (case for report in reports for case in xml.parse(report).getroot().iter("testcase")):
+        if case.find("failure") is not None or case.find("error") is not None:
+            raise ValueError(f"{case.get('name')}: the test failed; expected one that passed")
         properties = {one.get("name"): json.loads(one.get("value", "")) for one in case.iter("property")}
         if "chaos" not in properties:
             continue
         strikes, visits = properties["chaos"]["strikes"], properties["chaos"]["visits"]
+        found.configuration[f"seconds of {case.get('name')}"] = round(float(case.get("time", 0)))
         found.rows += [_row(str(case.get("name")), strikes, name) for name in sorted({one["fault"] for one in strikes})]
         totals["faults"] += len(strikes)
         totals["survived"] += len(strikes)
@@ -47,6 +54,7 @@ def result(report: Path, marker: str) -> Result:
         found.notes.append(f"{case.get('name')}: visits {json.dumps(visits['outcomes'])}")
         if "accuracy" in properties:
             found.notes.append(f"{case.get('name')}: accuracy {json.dumps(properties['accuracy'])}")
+    found.notes += notes
     found.notes.append("noticed: until the run said something about it; recovered: until a step that began after it")
     found.ratios = {name: float(count) for name, count in totals.items()}
     return found
@@ -69,6 +77,8 @@ def _row(test: str, strikes: list[dict[str, Any]], fault: str) -> dict[str, Any]
 
 def parser() -> argparse.ArgumentParser:
     found = arguments(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter))
+    found.add_argument("reports", nargs="*", type=Path, metavar="FILE", help="of tests that were run before")
+    found.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line of the page")
     found.add_argument("-m", "--marker", default="slow", metavar="MARKER", help="slow or long; by default slow")
     return found
 
