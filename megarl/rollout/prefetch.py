@@ -178,7 +178,8 @@ class Prefetcher:
         lost = self._seen.lost
         if not groups and len(lost) == len(found):
             raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
-        metrics, outcomes = self._metrics(lateness=settled - min(visits)), self._seen.settled
+        metrics = self._metrics(lateness=settled - min(visits))
+        outcomes = {outcome: sorted(of_it) for outcome, of_it in self._seen.settled.items()}  # they came in any order
         self._step, self._waits_since, self._seen = self._step + 1, None, _Seen()
         return RolloutBatch(groups, lost, outcomes, metrics)
 
