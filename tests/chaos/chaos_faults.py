@@ -137,6 +137,7 @@ AGAIN = "going on from step"
 COLLECTORS = "rollout/collector_restarts"
 FAILED = "rollout/failed_requests"
 REFUSED = "fell back to a slower transport|is out of service"  # the first time, and when there is no slower one
+SPIKE = r"a spike: .*the run goes back to step"
 PROCESSES = [
     Fault("rank killed", "process", _send(ChaosRun.ranks, signal.SIGKILL), says=DIED),
     Fault("rank stopped", "process", _send(ChaosRun.ranks, signal.SIGSTOP), says=DIED),
@@ -180,7 +181,7 @@ NUMBERS = [
 ]
 ROLLBACKS = [  # of a run with trainer.on_nonfinite=rollback and trainer.spike_sigma
     Fault("loss not finite, rolled back", "number", _order("loss", "nan"), counts="trainer/rollbacks", order="loss"),
-    Fault("spike of the loss, rolled back", "number", _order("loss", "spike"), counts="trainer/spikes", order="loss"),
+    Fault("spike of the loss, rolled back", "number", _order("loss", "spike"), says=SPIKE, order="loss"),
 ]
 FILES = [
     Fault("save damaged", "file", _save_damaged, says="is passed over"),
