@@ -66,7 +66,7 @@ open. An unknown key and a value of another type or outside of its range are ref
 typed key that would do nothing.
 
 The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.` in front of a key is accepted and
-dropped. [coming_from_verl.md](coming_from_verl.md) has the differences. A spelling with `(entry NAME)` sets only that
+dropped. [coming_from/verl.md](coming_from/verl.md) has the differences. A spelling with `(entry NAME)` sets only that
 entry of the list or mapping.
 
 """.splitlines()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import tables_kept
-from readme_blocks import BOOK, FRONT, PAGE, ROOT, Command, blocks, code_spans, commands, files, section
+from readme_blocks import BOOK, FRONT, PAGE, ROOT, Command, blocks, code_spans, commands, files, our_words, section
 
 from megarl import cli
 from megarl.algo import ActorLoss, estimate, load_plugins
 from megarl.config import Config, load_config
 from megarl.config.aliases import Canonical, canonical, has_rule
-from megarl.config.keys import groups, type_of
+from megarl.config.keys import groups, mapping_of, type_of
 from megarl.data.prompts import Prompts
 from megarl.data.tiny import tiny_tokenizer
 from megarl.rewards import REWARDS, load_reward
@@ -135,10 +135,13 @@ def test_the_front_page_fits_on_a_few_screens() -> None:
 
 
 def test_every_link_leads_to_a_file() -> None:
-    for place, text in ((ROOT, FRONT), *((ROOT / "docs", text) for text in BOOK.values())):
+    top = [
+        (ROOT, (ROOT / name).read_text()) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+    ]
+    for place, text in (*top, *(((ROOT / "docs" / name).parent, text) for name, text in BOOK.items())):
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert target.startswith("https://") or (place / target).exists(), target
-    named = set(re.findall(r"\(docs/([\w]+\.md)\)", FRONT))
+    named = set(re.findall(r"\(docs/([\w/]+\.md)\)", FRONT))
     assert named == BOOK.keys(), "pages that the index of the book does not have"
 
 
@@ -178,9 +181,11 @@ def test_every_test_that_keeps_a_promise_exists() -> None:
 
 def test_every_key_on_the_page_exists() -> None:
     wanted = re.compile(rf"(?:{'|'.join(vars(Config()))})\.[\w.*]+(?:=\S+)?")
-    keys = [span.partition("=")[0] for span in code_spans(PAGE) if wanted.fullmatch(span) and not span.endswith(".py")]
+    spans = [span for span in code_spans(our_words()) if wanted.fullmatch(span) and not span.endswith(".py")]
+    keys = [span.partition("=")[0] for span in spans]
     assert len(keys) > 40
     for key in keys:
         known = canonical(key)
         if isinstance(known, Canonical):  # else it is one of those that have no meaning here, and the page says so
-            assert type_of(known.key) or known.key.removesuffix(".*") in groups() or has_rule(key), key
+            there = type_of(known.key) or mapping_of(known.key) or known.key.removesuffix(".*") in groups()
+            assert there or has_rule(key), key

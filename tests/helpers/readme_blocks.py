@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FRONT = (ROOT / "README.md").read_text()
-BOOK = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+BOOK = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 PAGE = "\n".join((FRONT, *BOOK.values()))
 
 _FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -68,3 +68,14 @@ def first_cells(text: str) -> list[str]:
     """The code spans in the first column of a text's tables."""
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
     return [span for row in rows for span in code_spans(row)]
+
+
+# Pages whose tables have names of other frameworks in their first column.
+OTHERS = ("coming_from/slime.md", "coming_from/nemo_rl.md", "coming_from/trl.md")
+
+
+def our_words(*pages: str) -> str:
+    """The text of pages, by default all of them, without the first column of tables with names of others in it."""
+    texts = {"README": FRONT, **BOOK}
+    shown = [re.sub(r"^\|[^|]*\|", "|", texts[name], flags=re.M) if name in OTHERS else texts[name] for name in texts]
+    return "\n".join(text for name, text in zip(texts, shown, strict=True) if not pages or name in pages)
