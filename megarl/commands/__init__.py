@@ -1,1 +1,1 @@
-"""The commands megarl doctor, node, serve and train -m, and which machine of a run this is (`this_machine`)."""
+"""The commands megarl node, serve and train -m, and which machine of a run this is (`this_machine`)."""

@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ class StatusTracker:
     """Writes {"step": 7, "stage": "update_actor", "since": 1763700000.0, ...} at the beginning of each stage.
 
     `step` is the last finished one and `since` the time, in seconds since 1970, at which the stage began.  The file is
-    replaced as a whole, so a reader never sees half of it.  Every run has this tracker.
+    replaced as a whole, so a reader never sees half of it.  Every run has this tracker.  See `end_noted` for its end.
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
@@ -46,9 +47,33 @@ class StatusTracker:
     def _write(self, progress: Mapping[str, int]) -> None:
         status: dict[str, Any] = {"step": self._step, "total_steps": self._total, "stage": self._stage}
         status |= {"since": self._since, **progress, "host": socket.gethostname(), "pid": os.getpid()}
-        other = self.path.with_name(FILE + ".part")
-        other.write_text(json.dumps(status) + "\n")
-        os.replace(other, self.path)
+        _replace(self.path, status)
+
+
+@contextmanager
+def end_noted(run_dir: Path) -> Iterator[None]:
+    """Note in status.json how the block ended: {..., "end": {"time": 1763700000.0, "error": "RankError", "why": ""}}.
+
+    `error` is null for a run that came to its end, and else the kind of the exception, SIGTERM's and Ctrl-C's too.  A
+    run that was killed has no "end".
+    """
+    error, why = None, ""
+    try:
+        yield
+    except BaseException as stop:
+        error, why = type(stop).__name__, str(stop)
+        raise
+    finally:
+        status = read_status(run_dir)
+        if status is not None:  # else it ended before its first stage
+            with suppress(OSError):  # a full disk: why the run ends is the error that it raises
+                _replace(run_dir / FILE, status | {"end": {"time": time.time(), "error": error, "why": why}})
+
+
+def _replace(path: Path, status: Mapping[str, Any]) -> None:
+    other = path.with_name(FILE + ".part")
+    other.write_text(json.dumps(status) + "\n")
+    os.replace(other, path)
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:

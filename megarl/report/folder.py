@@ -60,6 +60,11 @@ class RunFolder:
     def status(self) -> dict[str, Any]:
         return read_status(self.path) or {}
 
+    @property
+    def owner(self) -> dict[str, Any]:
+        """Host, process id and start of the last process that trained in the folder; {} for a folder without one."""
+        return self._json("owner.json")
+
     def samples(self) -> Iterator[dict[str, Any]]:
         return self._lines(SAMPLES)
 

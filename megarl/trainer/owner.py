@@ -27,6 +27,7 @@ from megarl.durable_files import PRIVATE_FILE
 OWNER = "owner.json"  # {"host", "pid", "started"} of the last owner
 LEASE_S = 120.0  # for which the lock of an owner on another machine is waited for
 POLL_S = 1.0
+_LOOK_S = 0.1
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -46,6 +47,22 @@ def owned(folder: Path) -> Iterator[None]:
             (folder / OWNER).unlink()
             folder.rmdir()
         os.close(number)
+
+
+def has_owner(folder: Path) -> bool:
+    """Whether a process trains in the folder now, on any machine that has its locks."""
+    file = folder / OWNER
+    if not file.is_file():
+        return False
+    with file.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment, which `_flock` waits for
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+    return False
 
 
 def _locked(folder: Path) -> int:
@@ -86,7 +103,7 @@ def _opened(folder: Path) -> int:
 def _lock(number: int, folder: Path) -> dict[str, Any] | None:
     """Lock the file; what another owner has written if it has the lock, None if we have it."""
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(number)
     except BlockingIOError:
         try:
             owner = json.loads(os.pread(number, 4096, 0))
@@ -98,6 +115,15 @@ def _lock(number: int, folder: Path) -> dict[str, Any] | None:
             raise
         _say(f"warning: {folder}: its file system has no locks, so nothing keeps a second run out of it")
     return None
+
+
+def _flock(number: int) -> None:
+    """Raises BlockingIOError if another process has the lock for longer than a look (`has_owner`) takes."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(_LOOK_S)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _say(sentence: str) -> None:

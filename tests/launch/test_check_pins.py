@@ -9,7 +9,7 @@ from pathlib import Path
 import check_pins
 import pytest
 
-from megarl.commands import doctor
+from megarl.doctor import versions
 
 ROOT = check_pins.ROOT
 # What decides whether CI is green, besides the tests; and setuptools, because torch 2.11 for CUDA takes none from 82.
@@ -30,7 +30,7 @@ def test_pins_are_of_what_the_package_names_itself() -> None:
     """A pin of anything else, triton above all, excludes a build of torch: each brings its own."""
     imported = names(check_pins.declared()["install_requires"])
     assert names(check_pins.pins_of(check_pins.CONSTRAINTS)) == imported | TOOLS
-    assert set(doctor.TESTED) == imported
+    assert set(versions.TESTED) == imported
 
 
 def test_every_file_of_pins_is_checked() -> None:

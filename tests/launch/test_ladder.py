@@ -23,9 +23,9 @@ import pytest
 import torch
 import versions
 
-from megarl.commands import doctor
 from megarl.config import load_config
 from megarl.config.placement import gpu_seats
+from megarl.doctor import compute
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
 from megarl.trainer.servers.colocation import check_shared_gpus
 
@@ -269,7 +269,7 @@ def test_the_versions_say_what_is_missing_and_end_with_1_without_a_gpu(
 
 
 def test_the_versions_say_of_apex_what_the_doctor_says() -> None:
-    assert versions.OPTIONAL["apex"] == f"no {doctor._OPTIONAL['apex']}"
+    assert versions.OPTIONAL["apex"] == f"no {compute.APEX}"
 
 
 def test_the_versions_name_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

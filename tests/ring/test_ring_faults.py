@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from saved_runs import flip
 
 from megarl.cli import main
+from megarl.doctor.run_folder import explain
 
 pytestmark = pytest.mark.dist
 
@@ -128,6 +129,8 @@ def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(par
     assert "server 0" in said
     assert "Traceback" not in said
     assert (tmp_path / "orphan" / "logs" / "failure.txt").stat().st_size > 0
+    found = explain(tmp_path / "orphan")
+    assert (found.state, found.cause[:41]) == ("failed", "the servers ended: no server is left; ser")
 
 
 @pytest.mark.slow
@@ -144,6 +147,9 @@ def test_a_reward_that_always_raises_is_0_or_stops_the_run(
     said = capfd.readouterr().err
     assert "no such unit" in said
     assert "sample" in said
+    found = explain(tmp_path / "stop")
+    assert found.cause.startswith("a reward failed: ")
+    assert "no such unit" in found.cause
     assert main(["train", *settings(parts, tmp_path, "unscored", *common, "data.val_files=[]")]) == 1
     said = capfd.readouterr().err
     assert "all 4 prompts of an iteration were lost; the first: 4 of 4 completions could not be scored" in said

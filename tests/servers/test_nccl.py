@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands import doctor
 from megarl.config import load_config
 from megarl.config.placement import pushes_over_nccl
+from megarl.doctor import versions
+from megarl.doctor.finding import FAIL, NOTE, OK
 from megarl.servers import nccl
 from megarl.trainer import run
 from megarl.trainer.servers import colocation
@@ -105,16 +106,17 @@ def test_doctor_shows_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     server = environment(tmp_path / "server", nvidia_nccl_cu13="2.30.7", sglang="0.5.23")
     monkeypatch.setattr(sys, "executable", str(environment(tmp_path / "ours", nvidia_nccl_cu13="2.29.7")))
     monkeypatch.setattr(colocation, "uses_gpus", lambda config: on_gpu)
-    found = {row.subject: row for row in doctor.examine(load(f"rollout.sglang.python={server}"))}
+    rows = versions.server_findings(load(f"rollout.sglang.python={server}"), has_gpu=on_gpu)
+    found = {row.subject: row for row in rows}
     assert found["SGLang"].found == "0.5.23"
     assert found["NCCL"].found == "trainer 2.29.7, SGLang 2.30.7"
-    assert found["NCCL"].verdict == (doctor.FAIL if on_gpu else doctor.NOTE)
-    assert "bash launch/gpu/install.sh" in found["NCCL"].wanted
+    assert found["NCCL"].verdict == (FAIL if on_gpu else NOTE)
+    assert found["NCCL"].mend == "bash launch/gpu/install.sh"
 
 
 def test_doctor_fails_without_sglang_only_where_a_run_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEGARL_SGLANG_PYTHON", raising=False)
     monkeypatch.chdir(tmp_path)
-    for words, verdict in ((["rollout.engine=sglang"], doctor.FAIL), (["rollout.engine=hf"], doctor.OK)):
-        (row,) = [row for row in doctor.examine(load(*words)) if row.subject == "SGLang"]
-        assert row.verdict == verdict
+    for words, verdict in ((["rollout.engine=sglang"], FAIL), (["rollout.engine=hf"], OK)):
+        (row,) = versions.server_findings(load(*words), has_gpu=False)
+        assert (row.verdict, row.mend) == (verdict, "bash launch/sglang_cpu.sh")

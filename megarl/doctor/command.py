@@ -1,0 +1,83 @@
+"""`megarl doctor`: a table, or one JSON object, of what a machine has and a run needs; or why a run failed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megarl import __version__
+from megarl.config import Config
+from megarl.config.names import REWARDS_OF_CODE
+from megarl.config.validate.rewards import names_of
+from megarl.doctor import compute, machine, versions
+from megarl.doctor.finding import FAIL, NOTE, OK, Finding
+from megarl.doctor.request import Request
+from megarl.sandbox.layers import URL, layers
+
+_COLOURS = {OK: "green", NOTE: "yellow", FAIL: "red"}
+EXIT_CANNOT_RUN = 1
+
+
+def main(request: Request, config: Config) -> int:
+    """Print the findings; 0 if the quickstart can run here, else 1."""
+    sections = examine(config)
+    failed = [finding.subject for rows in sections.values() for finding in rows if finding.verdict == FAIL]
+    if request.json:
+        print(json.dumps(as_json(sections), indent=2))
+    else:
+        _show(sections, failed)
+    return EXIT_CANNOT_RUN if failed else 0
+
+
+def examine(config: Config) -> dict[str, list[Finding]]:
+    """All findings, by section, in the order of the table."""
+    gpu = compute.accelerator(config.trainer.device)
+    return {
+        "trainer": versions.trainer_findings(),
+        "servers": versions.server_findings(config, has_gpu=bool(gpu.value)),
+        "compute": [gpu, *compute.parts()],
+        "machine": machine.findings(config),
+        "sandbox": _sandbox(config),
+    }
+
+
+def as_json(sections: dict[str, list[Finding]]) -> dict[str, Any]:
+    """{"megarl": "0.1.0", "can_run": true, "findings": {"trainer": [{"subject": "python", ...}, ...], ...}}"""
+    can_run = all(finding.verdict != FAIL for rows in sections.values() for finding in rows)
+    findings = {section: [row._asdict() for row in rows] for section, rows in sections.items()}
+    return {"megarl": __version__, "can_run": can_run, "findings": findings}
+
+
+def _show(sections: dict[str, list[Finding]], failed: list[str]) -> None:
+    console = Console()
+    table = Table("", "found", "tested or wanted", "")
+    for rows in sections.values():
+        for row in rows:
+            verdict = f"[{_COLOURS[row.verdict]}]{row.verdict}[/]"
+            table.add_row(escape(row.subject), escape(row.found), escape(row.wanted), verdict)
+        table.add_section()
+    console.print(table)
+    for row in (row for rows in sections.values() for row in rows if row.mend and row.verdict != OK):
+        console.print(f"{row.subject}: {row.mend}", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        console.print(f"[red]A run cannot start here:[/] {', '.join(failed)}.")
+    else:
+        console.print("[green]The quickstart can run here:[/] megarl train recipe=quickstart")
+
+
+def _sandbox(config: Config) -> list[Finding]:
+    """The layers that confine code of a model."""
+    *parts, whole = layers()
+    runs_code = [fn for fn in names_of(config) if fn in REWARDS_OF_CODE]
+    is_wanted = bool(runs_code) and not config.reward.sandbox.startswith(URL)
+    wanted = f"the reward {runs_code[0]} needs one" if is_wanted else "optional: reward.fn=code"
+    verdict = OK if whole.is_there else FAIL if is_wanted else NOTE
+    mend = "" if whole.is_there else "apt-get install bubblewrap"
+    return [
+        *(Finding(part.name, part.found, "optional: a layer of the sandbox", OK) for part in parts),
+        Finding(whole.name, whole.found, wanted, verdict, mend),
+    ]
