@@ -24,16 +24,18 @@ from megarl.commands import checkpoint as saves
 from megarl.commands.this_machine import placed
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, description
-from megarl.convert.request import parse, print_help
+from megarl.convert import request as convert_request
+from megarl.doctor import request as doctor_request
 from megarl.plan.command import request as plan_request
 from megarl.plan.command.report import report
 from megarl.processes.failure_report import write_report
 from megarl.processes.signals import EXIT_TERMINATED, Terminated
 from megarl.report import request as report_request
+from megarl.watch import request as watch_request
 
 
 class Command(NamedTuple):
-    """`module.function(config) -> exit code` runs the command; convert and plan take a request instead of a config."""
+    """`module.function(config) -> exit code` runs the command; some take a request instead of a config."""
 
     module: str
     function: str
@@ -96,13 +98,18 @@ COMMANDS = {
     ),
     "checkpoint": Command("megarl.commands.checkpoint", "main", "verify, list or prune the saves of a run"),
     "report": Command("megarl.report.command", "main", "a page of a run's folder: curves, times, answers, settings"),
+    "watch": Command("megarl.watch.command", "main", "a page in the terminal that shows what a run is doing"),
     "plan": Command("megarl.plan.command.command", "main", "memory and time of a run, predicted; better layouts"),
     "doctor": Command(
-        "megarl.commands.doctor",
+        "megarl.doctor.command",
         "main",
-        "look whether this machine has what a run needs",
-        ("rollout", "trainer"),
-        (("megarl doctor rollout.engine=sglang", "with SGLang's environment too"),),
+        "whether this machine has what a run needs; with --run, why a run stopped",
+        ("rollout", "reward", "trainer"),
+        (
+            ("megarl doctor rollout.engine=sglang", "with SGLang's environment too"),
+            ("megarl doctor --json", "one JSON object in place of a table"),
+            ("megarl doctor --run runs/quickstart", "what a run's folder tells of its end, and what to do next"),
+        ),
     ),
     "config": Command(
         "megarl.cli",
@@ -116,6 +123,10 @@ COMMANDS = {
     ),
 }
 
+# Commands that take a request of their own in place of a configuration: what parses it, and prints its help.
+REQUESTS = {"convert": convert_request, "checkpoint": saves, "report": report_request, "watch": watch_request}
+
+EXPLAIN = Command("megarl.doctor.explain", "main", "`megarl doctor --run`: why a run stopped")
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
@@ -197,18 +208,17 @@ def print_config(config: Config) -> int:
 def _run(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(_no_command(name))
-    if name == "convert":
-        return _work_of(COMMANDS[name])(parse(words))
-    if name == "checkpoint":
-        return _work_of(COMMANDS[name])(saves.parse(words))
-    if name == "report":
-        return _work_of(COMMANDS[name])(report_request.parse(words))
+    if name in REQUESTS:
+        return _work_of(COMMANDS[name])(REQUESTS[name].parse(words))
     if name == "plan":
         request, settings = plan_request.parse(words)
         return _work_of(COMMANDS[name])(request, _overrides(settings))
-    config, warnings = load_config(_overrides(words), command=name, choose_engine=partial(_choose_engine, name))
-    for warning in warnings:
-        _complain(f"warning: {warning}")
+    if name == "doctor":
+        asked, settings = doctor_request.parse(words)
+        if asked.run is not None:
+            return _work_of(EXPLAIN)(asked)
+        return _work_of(COMMANDS[name])(asked, _configured(name, settings))
+    config = _configured(name, words)
     if name == "train" and config.trainer.check_only:  # needs no other machine, and neither torch nor Megatron
         report(config)
         return 0
@@ -219,6 +229,14 @@ def _run(name: str, words: list[str]) -> int:
         return _work_of(COMMANDS[name])(config)
     except (RuntimeError, FloatingPointError, OSError) as error:  # of ranks, servers, collector, push or a full disk
         return _stopped(config, error)
+
+
+def _configured(name: str, words: list[str]) -> Config:
+    """The configuration of a command; warnings are printed."""
+    config, warnings = load_config(_overrides(words), command=name, choose_engine=partial(_choose_engine, name))
+    for warning in warnings:
+        _complain(f"warning: {warning}")
+    return config
 
 
 def _choose_engine(command: str, config: Config) -> str:
@@ -291,14 +309,10 @@ def _help(words: list[str], console: Console) -> None:
     name, *keys = words
     if name not in COMMANDS:
         raise ValueError(_no_command(name))
-    if name == "convert":
-        return print_help(console)
-    if name == "checkpoint":
-        return saves.print_help(console)
-    if name == "report":
-        return report_request.print_help(console)
     if name == "plan":
         return plan_request.print_help(console)
+    if name in REQUESTS:
+        return REQUESTS[name].print_help(console)
     if name != "config" or not keys:
         return _print_command(console, name, COMMANDS[name])
     for found in [description(key) for key in keys]:

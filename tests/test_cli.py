@@ -11,8 +11,8 @@ import pytest
 from saved_runs import no_file_above
 
 from megarl import __version__, cli
-from megarl.commands import doctor
 from megarl.config import Config, load_config
+from megarl.doctor import versions
 
 ROOT = Path(__file__).parent.parent
 
@@ -190,22 +190,5 @@ def test_every_command_is_a_function_that_exists():
         assert callable(cli._work_of(command))
 
 
-def test_doctor_finds_nothing_wrong_where_the_tests_run(capsys):
-    assert call("doctor") == 0
-    assert "The quickstart can run here" in capsys.readouterr().out
-
-
-def test_doctor_fails_where_something_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(doctor.TESTED, "a-package-that-nobody-has", "1.0")
-    assert call("doctor") == 1
-    assert "a-package-that-nobody-has" in capsys.readouterr().out
-
-
-def test_doctor_knows_the_versions_of_the_constraints_file():
-    lines = (ROOT / "launch/constraints.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert {name: pinned[name] for name in doctor.TESTED} == doctor.TESTED
-
-
 def test_the_tests_run_with_the_pinned_megatron():
-    assert version("megatron-core") == doctor.TESTED["megatron-core"]
+    assert version("megatron-core") == versions.TESTED["megatron-core"]

@@ -25,7 +25,7 @@ FLOORS = {
     5: "group hf_server",
     6: "roles",
     7: "trainer",
-    8: "convert commands train",
+    8: "convert commands doctor watch train",
     9: "cli",
     10: "__main__",
 }

@@ -84,7 +84,7 @@ class ConsoleTracker:
         """Time to the end of the run at the speed of the last steps; "?" before the first step."""
         if not self._pace:
             return "?"
-        return _clock_text(max(self._total - self._step, 0) * sum(self._pace) / len(self._pace))
+        return clock_text(max(self._total - self._step, 0) * sum(self._pace) / len(self._pace))
 
     def _finish_step(self, step: int, measured: float | None) -> float:
         """Seconds of the step.  The speed is measured from line to line: evaluations count, time before step 1 not."""
@@ -102,7 +102,7 @@ class ConsoleTracker:
         self._console.print(text, soft_wrap=True, highlight=self._console.is_terminal, markup=False)
 
 
-def _clock_text(seconds: float) -> str:
+def clock_text(seconds: float) -> str:
     """75 -> "1:15", 3725 -> "1:02:05"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -43,6 +43,30 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
+class Followed:
+    """The lines of a file that grows.  A file that was replaced, as by a run that resumes, is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._file = path, 0, 0
+
+    def look(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file has begun anew, and the objects of its new whole lines; damaged ones are left out."""
+        if not self._path.is_file():
+            return self._reset(0), []
+        with self._path.open("rb") as file:
+            size, number = self._path.stat().st_size, self._path.stat().st_ino
+            anew = self._reset(number) if number != self._file or size < self._offset else False
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return anew, [row for line in whole.splitlines(keepends=True) if (row := _row(line)) is not None]
+
+    def _reset(self, number: int) -> bool:
+        begun, self._offset, self._file = self._offset > 0, 0, number
+        return begun
+
+
 def drop_after(path: Path, step: int | None, also: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> None:
     """Keep the lines up to `step`, which the resumed run will not write again; None keeps nothing.
 

@@ -1,0 +1,149 @@
+"""The page: what is known of a run as tables of the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from statistics import mean
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megarl.metrics.console import COLUMNS, STEPS_OF_ETA, clock_text
+from megarl.watch.follow import Run
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 40  # of a curve
+TEXT = 100  # characters of a prompt or an answer
+CURVES = (("val", "val/score", ".3f"), *COLUMNS, ("s/step", "timing_s/step", ".2f"))
+SERVERS = (
+    ("hold the weights", "push/servers", ".0f"),
+    ("idle", "rollout/servers_idle_share", ".0%"),
+    ("in flight", "rollout/in_flight", ".0f"),
+    ("waiting", "rollout/finished_waiting", ".0f"),
+    ("trainer waited", "rollout/idle_share", ".0%"),
+)
+FAULTS = (  # counts, which are 0 in a run without faults
+    ("servers died", "push/servers_died"),
+    ("slower transports", "push/fallbacks"),
+    ("slow servers", "rollout/slow_servers"),
+    ("failed requests", "rollout/failed_requests"),
+    ("collector restarts", "rollout/collector_restarts"),
+    ("groups lost", "rollout/lost"),
+    ("saves failed", "checkpoint/failed"),
+    ("steps skipped", "trainer/skipped_steps"),
+    ("rollbacks", "trainer/rollbacks"),
+)
+_MAX_STAGES = 6
+_MAX_RANKS = 4
+
+
+def page(run: Run, *, is_running: bool, now: float | None = None) -> RenderableType:
+    """`is_running`: a process trains in the folder.  `now`: seconds since 1970."""
+    parts: list[RenderableType] = [_head(run, is_running=is_running, now=time.time() if now is None else now)]
+    parts += [table for table in (_curves(run), _stages(run), _servers(run), _samples(run)) if table.row_count]
+    parts += [Text(f"advice at step {row['step']}: {plain(row['advice'])}", "yellow") for row in list(run.advice)[-3:]]
+    if faults := list(_faults(run)):
+        parts.append(Text(f"faults: {', '.join(faults)}", "red"))
+    return Group(*parts)
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """At most `width` blocks, each the mean of equally many values; from the least of them to the largest."""
+    width = min(width, len(values))
+    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    points = [mean(part) for part in parts]
+    low, high = min(points, default=0.0), max(points, default=0.0)
+    span = high - low
+    return "".join(BLOCKS[round((p - low) / span * (len(BLOCKS) - 1)) if span else 0] for p in points)
+
+
+def plain(text: str, limit: int = TEXT) -> str:
+    """One line without characters that a terminal obeys, such as escape sequences in what a model wrote."""
+    line = "".join(c if c.isprintable() else " " for c in str(text)).strip()
+    return line if len(line) <= limit else f"{line[: limit // 2]} … {line[-limit // 2 :]}"
+
+
+def _head(run: Run, *, is_running: bool, now: float) -> Text:
+    status = run.status
+    step, total = status["step"], status["total_steps"]
+    paces = run.series.get("timing_s/step", ([], []))[1][-STEPS_OF_ETA:]
+    left = clock_text(max(total - step, 0) * mean(paces)) if paces else "?"
+    head = Text(f"{plain(run.folder.resolve().name)}  ", "bold")
+    if is_running:
+        count = f" {status['done']}/{status['total']}" if "total" in status else ""
+        seconds = clock_text(max(now - status["since"], 0.0))
+        stage = f"{plain(status['stage'])}{count} for {seconds}"
+        head.append(f"step {min(step + 1, total)}/{total}  {stage}  eta {left}", "cyan")
+        return head
+    end = status.get("end")
+    if end is not None and end["error"] is None:
+        head.append(f"has finished its {total} steps", "green")
+    else:
+        why = f"{end['error']}: {plain(end['why'])}" if end else "killed"
+        head.append(f"ended after step {step}/{total}: {why}; see `megarl doctor --run {run.folder}`", "red")
+    return head
+
+
+def _curves(run: Run) -> Table:
+    table = _table("", "curve", "now", "least", "most")
+    for label, name, style in CURVES:
+        values = run.series.get(name, ([], []))[1]
+        if values:
+            numbers = [f"{number:{style}}" for number in (values[-1], min(values), max(values))]
+            table.add_row(label, sparkline(values), *numbers)
+    return table
+
+
+def _stages(run: Run) -> Table:
+    """Where the time of the last step went, and which ranks worked longest in it."""
+    table = _table("stage", "", "s", "slowest ranks, s")
+    whole = run.last("timing_s/step")
+    names = [n for n in run.series if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
+    seconds = {name.partition("/")[2]: run.series[name][1][-1] for name in names}
+    slowest = list(_slowest(run))
+    if not whole:
+        return table
+    longest = sorted(seconds.items(), key=lambda item: -item[1])[:_MAX_STAGES]
+    for at, (name, value) in enumerate(longest):
+        bar = "█" * round(20 * min(value / whole, 1.0))
+        table.add_row(plain(name), bar, f"{value:.2f}", slowest[at] if at < len(slowest) else "")
+    return table
+
+
+def _slowest(run: Run) -> Iterator[str]:
+    """Ranks by the seconds that they worked in the calls of the last step."""
+    worked: dict[str, float] = {}
+    for row in run.timeline:
+        for group, _, _, seconds in row["calls"]:
+            for rank, value in seconds.items():
+                worked[f"{group} rank {rank}"] = worked.get(f"{group} rank {rank}", 0.0) + value
+    for name, value in sorted(worked.items(), key=lambda item: -item[1])[:_MAX_RANKS]:
+        yield f"{plain(name)}: {value:.2f}"
+
+
+def _servers(run: Run) -> Table:
+    known = [(label, f"{value:{style}}") for label, name, style in SERVERS if (value := run.last(name)) is not None]
+    table = _table("servers", *(label for label, _ in known))
+    if known:
+        table.add_row("", *(value for _, value in known))
+    return table
+
+
+def _samples(run: Run) -> Table:
+    table = _table("step", "reward", "prompt", "answer")
+    for row in list(run.samples)[-3:]:
+        prompt, answer = plain(row["prompt"], TEXT // 2), plain(row["completion"])
+        table.add_row(str(row["step"]), f"{row['reward']:.3g}", Text(prompt), Text(answer))
+    return table
+
+
+def _faults(run: Run) -> Iterator[str]:
+    for label, name in FAULTS:
+        if value := run.last(name):
+            yield f"{label} {value:.0f}"
+
+
+def _table(*titles: str) -> Table:
+    return Table(*titles, box=None, padding=(0, 2, 0, 0), header_style="dim")

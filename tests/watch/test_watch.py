@@ -1,0 +1,129 @@
+"""`megarl watch`: the page of a run's folder, which grows, is cut by a resume, and holds what a model wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from report_cases import run_folder
+from rich.console import Console
+
+from megarl.cli import main
+from megarl.metrics.jsonl import append_lines, drop_after
+from megarl.metrics.run import Run as Described
+from megarl.metrics.status import StatusTracker, end_noted
+from megarl.trainer.owner import owned
+from megarl.watch.follow import Run
+from megarl.watch.page import BLOCKS, page, plain, sparkline
+
+
+def started(folder: Path, step: int, total: int = 60) -> Path:
+    """A run that has made `step` of `total` steps, and began to generate at the time 1000."""
+    run_folder(folder, steps=step)
+    tracker = StatusTracker(Described(folder, "megarl", "try", {}, total, resume_step=step), clock=lambda: 1000.0)
+    tracker.stage("gen", 3, 8)
+    return folder
+
+
+def text_of(run: Run, **how: object) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(page(run, **how))  # type: ignore[arg-type]
+    return console.export_text()
+
+
+def test_the_page_of_a_run_that_goes_on(tmp_path: Path):
+    run = Run(started(tmp_path / "try", 40))
+    run.look()
+    shown = text_of(run, is_running=True, now=1075.0)
+    # 20 steps are left, each of as many seconds as the last ones took.
+    seconds = run.series["timing_s/step"][1][-1]
+    assert shown.startswith(f"try  step 41/60  gen 3/8 for 1:15  eta 0:{20 * seconds:02.0f}")
+    assert "advice at step 7: entropy: " in shown
+    assert sparkline(run.series["critic/score/mean"][1]) in shown
+    lines = shown.splitlines()
+    (stages,) = [at for at, line in enumerate(lines) if line.startswith("stage")]
+    assert lines[stages + 1].startswith("update_actor"), "the longest stage of the last step"
+    assert "12+34=" in shown
+
+
+def test_what_a_model_wrote_is_no_command_to_the_terminal(tmp_path: Path):
+    folder = started(tmp_path / "try", 2)
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    append_lines(folder / "samples.jsonl", [sample | {"completion": "\x1b]0;struck\x07\x1b[2J[red]46[/red]\r\n"}])
+    run = Run(folder)
+    run.look()
+    shown = text_of(run, is_running=True)
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert "]0;struck  [2J[red]46[/red]" in shown
+
+
+def test_a_look_reads_what_was_added_and_a_resume_begins_anew(tmp_path: Path):
+    folder = started(tmp_path / "try", 5)
+    run, file = Run(folder), folder / "metrics.jsonl"
+    run.look()
+    assert run.series["critic/score/mean"][0] == [1, 2, 3, 4, 5]
+    with file.open("a") as half:
+        half.write('{"step": 6, "critic/score/mean"')
+    run.look()
+    assert run.series["critic/score/mean"][0] == [1, 2, 3, 4, 5], "half a line"
+    with file.open("a") as rest:
+        rest.write(': 0.5}\nno JSON\n{"step": 7, "critic/score/mean": null}\n')
+    run.look()
+    assert run.last("critic/score/mean") == 0.5
+    assert run.series["critic/score/mean"][0] == [1, 2, 3, 4, 5, 6]
+    drop_after(file, 3)
+    run.look()
+    assert run.series["critic/score/mean"][0] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"), [(None, "has finished its 60 steps"), (ValueError("a.jsonl:3"), "a.jsonl:3")]
+)
+def test_a_run_that_has_ended_is_one_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception | None, shown: str
+):
+    folder = started(tmp_path / "try", 60)
+    try:
+        with owned(folder), end_noted(folder):
+            if error:
+                raise error
+    except ValueError:
+        pass
+    assert main(["watch", str(folder)]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert shown in head
+    assert ("megarl doctor --run" in head) is (error is not None)
+
+
+def test_a_killed_run_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["watch", str(started(tmp_path / "try", 3))]) == 0
+    assert capsys.readouterr().out.startswith("try  ended after step 3/60: killed; see `megarl doctor --run ")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "megarl watch : expected the folder of one run, such as runs/quickstart"),
+        (["a", "--every=0"], "megarl watch --every 0: expected seconds, 0.1 to 3600"),
+        (["a", "--fast"], "there is no option --fast; expected --every SECONDS, --once, --debug or --help"),
+        (["nothing"], "nothing: no status.json there; expected the folder of a run, such as runs/quickstart"),
+    ],
+)
+def test_words_that_are_no_request_are_one_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["watch", *words]) == 2
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+def test_curves_go_from_the_least_to_the_largest_value():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
+    assert sparkline([3.0, 3.0]) == BLOCKS[0] * 2
+    assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == BLOCKS[0] + BLOCKS[-1]
+    assert sparkline([]) == ""
+
+
+def test_long_texts_are_cut_in_the_middle():
+    assert plain("a" * 60 + "b" * 60, 10) == "aaaaa … bbbbb"
+    assert plain("one\ntwo\tthree") == "one two three"
