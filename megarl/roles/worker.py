@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from megarl.algo.divergences import make_divergence
 from megarl.group.follow import Answer, follow
@@ -30,6 +31,7 @@ from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.plugins import load_plugins
 from megarl.processes.connection import Tensors
+from megarl.roles.profiler import RankProfiler
 from megarl.roles.role import Role, build_on, build_role
 from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import Batch
@@ -52,11 +54,13 @@ class Worker:
         self.device = torch.device("cpu")  # until setup
         self.share: Any
         self.has_neighbours = False  # servers work on the ranks' GPUs at the same time
+        self.profiler: RankProfiler
         self.life = uuid.uuid4().hex[:12]  # in the names of adapters that it pushes
 
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.load_heads, self.columns, self.update, self.connect, self.push]
         methods += [self.save, self.is_saved, self.faults, self.restore, self.export, self.offload, self.onload]
+        methods += [self.profile]
         return {method.__name__: self._freeing(method) for method in methods}
 
     def _freeing(self, method: Callable[[dict[str, Any], Tensors], Answer]) -> Callable[..., Answer]:
@@ -67,7 +71,8 @@ class Worker:
 
         def run(arguments: dict[str, Any], tensors: Tensors) -> Answer:
             try:
-                return method(arguments, tensors)
+                with record_function(f"{method.__name__} {arguments.get('role', '')}".strip()):
+                    return method(arguments, tensors)
             finally:
                 if self.device.type == "cuda" and (self.has_neighbours or self._is_offloaded()):
                     torch.cuda.empty_cache()
@@ -81,12 +86,23 @@ class Worker:
         self.layout = Layout(**arguments["layout"])
         where = {"device": arguments["device"], "seed": arguments["seed"], "timeout_s": arguments["timeout_s"]}
         self.device = device_for(arguments["device"])
+        self.profiler = RankProfiler(self.device)
         self.rank_info = initialize(self.layout, **where)
         self.share = replica_group(timeout_s=arguments["timeout_s"])
         self.has_neighbours = arguments.get("has_neighbours", False)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         place = {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter, "device_name": name}
         return place, {}
+
+    def profile(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Start or stop to profile, if this is one of `ranks`; "files": what was written."""
+        rank = dist.get_rank()
+        if rank not in arguments["ranks"]:
+            return {"files": []}, {}
+        if arguments["begins"]:
+            self.profiler.start(arguments["tool"], memory=arguments["memory"])
+            return {"files": []}, {}
+        return {"files": self.profiler.stop(Path(arguments["folder"]) / f"rank_{rank}")}, {}
 
     def load(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Build a role's model from an HF folder, or on the base of the role that `base` names.

@@ -100,7 +100,7 @@ def make_group(
         call_timeout_s=trainer.call_timeout_s,
         call_factor=trainer.call_factor,
         call_floor_s=trainer.call_floor_s,
-        outside=("push", "save"),  # they wait for servers and for disks
+        outside=("push", "save", "profile"),  # they wait for servers and for disks
         silence_s=trainer.silence_s,
         start_timeout_s=trainer.start_timeout_s,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else None,

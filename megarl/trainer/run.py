@@ -57,6 +57,7 @@ from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.profile import check_profile
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.servers.abilities import (
@@ -157,6 +158,11 @@ class Run:
         return True
 
     @property
+    def groups(self) -> list[Group]:
+        """All worlds of ranks."""
+        return list(self._groups.values())
+
+    @property
     def drains(self) -> bool:
         """Whether a push waits for what is generated."""
         return self.config.rollout.ahead > 0 and self.config.rollout.update == "drain"
@@ -237,6 +243,7 @@ class Run:
         for group in self._groups.values():
             group.start()
             group.expect(predicted_s(config, group.device_name))
+        check_profile(config.trainer.profile, self.num_steps, self.groups)
         self.server_manager.release_memory()
         resumes = self.resumed_from is not None
         load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)

@@ -24,6 +24,7 @@ from megarl.metrics.console import warn
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
+from megarl.metrics.status import end_noted
 from megarl.metrics.timer import Timer
 from megarl.processes.presence import watched
 from megarl.processes.signals import Signals
@@ -40,6 +41,7 @@ from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
+from megarl.trainer.profile import check_profile, profiled
 
 METRICS = {"sft/loss": "actor/pg_loss", "sft/grad_norm": "actor/grad_norm", "sft/lr": "actor/lr"}
 
@@ -49,7 +51,8 @@ def sft(config: Config) -> dict[str, Any]:
 
     Resumes, and starts failed ranks again, as `megarl train` does.  Raises Terminated after SIGTERM.
     """
-    with owned(config.trainer.run_dir), reported(config.trainer.run_dir):
+    folder = config.trainer.run_dir
+    with owned(folder), end_noted(folder), reported(folder):
         return _sft(config)
 
 
@@ -131,6 +134,7 @@ def _train(
         trackers.stage("starting ranks")
         with make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes) as group:
             actor = _actor(config, group, num_steps, resumed)
+            check_profile(config.trainer.profile, num_steps, [group])
             saver = Saver(
                 folder / "checkpoints",
                 {"actor": actor},
@@ -148,7 +152,8 @@ def _train(
             for step in range(first_step, num_steps):
                 bad_numbers.begin(step + 1)
                 try:
-                    metrics = _step(step, actor, examples, config.sft.batch_size, timer)
+                    with profiled(config.trainer.profile, [group], folder, step + 1, timer):
+                        metrics = _step(step, actor, examples, config.sft.batch_size, timer)
                 except BadNumber:
                     saver.settle()
                     raise

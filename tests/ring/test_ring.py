@@ -10,6 +10,7 @@ import torch
 from listeners import Listeners
 from peft import PeftModel
 from ring_cases import PPO, lines, make_parts, settings, steps
+from traces import events_of
 from transformers import AutoModelForCausalLM
 
 from megarl.cli import main
@@ -34,6 +35,7 @@ def ppo(parts: Path, seen: Listeners, tmp_path_factory: pytest.TempPathFactory) 
     """Actor, critic and reference on two tensor-parallel ranks; the KL in the reward too, steered."""
     runs = tmp_path_factory.mktemp("runs")
     more = ["trainer.check_export=true", "trainer.logger=[console,jsonl,tensorboard]", "rollout.check_every=2"]
+    more += ["trainer.profile.steps=[2]", "trainer.profile.ranks=[1]"]
     words = settings(parts, runs, "ppo", *PPO, *KL, *more)
     with seen:
         assert main(["train", *words]) == 0
@@ -76,6 +78,14 @@ def test_the_run_folder_explains_itself(ppo: Path) -> None:
     assert list((ppo / "tensorboard").iterdir())
     summary = json.loads((ppo / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after", "wall_s", "steps", "log_prob_gap_max"} <= set(summary)
+
+
+def test_the_chosen_rank_has_written_a_trace_of_the_chosen_step(ppo: Path) -> None:
+    (trace,) = (ppo / "profile").rglob("*.gz")
+    assert trace == ppo / "profile" / "step_00000002" / "ranks_0" / "rank_1.trace.json.gz"
+    names = {event["name"] for event in events_of(trace)}
+    assert {"columns actor", "update actor", "update critic", "push actor"} <= names
+    assert list(steps(ppo, "timing_s/profile")) == [2, 3], "started in step 2, written after it"
 
 
 def test_the_exported_model_scores_the_same_in_transformers(ppo: Path) -> None:

@@ -183,7 +183,9 @@ RULES: dict[str, Rule] = {
     "*.checkpoint.async_save": named("trainer.async_save", {}),
     "*.checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
     "*.profiler.*": harmless(
-        *(False, None, [], {}), why="nothing is profiled", otherwise="expected trainer keys of this project's profiler"
+        *(False, None, [], {}),
+        why="nothing is profiled",
+        otherwise="expected trainer.profile.steps and trainer.profile.ranks",
     ),
     "hybrid_engine": switch(set_to(("rollout.placement", "shared")), set_to(("rollout.placement", "separate"))),
     "nccl_timeout": named("trainer.call_timeout_s", {}),

@@ -57,6 +57,15 @@ def _sandbox(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken((("reward.sandbox", f"url:{str(value).removesuffix('/run_code')}"),))
 
 
+def _profiler(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """Without steps nothing is profiled, whatever the tool is."""
+    if not command.get("global_profiler.steps"):
+        return Taken(note="nothing is profiled")
+    if value == "torch_memory":
+        return Taken((("trainer.profile.memory", True),))
+    return Taken((("trainer.profile.tool", "nvtx" if value == "nsys" else value),))
+
+
 def _all(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken(((key, None if value == -1 else value),))
 
@@ -142,8 +151,9 @@ RULES: dict[str, Rule] = {
     "trainer.val_only": harmless(False, why="it trains", otherwise="expected `megarl evaluate` with these words"),
     "ray_init.*": nothing(_NO_RAY),
     "ray_kwargs.*": nothing(_NO_RAY),
-    "global_profiler.tool": unless((None,), "nothing is profiled", refused("expected null")),
-    "global_profiler.*": nothing("nothing is profiled"),
+    "global_profiler.tool": _profiler,
+    "global_profiler.steps": unless((None, []), "nothing is profiled", named("trainer.profile.steps", {})),
+    "global_profiler.*": nothing("trainer.profile.* says what is profiled"),
     "model_engine": nothing("actor.strategy chooses it"),
 }  # fmt: skip
 

@@ -1,0 +1,14 @@
+"""Traces of torch's profiler, as tests read them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+
+def events_of(trace: Path | str) -> list[dict[str, Any]]:
+    """The events of a compressed trace that have a name."""
+    with gzip.open(trace) as file:
+        return [event for event in json.load(file)["traceEvents"] if "name" in event]
