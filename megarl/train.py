@@ -26,6 +26,7 @@ from megarl.machines import NodeLost
 from megarl.metrics.jsonl import append_lines
 from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise, reward_stats
+from megarl.metrics.status import end_noted
 from megarl.metrics.timer import Timer
 from megarl.plugins import user_function
 from megarl.processes.presence import watched
@@ -42,6 +43,7 @@ from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.evaluate import Evaluation, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
+from megarl.trainer.profile import profiled
 from megarl.trainer.reward_model import scored
 from megarl.trainer.roles import Roles, trainers_turn
 from megarl.trainer.run import Run
@@ -60,6 +62,7 @@ def train(config: Config) -> dict[str, Any]:
     prepare(config)
     with (
         owned(config.trainer.run_dir),
+        end_noted(config.trainer.run_dir),
         reported(config.trainer.run_dir),
         Signals(config.trainer.term_grace_s) as signals,
         watched(config.trainer.driver_silence_s),
@@ -106,7 +109,8 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     for step in range(run.first_step, run.num_steps):
         look_back(step, run, times, log, signals)
         how: dict[str, Any] = {"bad_numbers": run.bad_numbers, "saves": times.due, "drains": run.drains}
-        train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, **how)
+        with profiled(trainer.profile, run.groups, run.dir, step + 1, log.timer):
+            train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, **how)
         run.finished_steps = step + 1
         if times.last == step + 1:
             run.describe_save(totals.state_dict())
@@ -199,11 +203,10 @@ def train_step(
         write_samples(log.folder / SAMPLES, step + 1, iteration.groups)
         if log.tokens:
             log.tokens.write(step + 1, iteration.groups, batch)
-        if log.timeline:
-            log.timeline.write(step + 1, timer)
+        of_ranks = log.timeline.write(step + 1, timer) if log.timeline else {}
         append_lines(log.folder / VISITS, [{"step": step + 1, **iteration.visits}])
         metrics = finalise(stats) | (batch_stats(batch, version=step) if batch is not None else {}) | iteration.metrics
-        metrics |= reward_stats(iteration.groups) | bad_numbers.metrics
+        metrics |= reward_stats(iteration.groups) | bad_numbers.metrics | of_ranks
         metrics |= {f"timing_s/push/{phase}": seconds for phase, seconds in report["timings"].items()}
         metrics |= servers.metrics(report) | {"checkpoint/failed": float(saver.failed)}
     num_tokens = 0 if batch is None else batch.num_tokens

@@ -353,6 +353,16 @@ TABLE = (
         "trainer.total_training_steps={c.trainer.total_training_steps} decides (null leaves it to the epochs)",
         lambda c: c.trainer.total_training_steps is not None,
     ),
+    UnusedKeys(
+        "trainer.prometheus_port",
+        "trainer.logger has no prometheus",
+        lambda c: "prometheus" not in c.trainer.logger,
+    ),
+    UnusedKeys(
+        "trainer.profile.ranks trainer.profile.tool trainer.profile.memory",
+        "trainer.profile.steps=[]: nothing is profiled",
+        lambda c: not c.trainer.profile.steps,
+    ),
     UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "data.val_files=[]: there are no scores", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "trainer.test_freq=-1: there are no scores", lambda c: c.trainer.test_freq < 1),
@@ -377,7 +387,7 @@ UNREAD = {
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
-        "trainer.on_nonfinite trainer.spike_sigma trainer.token_samples "
+        "trainer.on_nonfinite trainer.spike_sigma trainer.token_samples trainer.profile.* "
         "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
         "trainer.call_floor_s trainer.*silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
         "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "

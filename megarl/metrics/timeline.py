@@ -34,7 +34,12 @@ class Timeline:
     def __init__(self, folder: Path, take_calls: Callable[[], Iterable[Call]]) -> None:
         self._path, self._take_calls = folder / TIMELINE, take_calls
 
-    def write(self, step: int, timer: Timer) -> None:
+    def write(self, step: int, timer: Timer) -> dict[str, float]:
+        """Write a step's line.
+
+        Returns perf/rank_s/GROUP/mean and /max, the seconds that the ranks of a group worked in all calls of the step,
+        and /slowest, the rank that worked longest.
+        """
         calls = [call for call in self._take_calls() if call.begin >= timer.began]  # others are of an evaluation
         longest = sorted(calls, key=lambda call: -max(call.seconds.values()))[:MAX_CALLS]
         rows = [
@@ -43,6 +48,21 @@ class Timeline:
         ]
         stages = [[name, round(begin, 4), round(seconds, 4), depth] for name, begin, seconds, depth in timer.stages]
         append_lines(self._path, [{"step": step, "stages": stages, "calls": rows}])
+        return _worked(calls)
+
+
+def _worked(calls: Iterable[Call]) -> dict[str, float]:
+    groups: dict[str, dict[int, float]] = {}
+    for call in calls:
+        ranks = groups.setdefault(call.group, {})
+        for rank, seconds in call.seconds.items():
+            ranks[rank] = ranks.get(rank, 0.0) + seconds
+    out: dict[str, float] = {}
+    for group, ranks in groups.items():
+        slowest = max(ranks, key=ranks.__getitem__)
+        numbers = {"mean": sum(ranks.values()) / len(ranks), "max": ranks[slowest], "slowest": float(slowest)}
+        out |= {f"perf/rank_s/{group}/{name}": number for name, number in numbers.items()}
+    return out
 
 
 def _slowest(seconds: Mapping[int, float]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +17,14 @@ from rich.console import Console
 
 from megarl.metrics.advice import Advisor
 from megarl.metrics.console import ConsoleTracker
-from megarl.metrics.jsonl import append_lines, drop_after
+from megarl.metrics.jsonl import Followed, append_lines, drop_after
+from megarl.metrics.prometheus import PrometheusTracker
+from megarl.metrics.report import SAMPLES
 from megarl.metrics.run import Run
 from megarl.metrics.status import StatusTracker
+
+TABLE_COLUMNS = ("step", "prompt", "completion", "ground_truth", "reward")
+TABLE_ROWS = 64  # of a table of samples: the last ones
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +102,17 @@ class TensorBoardTracker(Quiet):
 
 
 class WandbTracker(Quiet):
-    """Weights & Biases, online or offline as set by WANDB_MODE; a resumed run keeps its id."""
+    """Weights & Biases, online or offline as set by WANDB_MODE; a resumed run keeps its id.
+
+    With each evaluation, and at the end, it gets a table of the last samples since the one before.
+    """
 
     def __init__(self, run: Run) -> None:
         import wandb  # optional, and slow to import
 
+        self._make_table, self._step = wandb.Table, run.resume_step or 0
+        self._samples, self._rows = Followed(run.run_dir / SAMPLES), deque[list[Any]](maxlen=TABLE_ROWS)
+        self._samples.look()  # those of the run that this one continues are in its tables
         id_file = run.run_dir / "wandb_id"
         if run.resume_step is None or not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
@@ -114,15 +126,30 @@ class WandbTracker(Quiet):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._step = step
+        is_evaluated = any(name.startswith("val/") for name in metrics)
+        self._run.log({**metrics, **(self._tables() if is_evaluated else {})}, step=step)
 
     def close(self) -> None:
+        if tables := self._tables():
+            self._run.log(tables, step=self._step)
         self._run.finish()
+
+    def _tables(self) -> dict[str, Any]:
+        """{} without new samples."""
+        _, rows = self._samples.look()
+        self._rows.extend([row[name] for name in TABLE_COLUMNS] for row in rows)
+        if not self._rows:
+            return {}
+        table = self._make_table(columns=list(TABLE_COLUMNS), data=list(self._rows))
+        self._rows.clear()
+        return {"samples": table}
 
 
 TRACKERS: dict[str, Callable[[Run], Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,
+    "prometheus": PrometheusTracker,
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
 }

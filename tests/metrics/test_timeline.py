@@ -16,7 +16,9 @@ def test_stages_and_calls_of_a_step_begin_with_it(tmp_path: Path) -> None:
     with timer("update"), timer("inside"):
         pass
     calls = [Call("ranks_0", "watch", 99.0, {0: 9.0}), Call("ranks_0", "update actor", 101.25, {0: 0.5, 1: 0.75})]
-    Timeline(tmp_path, lambda: calls).write(7, timer)
+    metrics = Timeline(tmp_path, lambda: calls).write(7, timer)
+    slowest = {"mean": 0.625, "max": 0.75, "slowest": 1.0}
+    assert metrics == {f"perf/rank_s/ranks_0/{name}": number for name, number in slowest.items()}
     (row,) = read_lines(tmp_path / TIMELINE)
     assert row == {
         "step": 7,

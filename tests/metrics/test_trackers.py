@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.metrics import TRACKERS, make_trackers
-from megarl.metrics.jsonl import read_lines
+from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.metrics.trackers import Quiet
 
 METRICS = {"actor/pg_loss": -0.5, "critic/score/mean": 0.25}
@@ -48,8 +48,19 @@ def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path,
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     trackers = make(["wandb"], tmp_path)
+    samples, files = tmp_path / "run" / "samples.jsonl", (tmp_path / "run" / "wandb").glob
+    row = {"step": 1, "prompt": "12+34=", "completion": "46", "ground_truth": "46", "reward": 1.0, "uid": "a"}
+    append_lines(samples, [row])
     trackers.log(1, METRICS)
+    assert not list(files("*/files/media/table/*.json")), "tables come with evaluations"
+    trackers.log(1, {"val/score": 0.5})
+    append_lines(samples, [row | {"step": 2, "reward": 0.5}])
     trackers.close()
+    tables = [json.loads(file.read_text()) for file in files("*/files/media/table/*.json")]
+    assert sorted(table["data"] for table in tables) == [
+        [[1, "12+34=", "46", "46", 1.0]],
+        [[2, "12+34=", "46", "46", 0.5]],
+    ]
     run_id = (tmp_path / "run" / "wandb_id").read_text()
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (data,) = folder.glob("*.wandb")
@@ -99,7 +110,7 @@ def test_a_tracker_that_cannot_start_stops_the_run_in_one_sentence_and_closes_th
     with pytest.raises(ValueError, match=r"'unreachable', which did not start: ConnectionError: no route to host$"):
         make(["broken", "unreachable"], tmp_path)
     with pytest.raises(
-        ValueError, match="trainer.logger has 'mlflow': expected some of console, jsonl, tensorboard, wandb"
+        ValueError, match="trainer.logger has 'mlflow': expected some of console, jsonl, prometheus, tensorboard, wandb"
     ):
         make(["broken", "mlflow"], tmp_path)
     assert Broken.closed == before + 2

@@ -7,6 +7,16 @@ from pathlib import Path
 
 
 @dataclass
+class Profile:
+    """A profile of some steps, written by some ranks into `profile/` of the run's folder."""
+
+    steps: list[int] = field(default_factory=list)  # iterations, counted from 1, that are profiled; [] = none
+    ranks: list[int] = field(default_factory=lambda: [0])  # ranks of each group that write a profile
+    tool: str = "torch"  # torch (a trace of torch's profiler) | nvtx (ranges for Nsight Systems, on GPUs)
+    memory: bool = False  # also a snapshot of the GPU memory's history
+
+
+@dataclass
 class Trainer:
     project_name: str = "megarl"  # project in the trackers
     experiment_name: str = "run"  # the run's folder inside default_local_dir
@@ -22,7 +32,10 @@ class Trainer:
     spare_nodes: int = 0  # machines that wait, numbered from nnodes on, until one of the others is lost
     n_gpus_per_node: int = 1  # training ranks per machine; processes on a machine without a GPU
     device: str = "auto"  # auto | cpu | cuda
-    logger: list[str] = field(default_factory=lambda: ["console", "jsonl"])  # console tensorboard wandb, jsonl always
+    logger: list[str] = field(
+        default_factory=lambda: ["console", "jsonl"]
+    )  # console tensorboard wandb prometheus, jsonl always
+    prometheus_port: int = 9464  # of 127.0.0.1, where prometheus in trainer.logger serves /metrics
     token_samples: int = 2  # samples of each iteration that tokens.jsonl keeps token by token; 0 = none
     save_freq: int = -1  # iterations between checkpoints; -1 = none, but those that a signal asks for
     save_every_s: float | None = (
@@ -50,6 +63,7 @@ class Trainer:
     max_restarts: int | None = (
         None  # how often failed ranks are restarted without a new step in between; null = 3 with checkpoints, else 0
     )
+    profile: Profile = field(default_factory=Profile)
     check_only: bool = False  # print the layout of all roles and exit
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
     call_timeout_s: float = 600.0  # a call to the ranks may take so long at most; a server may be silent as long

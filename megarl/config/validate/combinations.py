@@ -57,6 +57,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     yield from servers.contradictions(config, command)
     yield from lora.contradictions(config)
     yield from _bad_numbers(config, command)
+    yield from _profiles(config)
     yield from _names(config)
 
 
@@ -106,6 +107,18 @@ def _bad_numbers(config: Config, command: str) -> Iterator[str]:
         yield f"{key}: megarl sft does not go back to a checkpoint; expected stop or skip"
     elif not trainer.saves:
         yield f"{key}: the run saves nothing to go back to; expected trainer.save_freq=STEPS, or stop or skip"
+
+
+def _profiles(config: Config) -> Iterator[str]:
+    trainer, profile = config.trainer, config.trainer.profile
+    if not profile.steps:
+        return
+    if absent := [rank for rank in profile.ranks if rank >= trainer.num_ranks]:
+        ranks = f"ranks 0 to {trainer.num_ranks - 1}"
+        yield f"trainer.profile.ranks={show(profile.ranks)}: the run has {ranks}, so there is no rank {absent[0]}"
+    for key, is_asked in (("tool=nvtx", profile.tool == "nvtx"), ("memory=true", profile.memory)):
+        if is_asked and trainer.device == "cpu":
+            yield f"trainer.profile.{key}: trainer.device=cpu has no GPU; expected trainer.profile.tool=torch alone"
 
 
 def _names(config: Config) -> Iterator[str]:

@@ -60,6 +60,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.lora.push": names.LORA_PUSHES,
     "actor.router_replay": names.ROUTER_REPLAYS,
     "trainer.device": names.DEVICES,
+    "trainer.profile.tool": names.PROFILERS,
     "trainer.on_nonfinite": names.ON_NONFINITE,
 } | {
     f"{role}.{key}": choices
@@ -196,6 +197,9 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.master_port": (lambda v: 1 <= v <= 65535, "1 to 65535"),
     "trainer.max_restarts": _AT_LEAST_0,
     "trainer.token_samples": _AT_LEAST_0,
+    "trainer.prometheus_port": (lambda v: 1 <= v <= 65535, "1 to 65535"),
+    "trainer.profile.steps": (lambda v: all(step >= 1 for step in v), "steps, counted from 1"),
+    "trainer.profile.ranks": (lambda v: v and all(rank >= 0 for rank in v), "ranks, counted from 0"),
     "trainer.save_freq": _PERIOD,
     "trainer.save_every_s": _ABOVE_0,
     "trainer.term_grace_s": _ABOVE_0,
