@@ -14,7 +14,7 @@ STEPS = "trainer.profile.steps=[2]"
         (["trainer.profile.steps=[0]"], "trainer.profile.steps=[0]: expected steps, counted from 1"),
         (
             [STEPS, "trainer.profile.ranks=[0,2]", "trainer.n_gpus_per_node=2"],
-            "trainer.profile.ranks=[0,2]: the run has ranks 0 to 1, so there is no rank 2",
+            "trainer.profile.ranks=[0, 2]: the run has ranks 0 to 1, so there is no rank 2",
         ),
         (
             [STEPS, "trainer.profile.memory=true", "trainer.device=cpu"],
