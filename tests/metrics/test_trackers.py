@@ -52,11 +52,11 @@ def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path,
     row = {"step": 1, "prompt": "12+34=", "completion": "46", "ground_truth": "46", "reward": 1.0, "uid": "a"}
     append_lines(samples, [row])
     trackers.log(1, METRICS)
-    assert not list(files("*/files/media/table/*.json")), "tables come with evaluations"
+    assert not list(files("offline-run-*/files/media/table/*.json")), "tables come with evaluations"
     trackers.log(1, {"val/score": 0.5})
     append_lines(samples, [row | {"step": 2, "reward": 0.5}])
     trackers.close()
-    tables = [json.loads(file.read_text()) for file in files("*/files/media/table/*.json")]
+    tables = [json.loads(file.read_text()) for file in files("offline-run-*/files/media/table/*.json")]
     assert sorted(table["data"] for table in tables) == [
         [[1, "12+34=", "46", "46", 1.0]],
         [[2, "12+34=", "46", "46", 0.5]],
