@@ -40,7 +40,7 @@ class PrometheusTracker:
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step, self._values = step, self._values | metrics
+        self._step, self._values = step, {**self._values, **metrics}
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:  # noqa: ARG002
         if name != self._stage:
