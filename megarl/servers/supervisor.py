@@ -134,6 +134,7 @@ class Servers:
         self.joined: set[str] = set()  # urls of those that came with `add`
         self._servers = [_Watched(process) for process in processes]
         self._companions: list[Callable[[], None]] = []
+        self._last_reason = "all were out before"  # why one does not serve
         self._askers = ThreadPoolExecutor(len(processes) + _MOST_JOINED, thread_name_prefix="ask")
 
     def __enter__(self) -> Servers:
@@ -203,12 +204,13 @@ class Servers:
     def revive(self) -> list[str]:
         """Start servers that have ended again, each on the machine that now has its place; returns when they serve.
 
-        For a run whose ranks start again: others may have been lost with their machine.  Those that joined may be gone
-        for good.  One that cannot start rests, or is out, as with `poll`; returns why each of them does not serve.
+        For a run whose ranks start again: others may have been lost with their machine.  Those of another program are
+        not waited for, as they may be gone for good.  One that cannot start rests, or is out, as with `poll`; returns
+        why each of them does not serve.
         Raises ServerDied if no server is left, MachineGone if a machine is not connected, OSError if it has no port.
         """
-        stay = [server for server in self._servers if server.process.launch.url not in self.joined]
-        ended = [server for server in stay if server.state is not State.OUT and not server.process.alive]
+        ours = [server for server in self._servers if not isinstance(server.process, RunningServer)]
+        ended = [server for server in ours if server.state is not State.OUT and not server.process.alive]
         for server in ended:
             server.answer = None
             self._forgive(server)
@@ -230,10 +232,14 @@ class Servers:
                 self._fail(server, failure)
             else:
                 self._enter(server, State.SERVING)
-        reasons = [str(failure) for failure in failures]
+        return [*map(str, failures), *self.wait_for_one()]
+
+    def wait_for_one(self) -> list[str]:
+        """Return when a server serves: why others have ended meanwhile.  Raises ServerDied if no server is left."""
+        reasons: list[str] = []
         while State.SERVING not in self.states:
             if all(state is State.OUT for state in self.states):
-                raise ServerDied(f"no server is left; {reasons[-1] if reasons else 'all were out before'}")
+                raise ServerDied(f"no server is left; {self._last_reason}")
             time.sleep(_LOOK_S)
             show_life()
             reasons += [event.reason for event in self.poll() if event.reason]
@@ -356,6 +362,7 @@ class Servers:
 
     def _enter(self, server: _Watched, state: State, reason: str = "") -> ServerEvent:
         server.state, server.since = state, time.monotonic()
+        self._last_reason = reason or self._last_reason
         launch = server.process.launch
         return ServerEvent(launch.index, launch.url, state, server.process.incarnation, reason)
 

@@ -22,6 +22,7 @@ from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import check_gpus, make_nodes, make_servers
 from megarl.trainer.collectors import look_after, make_reward_server
+from megarl.trainer.servers.abilities import Told, ask_servers
 from megarl.trainer.servers.colocation import Colocation
 from megarl.trainer.servers.teacher_servers import make_teacher_servers
 
@@ -126,6 +127,23 @@ class Infrastructure:
                 self._servers, self.router = servers, router
                 self._stack.push(stack.pop_all())
         return self._servers
+
+    def ask_servers(self) -> Told:
+        """What the servers say of themselves; one that says nothing starts again, and the run goes on with the others.
+
+        Raises ServerDied if no server is left.
+        """
+        assert self._servers is not None, "there are no servers yet"
+        while True:
+            told, silent = ask_servers(self._servers.serving, self.server_token)
+            for url, reason in silent.items():
+                _say(f"warning: {url} is out of service: {reason}")
+                self._servers.restart(self._servers.urls.index(url), reason)
+                if self.colocation is not None:
+                    self.colocation.forget(url)
+            if told:
+                return told
+            self._servers.wait_for_one()
 
     def _make_router(self) -> Router:
         log, rollout = self.config.trainer.run_dir / "logs" / "router.log", self.config.rollout

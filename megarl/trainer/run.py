@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -61,7 +62,9 @@ from megarl.trainer.profile import check_profile
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.servers.abilities import (
+    Told,
     abilities_of,
+    ask_servers,
     check_abilities,
     check_draws_as_asked,
     check_reports_routes,
@@ -232,14 +235,13 @@ class Run:
         if teachers is not None:
             keys, longest = config.longest
             teachers.require_room(longest, keys)
-        abilities = self._checked(processes.serving)
+        abilities = self._checked(site.ask_servers())
         router = site.router
         salted = keeps_kv(config) and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
         self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)
         asked = Routed(router, self.collectors) if router else self.collectors
-        members = self._make_memberships(processes, salted=salted)
-        self.server_manager = self._make_server_manager(processes, asked, members)
+        self.server_manager = self._make_server_manager(processes, asked, salted=salted)
         for group in self._groups.values():
             group.start()
             group.expect(predicted_s(config, group.device_name))
@@ -266,35 +268,34 @@ class Run:
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
 
-    def _checked(self, urls: Sequence[str]) -> list[Abilities]:
+    def _checked(self, told: Told) -> list[Abilities]:
         """What the servers can do; raises ValueError if one of them does not fit the run."""
-        config, token = self.config, self._infrastructure.server_token
-        abilities = abilities_of(urls, token)
+        config, abilities = self.config, abilities_of(told)
         check_abilities(abilities, config, drains=self.drains)
-        check_draws_as_asked(urls, token)
+        check_draws_as_asked(told)
         if config.actor.router_replay == "rollout":
-            check_reports_routes(urls, token)
+            check_reports_routes(told)
         if config.narrows_sampling:
-            check_tells_support(urls, token, config)
+            check_tells_support(told, config)
         return abilities
 
-    def _make_memberships(self, processes: supervisor.Servers, *, salted: bool) -> Memberships | None:
-        def check(url: str) -> None:
-            (ability,) = self._checked([url])
-            if salted and not ability.cache_salt:
-                raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
+    def _check_newcomer(self, url: str, *, salted: bool) -> None:
+        """Of a server that joins, or is back, maybe with other options.  Raises ValueError if it does not fit."""
+        told, silent = ask_servers([url], self._infrastructure.server_token)
+        if silent:
+            raise ValueError(silent[url])
+        (ability,) = self._checked(told)
+        if salted and not ability.cache_salt:
+            raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
 
-        door = self._infrastructure.door
-        return Memberships(door, processes, self.collectors, check) if door else None
-
-    def _make_server_manager(
-        self, processes: supervisor.Servers, asked: Trusts, members: Memberships | None
-    ) -> ServerManager:
+    def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts, *, salted: bool) -> ServerManager:
         """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""
         ids = canary_tokens(self.config, self.prompts)
-        colocation, lora = self._infrastructure.colocation, self.config.actor.lora
+        door, colocation, lora = self._infrastructure.door, self._infrastructure.colocation, self.config.actor.lora
+        check = partial(self._check_newcomer, salted=salted)
+        how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "check": check}
         if colocation is None:
-            how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "members": members}
+            how["members"] = Memberships(door, processes, self.collectors, check) if door else None
             return ServerManager(processes, asked, self._pusher(ids), warn, **how)
         return ServerManager(
             processes,
@@ -302,7 +303,7 @@ class Run:
             self._pusher(None),
             warn,
             colocation,
-            unfit=self.collectors.take_unfit,
+            **how,
             canary=lambda: Canary.from_json(canary(self.config, self.roles.actor, ids)),
             lends=GENERATION if lora.rank and lora.push == "adapter" else ALL,  # adapter pushes do not restore the base
         )

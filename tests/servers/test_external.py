@@ -14,7 +14,7 @@ from tiny_server import TOKEN
 
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
-from megarl.servers.server_process import MachineGone, Machines, ServerProcess
+from megarl.servers.server_process import MachineGone, Machines, ServerProcess, free_ports
 from megarl.servers.sglang import _machines
 from megarl.servers.supervisor import Servers, State, Supervision
 
@@ -87,6 +87,16 @@ def test_one_of_no_use_is_tried_again_but_not_ended(foreign: Foreign) -> None:
         (event,) = servers.restart(0, "its weights are wrong")
         assert (event.state, event.url) == (State.RESTING, foreign.url)
         assert states_until(servers, State.SERVING) == [State.SERVING]
+
+
+def test_one_that_is_away_holds_up_no_start_of_the_ranks(foreign: Foreign) -> None:
+    (away,) = (f"http://127.0.0.1:{port}" for port in free_ports(["127.0.0.1"]))
+    with impatient(Servers.at([foreign.url], TOKEN)) as servers:
+        servers.start()
+        servers.add(away)
+        servers.restart(1, "it does not answer")
+        assert servers.revive() == [], "it would be waited for for half an hour"
+        assert servers.states == [State.SERVING, State.RESTING]
 
 
 @pytest.mark.parametrize("url", ["gpu7:30000", "http://gpu7", "ftp://gpu7:1", "http://gpu7:1/v1", "http://gpu7:x"])

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 from megarl.config import Config, model_config
 from megarl.config.validate.lora import adapts_experts, adapts_latents
 from megarl.config.validate.router_replay import RUNNER, SILENT, WHY_SILENT, WITHOUT_ROUTES
 from megarl.config.validate.sampling import PREFERRED, WHY_NOT_PREFERRED, largest_top_k
+from megarl.processes.presence import wait_for
 from megarl.projections import chosen, projections_of
-from megarl.rollout.client import ServerClient
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import Abilities
 
+ANSWER_S = 30.0  # in which a server that serves answers; it only looks up what it was started with
 
-def abilities_of(urls: Sequence[str], token: str) -> list[Abilities]:
+Told = Mapping[str, Mapping[str, Any]]  # url -> what a server says of itself
+
+
+def ask_servers(urls: Sequence[str], token: str, limit_s: float = ANSWER_S) -> tuple[Told, dict[str, str]]:
+    """What the servers say of themselves, and url -> why of those that say nothing; all are asked at once."""
+
+    def ask(url: str) -> dict[str, Any] | ServerError:
+        with closing(ServerClient(url, token, timeout_s=limit_s)) as server:
+            try:
+                return server.server_info()
+            except ServerError as error:
+                return error
+
+    with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="ask") as threads:
+        asked = {url: threads.submit(ask, url) for url in urls}
+        wait_for(asked.values())
+    answers = {url: answer.result() for url, answer in asked.items()}
+    told = {url: answer for url, answer in answers.items() if not isinstance(answer, ServerError)}
+    return told, {url: str(answer) for url, answer in answers.items() if isinstance(answer, ServerError)}
+
+
+def abilities_of(told: Told) -> list[Abilities]:
     """Features of each server."""
-    found = []
-    for url in urls:
-        with closing(ServerClient(url, token)) as server:
-            found.append(server.abilities)
-    return found
+    return [Abilities.of(str(info.get("version", ""))) for info in told.values()]
 
 
 def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: bool) -> None:
@@ -50,7 +71,7 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
             )
 
 
-def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None:
+def check_tells_support(told: Told, config: Config) -> None:
     """Raises ValueError for a server that does not tell exactly from which tokens it drew.
 
     One that does says of how many at most; null: of any number.  SGLang 0.5.17 does not: it rebuilds this set after the
@@ -58,15 +79,14 @@ def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None
     """
     rollout = config.rollout
     given = f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k}"
-    for url in urls:
-        with closing(ServerClient(url, token)) as server:
-            info = server.server_info()
-        if (field := "sampling_mask_max_tokens") not in info:
+    for url, info in told.items():
+        limit = info.get("sampling_mask_max_tokens", "")
+        if limit is not None and type(limit) is not int:
             raise ValueError(
                 f"{given}: {url} does not tell exactly from which tokens it drew; expected a server that does, such as "
                 "SGLang 0.5.23, or 1.0 and -1"
             )
-        most = None if info[field] is None else largest_top_k(info[field])
+        most = None if limit is None else largest_top_k(limit)
         if most is not None and not 1 <= rollout.top_k <= most:
             raise ValueError(
                 f"{given}: {url} tells from which tokens it drew only for a top_k of 1 to {most}; expected one, or a "
@@ -74,24 +94,20 @@ def check_tells_support(urls: Sequence[str], token: str, config: Config) -> None
             )
 
 
-def check_draws_as_asked(urls: Sequence[str], token: str) -> None:
+def check_draws_as_asked(told: Told) -> None:
     """Raises ValueError for a server that adds something to how a request wants its tokens drawn."""
     field = PREFERRED.removeprefix("--").replace("-", "_")
-    for url in urls:
-        with closing(ServerClient(url, token)) as server:
-            preferred = server.server_info().get(field)
-        if preferred:
+    for url, info in told.items():
+        if preferred := info.get(field):
             raise ValueError(
                 f"rollout.urls: {url} was started with {PREFERRED}={json.dumps(preferred)}: {WHY_NOT_PREFERRED}; "
                 "expected one without it"
             )
 
 
-def check_reports_routes(urls: Sequence[str], token: str) -> None:
+def check_reports_routes(told: Told) -> None:
     """Raises ValueError for a server that runs already and does not report the experts of tokens, or loses them."""
-    for url in urls:
-        with closing(ServerClient(url, token)) as server:
-            info = server.server_info()
+    for url, info in told.items():
         if info.get("enable_return_routed_experts") is False:
             raise ValueError(
                 f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from rich.console import Console
 
 from megarl.machines.joining import Door, Party
-from megarl.rollout.client import ServerError
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.servers.supervisor import Servers
 
@@ -20,7 +19,7 @@ from megarl.servers.supervisor import Servers
 class Memberships:
     """Example: gone = Memberships(door, servers, collectors, check).tend(holding)
 
-    `check`: raises ValueError or ServerError for a server that the run cannot use.
+    `check`: raises ValueError for a server that the run cannot use.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Memberships:
                 if url in self._servers.urls:
                     raise ValueError(f"{url} is a server of the run already")
                 self._check(url)
-        except (ValueError, ServerError) as error:
+        except ValueError as error:
             _say(f"servers that wanted to join were sent away: {error}")
             party.dismiss(f"the run does not take {' '.join(party.urls)}: {error}")
             self._door.forget(party)

@@ -51,9 +51,10 @@ class ServerManager:
         lends: Sequence[str] = ALL,
         unfit: Callable[[], Mapping[str, str]] = dict,
         members: Memberships | None = None,
+        check: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`unfit`: url -> why, of servers that, since the last call, hang, or have answered wrongly again and again.
-        `members`: lets servers join and leave.
+        `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
         `colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
         canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
         self._servers, self._collector, self._push, self._warn, self._colocation = (
@@ -64,6 +65,7 @@ class ServerManager:
             colocation,
         )
         self._canary, self._lends, self._unfit, self._members = canary, lends, unfit, members
+        self._check = check
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold this version, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
@@ -180,11 +182,21 @@ class ServerManager:
 
     def _note(self, events: Sequence[ServerEvent]) -> None:
         for event in events:
-            if event.state is not State.SERVING:
-                self.counts["servers_died"] += 1
-                self._fence(event.url, event.reason)
-                if self._colocation is not None:
-                    self._colocation.forget(event.url)
+            if event.state is State.SERVING:
+                self._welcome(event.url)
+                continue
+            self.counts["servers_died"] += 1
+            self._fence(event.url, event.reason)
+            if self._colocation is not None:
+                self._colocation.forget(event.url)
+
+    def _welcome(self, url: str) -> None:
+        """Before a server that is back gets anything: its owner may have started it with other options."""
+        try:
+            show_life()
+            self._check(url)
+        except ValueError as error:
+            self._note(self._servers.restart(self._servers.urls.index(url), str(error)))
 
     def _deliver(self, urls: Sequence[str]) -> dict[str, Any]:
         assert self.version is not None, "there is nothing to push before the first version"

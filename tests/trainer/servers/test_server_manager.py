@@ -119,6 +119,30 @@ def test_a_server_that_fails_its_push_is_fenced_and_pushed_again_alone(parts) ->
     assert server_manager.counts == {"failed": 1, "repaired": 1, "servers_died": 0, "fallbacks": 0}
 
 
+def test_a_server_that_is_back_and_does_not_fit_the_run_gets_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner may have started it with other options, and may do so once more."""
+    monkeypatch.setattr(fleet_module, "_TEND_EVERY_S", 0.0)
+    servers, said, unfit = FakeServers(A, B), Noted(), {B}
+
+    def check(url: str) -> None:
+        if url in unfit:
+            raise ValueError(f"{url} draws otherwise")
+
+    server_manager = ServerManager(servers, said, said.push, said.warnings.append, check=check)
+    server_manager.push(0)
+    servers.happens(B, State.RESTING, "died")
+    server_manager.check_servers()
+    servers.happens(B, State.SERVING)
+    server_manager.check_servers()
+    assert servers.restarted == [B]
+    assert said.warnings[-1] == f"{B} is out of service: {B} draws otherwise"
+    assert (said.pushes, server_manager.holding) == ([((A, B), 0)], {A})
+    unfit.clear()
+    servers.happens(B, State.SERVING)
+    server_manager.check_servers()
+    assert server_manager.holding == {A, B}
+
+
 def test_failed_servers_are_out_of_service_before_any_other_is_trusted(parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router with a failed server among its workers must not be told that the version is there."""
     server_manager, _, said = parts
