@@ -67,7 +67,9 @@ class ServerClient:
     def abilities(self) -> Abilities:
         """Features of this server's version; requested once."""
         if self._abilities is None:
-            self._abilities = Abilities.of(str(self.server_info().get("version", "")))
+            info = self.server_info()
+            with self.reading(Route.SERVER_INFO):
+                self._abilities = Abilities.of(str(info.get("version", "")))
         return self._abilities
 
     def model_info(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class ServerClient:
         reply = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"}, most_bytes=most_bytes)
         found: list[dict[str, Any]] = []
         seen: set[str] = set()
-        with self._reading(Route.WEIGHTS_CHECKER):
+        with self.reading(Route.WEIGHTS_CHECKER):
             for rank in reply["ranks"]:
                 who = json.dumps([rank.get("parallelism_info"), rank.get("per_gpu_checksum")])
                 if rank.get("parallelism_info") is None or who not in seen:
@@ -103,7 +105,7 @@ class ServerClient:
         body |= {} if adapter is None else {"lora_path": adapter}
         body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
         reply = self._json(Route.GENERATE, body, most_bytes=score_bytes(len(prompt_ids)))
-        with self._reading(Route.GENERATE):
+        with self.reading(Route.GENERATE):
             found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
             return [float(value) for value in found if value is not None]
 
@@ -224,7 +226,7 @@ class ServerClient:
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that the server holds."""
         models = self._json(Route.MODELS, method="GET").get("data", [])
-        with self._reading(Route.MODELS):
+        with self.reading(Route.MODELS):
             return [str(model["id"]) for model in models if model.get("parent") is not None]  # the others: base models
 
     def load_adapter(
@@ -280,7 +282,7 @@ class ServerClient:
         return value
 
     @contextmanager
-    def _reading(self, route: Route) -> Iterator[None]:
+    def reading(self, route: Route) -> Iterator[None]:
         """Turns the errors of a reply that holds something else than expected into a ServerError."""
         try:
             yield

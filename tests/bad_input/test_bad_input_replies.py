@@ -2,13 +2,19 @@
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+from aiohttp import web
 from bad_input import Cases, read_refusal
-from hypothesis import HealthCheck, Phase, given, settings
+from fake_servers import Writer, serving_in_a_thread
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.protocol import SamplingParams, error_message, parse_replies
+from megarl.rollout.client import ServerError
+from megarl.rollout.protocol import Route, SamplingParams, error_message, parse_replies
+from megarl.weights.push.servers import Server
 
 KIND = "replies"
 PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
@@ -81,3 +87,53 @@ def test_bad_input_sampling_parameters_of_a_stranger(cases: Cases, body: Any) ->
 def test_bad_input_an_error_of_any_form_is_text(cases: Cases, text: str) -> None:
     cases.add()
     assert isinstance(error_message(text, "empty"), str)
+
+
+SIZES = ["tp_size", "ep_size", "attn_dp_size", "pp_size", "dp_size", "moe_dp_size", "attn_cp_size", "base_gpu_id"]
+OTHERS = ["version", "device", "quantization", "custom_weight_loader", "moe_dense_tp_size", "load_format"]
+OTHERS += ["startup_time"]
+HF = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+
+
+class Telling(Writer):
+    """Says this of itself."""
+
+    routes = (Route.SERVER_INFO,)
+    info: Any = None
+
+    async def __call__(self, request: web.Request) -> web.Response:  # noqa: ARG002
+        return web.Response(text=json.dumps(self.info), content_type="application/json")
+
+
+@pytest.fixture(scope="module")
+def telling() -> Iterator[tuple[Telling, Server]]:
+    writer = Telling()
+    with serving_in_a_thread(writer) as (urls, _):
+        server = Server(urls[0], "", HF, 60.0)
+        yield writer, server
+        server.engine.close()
+
+
+@settings(PROFILE, max_examples=300)
+@given(info=st.dictionaries(st.sampled_from(SIZES + OTHERS), JUNK | st.sampled_from([0, -3, 8, 10**9, "8"])))
+@example(info={"tp_size": 10**9})
+@example(info={"tp_size": [2]})
+@example(info={"ep_size": 5})
+@example(info={"pp_size": {"size": 1}})
+@example(info={"base_gpu_id": [], "device": "cuda"})
+@example(info={"custom_weight_loader": 5})
+def test_bad_input_what_a_server_says_of_itself(
+    cases: Cases, telling: tuple[Telling, Server], info: dict[str, Any]
+) -> None:
+    """Before a push it is read, or the server is left out of the push: no failure of the ranks."""
+    cases.add()
+    writer, server = telling
+    writer.info = info
+    try:
+        server.probe()
+    except ServerError as error:
+        read_refusal(ValueError(str(error)), server.url)
+        assert not server.is_there()
+        return
+    assert 1 <= len(server.nature.coordinates) <= 4096
+    assert all(0 <= c.ep_rank < c.ep and 0 <= c.attn_rank < c.attn for c in server.nature.coordinates)

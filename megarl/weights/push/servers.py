@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.layout import numbers_of
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.rollout.protocol import DTYPE_NAMES, Route
 from megarl.rollout.reply_sizes import digest_bytes
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import stacks_for
@@ -25,6 +25,7 @@ from megarl.weights.push.channel import Meeting, leave, meet
 from megarl.weights.push.report import PushError
 from megarl.weights.verify.digests import Kind
 
+_MOST_RANKS = 4096  # of one server; what claims more is no size
 _TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
 CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
 RECEIVER = "megarl.weights.push.receiver.load"  # the custom weight loader of servers in sharded transfers
@@ -46,12 +47,15 @@ class Nature:
 
     @classmethod
     def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> Nature:
-        on_gpu, tp = info.get("device", "cpu") != "cpu", int(info.get("tp_size") or 1)
+        """`info`: the reply of /server_info.  Raises ValueError or TypeError if it cannot be that of a server."""
+        on_gpu, tp, ep = info.get("device", "cpu") != "cpu", _size(info, "tp_size"), _size(info, "ep_size")
         engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
-        attention_dp, is_stacked = int(info.get("attn_dp_size") or 1), bool(stacks_for(hf_config))
+        attention_dp, is_stacked = _size(info, "attn_dp_size"), bool(stacks_for(hf_config))
+        if tp % ep or tp % attention_dp:
+            raise ValueError(f"tp_size={tp}: expected a multiple of ep_size={ep} and of attn_dp_size={attention_dp}")
         return cls(
             engine=engine,
-            coordinates=tuple(coordinates(tp, int(info.get("ep_size") or 1), attention_dp)),
+            coordinates=tuple(coordinates(tp, ep, attention_dp)),
             hashes="words" if on_gpu else "sha256",
             first_gpu=int(info.get("base_gpu_id") or 0) if on_gpu else None,
             is_plain=info.get("quantization") is None
@@ -66,13 +70,20 @@ class Nature:
         )
 
 
+def _size(info: Mapping[str, Any], key: str) -> int:
+    size = int(info.get(key) or 1)
+    if not 0 < size <= _MOST_RANKS:
+        raise ValueError(f"{key}={size}: expected at most {_MOST_RANKS}")
+    return size
+
+
 def _has_known_cut(info: Mapping[str, Any], tp: int, attention_dp: int) -> bool:
     """Whether a server cuts its layers over its ranks as `server_map` says.
 
     Other options of SGLang have whole dense layers (moe_dense_tp_size=1) or shared experts (moe_a2a_backend) on each
     rank, or cut the head over all ranks although attention is data parallel (without enable_dp_lm_head).
     """
-    sizes = (int(info.get(key) or 1) for key in ("pp_size", "dp_size", "moe_dp_size", "attn_cp_size"))
+    sizes = [_size(info, key) for key in ("pp_size", "dp_size", "moe_dp_size", "attn_cp_size")]
     return (
         all(size == 1 for size in sizes)
         and info.get("moe_dense_tp_size") in (None, tp)
@@ -112,12 +123,17 @@ class Server:
 
     def probe(self) -> None:
         """Read its properties; a dead server fails here, before others wait for it, and a restart is detected."""
-        self.nature = Nature.read(self.engine.server_info(), self._hf_config)
+        self.nature = self._ask(self.engine)
         if self._started and self.nature.started != self._started:
             self.held, self.held_then, self.pushed, self._is_open = [], [], "", False
             self.fits_slices = None
             self.leave()
         self._started = self.nature.started
+
+    def _ask(self, engine: ServerClient) -> Nature:
+        info = engine.server_info()
+        with engine.reading(Route.SERVER_INFO):
+            return Nature.read(info, self._hf_config)
 
     def pause(self, mode: str) -> None:
         self.engine.pause(mode)
@@ -147,7 +163,7 @@ class Server:
         """Whether the process of the last probe still answers."""
         engine = ServerClient(self.url, self._token, timeout_s=min(CLEANING_S, self._timeout_s))
         try:
-            return Nature.read(engine.server_info(), self._hf_config).started == self._started
+            return self._ask(engine).started == self._started
         except ServerError:
             return False
         finally:
