@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from config_helpers import load
+
+from megarl.config import ConfigError
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 # The first machine of a step.
@@ -25,10 +28,10 @@ while true; do sleep 0.05; done
 """
 
 
-def submit(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+def submit(folder: Path, *words: str, srun: str = SRUN, **environment: str) -> subprocess.Popen[str]:
     commands = folder / "bin"
     commands.mkdir()
-    for name, text in {"srun": SRUN, "python": PYTHON, "scontrol": ""}.items():
+    for name, text in {"srun": srun, "python": PYTHON, "scontrol": ""}.items():
         (commands / name).write_text(f'#!/usr/bin/env bash\necho "$*" >>said_to_{name}\n{text}')
         (commands / name).chmod(0o755)
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
@@ -59,12 +62,47 @@ def test_a_job_that_must_end_asks_its_driver_to_save_first(
     assert not list(tmp_path.glob(".megarl_token*"))
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_a_job_ends_as_its_driver_does_and_is_not_requeued(tmp_path: Path, status: int) -> None:
-    with submit(tmp_path, ENDS=str(status)) as job:
+@pytest.mark.parametrize(
+    ("ends", "restarts", "requeues"),
+    [
+        ("0", "0", False),
+        ("1", "0", True),
+        ("1", "19", True),
+        ("1", "20", False),
+        ("2", "0", False),
+        ("143", "0", False),
+    ],
+)
+def test_a_job_ends_as_its_driver_does_and_is_requeued_after_a_failure(
+    tmp_path: Path, ends: str, restarts: str, requeues: bool
+) -> None:
+    """Neither after a mistake in the settings nor after SIGTERM, and not for ever."""
+    with submit(tmp_path, ENDS=ends, SLURM_RESTART_COUNT=restarts) as job:
         _, said = job.communicate(timeout=120)
-    assert (job.returncode, said) == (status, "")
+    assert (job.returncode, said) == (int(ends), "")
+    told = tmp_path / "said_to_scontrol"
+    assert (told.read_text() if told.exists() else "") == ("requeue 7\n" if requeues else "")
+    assert not list(tmp_path.glob(".megarl_token*"))
+
+
+def test_what_the_driver_ended_with_counts_and_not_that_others_were_killed_then(tmp_path: Path) -> None:
+    """srun tells the highest code of all tasks, and kills those that have not ended."""
+    with submit(tmp_path, ENDS="2", srun=f"({SRUN})\nexit 137\n") as job:
+        job.communicate(timeout=120)
+    assert job.returncode == 137
     assert not (tmp_path / "said_to_scontrol").exists()
+
+
+def test_a_warning_before_the_driver_is_there_requeues_the_job(tmp_path: Path) -> None:
+    """As when it was submitted with a time limit that is about as long as the warning."""
+    with submit(tmp_path, srun="touch waits\nexec sleep 600\n") as job:
+        while not (tmp_path / "waits").exists():
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        job.communicate(timeout=120)
+    assert job.returncode == 143
+    assert (tmp_path / "said_to_scontrol").read_text() == "requeue 7\n"
 
 
 def test_a_job_that_would_begin_anew_each_time_it_is_requeued_is_refused(tmp_path: Path) -> None:
@@ -75,13 +113,27 @@ def test_a_job_that_would_begin_anew_each_time_it_is_requeued_is_refused(tmp_pat
     assert not (tmp_path / "said_to_srun").exists()
 
 
+@pytest.mark.parametrize("warn_s", ["60", "half an hour"])
+def test_a_warning_that_leaves_no_time_is_refused(tmp_path: Path, warn_s: str) -> None:
+    with submit(tmp_path, ENDS="0", WARN_S=warn_s) as job:
+        _, said = job.communicate(timeout=120)
+    assert job.returncode == 2
+    assert f"WARN_S={warn_s}: expected a number of seconds above 60" in said
+
+
 def test_spare_machines_are_of_the_trainers_step_which_may_lose_one(tmp_path: Path) -> None:
-    with submit(tmp_path, ENDS="0", SPARE_NODES="1") as job:
+    with submit(tmp_path, ENDS="0", SPARE_NODES="1", SLURM_JOB_NUM_NODES="3", WARN_S="1800") as job:
         job.communicate(timeout=120)
     said = (tmp_path / "said_to_srun").read_text()
-    assert said.startswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --relative=0 --label ")
+    assert said.startswith("--nodes=3 --ntasks=3 --ntasks-per-node=1 --relative=0 --label ")
     # sbatch --no-kill keeps the job: a step that spans its machines is ended with one of them unless it says so too.
     assert " --label --no-kill --wait=0 --kill-on-bad-exit=0 " in said
-    assert said.endswith(
-        "megarl train recipe=quickstart trainer.nnodes=1 trainer.term_grace_s=540 trainer.spare_nodes=1\n"
-    )
+    words = said.split(" megarl train ")[1].split()
+    assert words == ["recipe=quickstart", "trainer.nnodes=2", "trainer.term_grace_s=1740", "trainer.spare_nodes=1"]
+    load(*words, "trainer.master_addr=10.0.0.1")  # the command accepts them
+
+
+def test_a_machine_more_than_the_trainer_can_use_is_refused_by_the_command() -> None:
+    """The stand-in for python reads no settings."""
+    with pytest.raises(ConfigError, match=r"trainer.spare_nodes=1: has no effect, because trainer.nnodes=1"):
+        load("recipe=quickstart", "trainer.nnodes=1", "trainer.spare_nodes=1")
