@@ -49,7 +49,7 @@ from megarl.trainer.build import (
     read_prompts,
     start_trackers,
 )
-from megarl.trainer.call_times import predicted_s
+from megarl.trainer.call_times import lost_at_an_end, predicted_s
 from megarl.trainer.checkpoint import checkpoint
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
@@ -246,6 +246,8 @@ class Run:
             group.start()
             group.expect(predicted_s(config, group.device_name))
         check_profile(config.trainer.profile, self.num_steps, self.groups)
+        if lost := lost_at_an_end(config, self._group_of(config.actor).device_name, self.num_steps):
+            warn(lost)
         self.server_manager.release_memory()
         resumes = self.resumed_from is not None
         load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)

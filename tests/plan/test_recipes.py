@@ -14,6 +14,7 @@ from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
 from megarl.plan.time.constants import CONSTANTS
 from megarl.plan.time.lengths import tail_of
+from megarl.trainer.call_times import lost_at_an_end
 from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.targets import Targets
@@ -43,6 +44,8 @@ def test_a_run_needs_nothing_typed(name):
     assert config.rollout.engine == "sglang" and config.rollout.placement == "shared"
     assert config.rollout.push == "auto"
     assert config.model.dtype == "bfloat16"
+    # 20 steps may be a working day, and a step may be longer than the time between a warning and the end of a machine.
+    assert lost_at_an_end(config, f"NVIDIA H{named['gpu']}", 500) == ""
 
 
 @pytest.mark.parametrize("name", RUNS)
