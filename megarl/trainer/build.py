@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from megarl.machines import Nodes
 from megarl.megatron_fields import OVERRIDES
 from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers, make_trackers
+from megarl.processes.presence import wait_for
 from megarl.projections import chosen, projections_of
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.engine_support import EngineSupport
@@ -42,13 +45,29 @@ def model_folder(path: str, key: str = "model.path") -> str:
     """
     if Path(path).is_dir():
         return path
-    from huggingface_hub import snapshot_download  # pulls in a network stack that a local run does not need
-
     try:
-        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        return _downloaded(path)
     except Exception as error:  # no network, unknown name, no access: the hub raises a different exception for each
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{key}={path}: neither a folder nor a name that the hub gives ({reason})") from error
+
+
+def _downloaded(name: str) -> str:
+    """In a thread: a large model takes longer than the driver may be silent.  An interrupt does not wait for it."""
+    from huggingface_hub import snapshot_download  # pulls in a network stack that a local run does not need
+
+    found: Future[str] = Future()
+
+    def download() -> None:
+        try:
+            patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+            found.set_result(snapshot_download(name, allow_patterns=patterns))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=download, daemon=True, name="download").start()
+    wait_for([found])
+    return found.result()
 
 
 def engine_settings(role: Any) -> dict[str, Any]:

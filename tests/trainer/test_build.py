@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from config_helpers import load
 
 from megarl.data.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
+from megarl.processes import presence
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.engine_support import EngineSupport
 from megarl.routed_experts import RoutedExperts
-from megarl.trainer.build import engine_columns, make_group, make_servers, start_trackers
+from megarl.trainer.build import engine_columns, make_group, make_servers, model_folder, start_trackers
 
 
 @pytest.mark.parametrize(
@@ -39,13 +42,29 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
         (["rollout.first_gpu=1", "rollout.memory_fraction=0.3"], True),
         (["rollout.first_gpu=2"], False),
         (["rollout.first_gpu=1", "rollout.placement=shared"], False),  # in turns
-        (["rollout.urls=['http://a:1']"], False),
+        (["rollout.urls=['https://a:1']"], False),
         (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False),
     ],
 )
 def test_ranks_learn_of_servers_that_work_on_their_gpus_at_the_same_time(words: list[str], beside: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
     assert make_group(config, config.actor, "ranks_0")._setup["has_neighbours"] == beside
+
+
+def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That may take longer than trainer.driver_silence_s, and is no hang."""
+    shown = threading.Event()
+    monkeypatch.setattr(presence, "_EVERY_S", 0.01)
+    monkeypatch.setattr(presence, "show_life", shown.set)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(shown.wait(600)) + name)
+    assert model_folder("org/large") == "Trueorg/large", "it ends when the wait has shown itself"
+
+    def refuse(name: str, **_: object) -> str:
+        raise OSError(f"{name} is private\nask its owner")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match=r"^model.path=org/x: neither a folder nor .* gives \(org/x is private\)$"):
+        model_folder("org/x")
 
 
 def test_a_run_gets_advice_on_its_own_schedule(tmp_path: Path) -> None:
