@@ -22,7 +22,7 @@ from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.machines.joining import Membership
 from megarl.machines.nodes import JOIN_S
-from megarl.network.auth import SERVER_VARIABLE, needed_token, server_token
+from megarl.network.auth import given_server_token, needed_token, server_token
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied
@@ -37,7 +37,7 @@ def main(config: Config) -> int:
     if config.rollout.join:
         return _serve_a_run(config, config.rollout.join)
     launches = launches_here(config)
-    key = os.environ.get(SERVER_VARIABLE) or server_token({}, needed_token(os.environ, "megarl serve"))
+    key = given_server_token(os.environ) or server_token({}, needed_token(os.environ, "megarl serve"))
     logs = config.trainer.run_dir / "logs" / f"servers_{socket.gethostname()}"
     with _started(config, launches, key, logs) as servers:
         _watch(servers, lambda: False)

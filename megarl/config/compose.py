@@ -30,6 +30,7 @@ from megarl.config.validate.algorithms import advice
 from megarl.config.validate.combinations import contradictions
 from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.rewards import advice as advice_on_rewards
+from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import without_shards
 from megarl.config.validate.values import invalid_values
 from megarl.config.verl.defaults import defaults
@@ -69,7 +70,7 @@ def load_config(
     elif has_layouts:
         faults.sentences += without_effect(config, typed.settings, command)
     _stop_if_any(faults, layers)
-    return config, list(dict.fromkeys([*said, *advice(config), *advice_on_rewards(config)]))
+    return config, list(dict.fromkeys([*said, *advice(config), *advice_on_rewards(config), *advice_on_servers(config)]))
 
 
 def _verl_defaults(typed: Layer, layers: list[Layer]) -> list[Layer]:

@@ -25,8 +25,8 @@ def given_token(environment: Mapping[str, str]) -> str | None:
     token, source = environment.get(VARIABLE), VARIABLE
     if token is None and (name := environment.get(FILE_VARIABLE)):
         token, source = _read(Path(name)), f"{FILE_VARIABLE}={name}"
-    if token is not None and len(token) < _ENOUGH:
-        raise ValueError(f"{source}: expected at least {_ENOUGH} characters, for example from `openssl rand -hex 32`")
+    if token is not None:
+        _require_length(token, source)
     return token
 
 
@@ -41,9 +41,19 @@ def needed_token(environment: Mapping[str, str], why: str) -> str:
     return token
 
 
+def given_server_token(environment: Mapping[str, str]) -> str | None:
+    """The servers' key in the environment; None if there is none.  Raises ValueError for fewer than 16 characters.
+
+    The servers' certificates are derived from it, so who connects to one can try keys against its certificate.
+    """
+    if key := environment.get(SERVER_VARIABLE):
+        _require_length(key, SERVER_VARIABLE)
+    return key or None
+
+
 def server_token(environment: Mapping[str, str], token: str) -> str:
-    """The key of the rollout servers of the run with this token."""
-    return environment.get(SERVER_VARIABLE) or derived(token, "servers")
+    """The key of the rollout servers of the run with this token.  Raises ValueError for one that is too short."""
+    return given_server_token(environment) or derived(token, "servers")
 
 
 def derived(token: str, purpose: str) -> str:
@@ -54,6 +64,11 @@ def derived(token: str, purpose: str) -> str:
 def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without tokens, for a process that does not need them."""
     return {k: v for k, v in environment.items() if k not in (VARIABLE, FILE_VARIABLE, SERVER_VARIABLE)}
+
+
+def _require_length(secret: str, source: str) -> None:
+    if len(secret) < _ENOUGH:
+        raise ValueError(f"{source}: expected at least {_ENOUGH} characters, for example from `openssl rand -hex 32`")
 
 
 def _read(file: Path) -> str:

@@ -66,7 +66,7 @@ def test_what_computes_experts_has_to_report_them() -> None:
         "rollout.sglang.args another one, as --moe-runner-backend=triton"
     )
     load(*words, args.format("triton"))
-    load(*words, "rollout.urls=[http://a:1]")  # it is asked at the start
+    load(*words, "rollout.urls=[https://a:1]")  # it is asked at the start
     load(*words[:-1], "actor.router_replay=old")
     load(*words[:2], "rollout.engine=hf", words[-1])
     sparse = ("model=qwen3_moe_mini", *words[1:])

@@ -222,9 +222,8 @@ def test_servers_may_be_wider_than_keys_and_values_and_than_a_machine() -> None:
     experts = [EXPERTS, "rollout.placement=shared", f"{TP}=8", f"{EP}=8"]
     for words, size in (([DENSE, f"{TP}=8"], 8), (wide, 32), (experts, 8)):
         assert load(*SGLANG, *words).rollout.tensor_model_parallel_size == size
-    assert (
-        len(load(*SGLANG, "rollout.urls=['http://a:1','http://b:30000/']", "rollout.dtype=bfloat16").rollout.urls) == 2
-    )
+    urls = "rollout.urls=['https://a:1','https://b:30000/']"
+    assert len(load(*SGLANG, urls, "rollout.dtype=bfloat16").rollout.urls) == 2
 
 
 def test_servers_apart_stand_behind_the_trainer_or_knowingly_beside_it() -> None:
@@ -288,7 +287,7 @@ def test_a_typed_key_of_servers_that_would_do_nothing_is_refused(typed: str, bec
 
 
 def test_servers_that_are_started_apart_take_the_words_of_the_run() -> None:
-    urls = "rollout.urls=['http://a:1']"
+    urls = "rollout.urls=['https://a:1']"
     config = load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7")
     assert (
         load(*SGLANG, urls, f"{TP}=2", "rollout.first_gpu=4", "rollout.memory_fraction=0.7", command="serve") == config
@@ -348,3 +347,16 @@ def test_without_a_gpu_sglang_has_no_attention_sinks():
     sentence = "without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
     assert refusal(OSS, "rollout.engine=sglang", "trainer.device=cpu") == f"rollout.engine=sglang: {sentence}"
     load(OSS, *SGLANG)
+
+
+def test_servers_that_are_called_in_clear_over_a_network_are_named() -> None:
+    urls = "http://10.0.0.5:30000,https://10.0.0.6:30000,http://127.0.0.1:30000,http://localhost:1"
+    _, (warning,) = load_config([*BASE, *SGLANG, f"rollout.urls=[{urls}]"])
+    assert warning == (
+        "rollout.urls: http sends the servers' key, prompts and completions over the network in clear: "
+        "http://10.0.0.5:30000; expected https:// of servers with a certificate, as `megarl serve` starts them"
+    )
+    assert not load_config([*BASE, *SGLANG, "rollout.urls=[http://127.0.0.1:30000,'http://[::1]:1']"])[1]
+    asked = "teachers.math={model:{path:t},engine:server,server:{urls:[http://gpu7:1]}}"
+    _, (warning,) = load_config([*BASE, asked, "distill.top_k=8"])
+    assert warning.startswith("teachers.math.server.urls: http sends ")

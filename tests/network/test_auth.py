@@ -49,7 +49,14 @@ def test_who_needs_it_says_why() -> None:
 def test_servers_have_a_key_of_their_own() -> None:
     assert server_token({}, TOKEN) == derived(TOKEN, "servers") != TOKEN
     assert derived(TOKEN, "servers") != derived(TOKEN, "others")
-    assert server_token({"MEGARL_SERVER_TOKEN": "theirs"}, TOKEN) == "theirs"
+    assert server_token({"MEGARL_SERVER_TOKEN": "the key of theirs"}, TOKEN) == "the key of theirs"
+    assert server_token({"MEGARL_SERVER_TOKEN": ""}, TOKEN) == derived(TOKEN, "servers")
+
+
+def test_a_servers_key_that_can_be_guessed_is_refused() -> None:
+    """Who sees a certificate that is derived from it can try keys as fast as he computes."""
+    with pytest.raises(ValueError, match=r"^MEGARL_SERVER_TOKEN: expected at least 16 characters, for example from"):
+        server_token({"MEGARL_SERVER_TOKEN": "fifteen letters"}, TOKEN)
 
 
 def test_a_child_that_does_not_need_them_gets_none() -> None:

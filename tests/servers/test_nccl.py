@@ -82,7 +82,7 @@ def test_a_python_that_does_not_run_is_named(tmp_path: Path) -> None:
         (["rollout.placement=shared"], False),
         (["rollout.placement=shared", "rollout.num_servers=2", "actor.num_ranks=1"], True),  # server 1 beside the actor
         (["rollout.placement=separate", "actor.lora.rank=4", "actor.lora.push=adapter"], False),
-        (["rollout.placement=separate", "rollout.urls=[http://10.0.0.1:30000]"], False),  # not started by this run
+        (["rollout.placement=separate", "rollout.urls=[https://10.0.0.1:30000]"], False),  # not started by this run
     ],
 )
 def test_a_push_goes_over_nccl_to_servers_on_other_gpus(words: list[str], over_nccl: bool) -> None:

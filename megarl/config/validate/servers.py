@@ -12,6 +12,7 @@ from megarl.config.schema import Config
 from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import models
 from megarl.layout import ModelNumbers
+from megarl.network.sockets import is_loopback
 
 MOST_GPUS = 16  # of any existing machine; this machine's number is checked when servers start
 MOST_BESIDE = 0.5  # of a GPU's memory, for a server that runs at the same time as the trainer on the same GPU
@@ -236,6 +237,20 @@ def _join(config: Config) -> Iterator[str]:
         yield f"{given}: rollout.placement=shared puts all servers on the trainer's GPUs; expected separate, or null"
     if config.actor.lora.rank and config.actor.lora.push == "adapter":
         yield f"{given}: adapters are pushed to the servers of the start only; expected actor.lora.push=merged, or null"
+
+
+def advice(config: Config) -> Iterator[str]:
+    """One sentence for each key with servers that are called in clear over a network."""
+    keys = {"rollout.urls": config.rollout.urls}
+    keys |= {f"teachers.{name}.server.urls": teacher.server.urls for name, teacher in config.teachers.items()}
+    for key, urls in keys.items():
+        places = {url: urlsplit(url) for url in urls}
+        clear = [url for url, at in places.items() if at.scheme == "http" and not is_loopback(at.hostname or "")]
+        if clear:
+            yield (
+                f"{key}: http sends the servers' key, prompts and completions over the network in clear: "
+                f"{', '.join(clear)}; expected https:// of servers with a certificate, as `megarl serve` starts them"
+            )
 
 
 def _urls(config: Config) -> Iterator[str]:

@@ -116,7 +116,7 @@ SEPARATE = ("model=qwen3_8b", "--gpu", "h100", "--gpus-per-node", "8")
     [
         (["--gpus", "24"], "--gpus 24: the trainer's are 23, expected a multiple of the 8 GPUs of a machine"),
         (["--gpus", "1"], "--gpus 1: servers of their own take 1; expected more than that"),
-        (["--gpus", "10", "rollout.urls=[http://a:1,http://b:1]", "rollout.engine=sglang", "trainer.nnodes=9"], ""),
+        (["--gpus", "10", "rollout.urls=[https://a:1,https://b:1]", "rollout.engine=sglang", "trainer.nnodes=9"], ""),
     ],
 )
 def test_servers_of_their_own_take_gpus_of_the_run(words, sentence, capsys):
