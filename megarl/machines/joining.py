@@ -43,10 +43,12 @@ class Party:
             while True:
                 said, _ = self._connection.receive()
                 if "urls" in said:
-                    self.urls = tuple(str(url) for url in said["urls"])
+                    self.urls = _urls(said["urls"])
                 self.wants_to_leave |= "leave" in said
-        except ConnectionLost as error:
+        except (ConnectionLost, ValueError) as error:
             self.lost = str(error)
+        finally:
+            self.lost = self.lost or "nobody hears it any more"
 
     def beat(self) -> None:
         with suppress(ConnectionLost):
@@ -57,6 +59,12 @@ class Party:
         with suppress(ConnectionLost):
             self._connection.send({"do": "leave", "why": why})
         self._connection.close()
+
+
+def _urls(said: object) -> tuple[str, ...]:
+    if not isinstance(said, list) or not all(isinstance(url, str) for url in said):
+        raise ValueError(f"it names {str(said)[:200]} as its servers; expected a list of urls")
+    return tuple(said)
 
 
 class Door:

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from megarl import __version__
 from megarl.machines import joining
 from megarl.machines.joining import Door, JoinFailed, Membership, Party
 from megarl.processes.greeting import connect
@@ -105,6 +106,18 @@ def test_an_owner_that_is_gone_and_a_driver_that_is_gone_are_noticed() -> None:
         found.parties[0]._connection.close()  # as when the driver is killed
         with pytest.raises(JoinFailed, match="^the driver at 127.0.0.1:[0-9]+ is lost: "):
             until(lambda: membership.has_ended)
+
+
+@pytest.mark.parametrize("urls", [5, None, "http://127.0.0.1:1", {"a": 1}, ["http://127.0.0.1:1", 2]])
+def test_a_party_that_says_nonsense_is_lost(urls: object) -> None:
+    """Nobody would hear any more of it that it leaves, or that it is gone."""
+    with door() as found:
+        connection = connect(f"127.0.0.1:{found.port}", TOKEN, {"version": __version__}, timeout_s=60)
+        connection.send({"urls": urls})
+        until(lambda: found.parties and found.parties[0].lost)
+        assert found.parties[0].urls == ()
+        assert found.parties[0].lost == f"it names {urls} as its servers; expected a list of urls"
+        connection.close()
 
 
 def test_silence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
