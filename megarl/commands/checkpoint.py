@@ -6,7 +6,8 @@ FOLDER is a run's folder, its `checkpoints/`, one save in it, or a folder of Hug
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from megarl.durable_files import SUMS, Unreadable, faults_of_sums
 from megarl.trainer.checkpoint.checkpoint import folders_under, forget, forget_left, step_of
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores
-from megarl.trainer.owner import owned
+from megarl.trainer.owner import OWNER, owned
 
 SETTINGS = {"keep": "newest", "every": "every", "best": "best"}
 EXIT_DAMAGED = 2
@@ -112,7 +113,7 @@ def prune(request: Request) -> int:
         raise ValueError(f"megarl checkpoint prune {request.folder}: one save; expected the folder of a run")
     with ExitStack() as stack:
         if not request.dry_run:
-            stack.enter_context(owned(root.parent))
+            stack.enter_context(_owned(root))
             forget_left(root, _warn)
         saves = folders_under(root)
         kept, damaged = _sorted_out(saves, _retention(root, request.keep))
@@ -127,6 +128,19 @@ def prune(request: Request) -> int:
             because = f", because {damaged[save]}" if save in damaged else ""
             _say(f"{save.name}: {'would be deleted' if request.dry_run else 'deleted'}{because}")
     return 0
+
+
+@contextmanager
+def _owned(root: Path) -> Iterator[None]:
+    """Own the run whose saves these are, or the folder of copies; what was not there is removed again."""
+    folder = root.parent if root.name == "checkpoints" else root
+    was_there = (folder / OWNER).exists()
+    with owned(folder):
+        try:
+            yield
+        finally:
+            if not was_there:
+                (folder / OWNER).unlink()
 
 
 VERBS = {"verify": verify, "list": show, "prune": prune}

@@ -217,6 +217,17 @@ def test_what_the_system_refuses_is_one_sentence(
     assert len(names(run)) == 3
 
 
+def test_copies_of_saves_are_pruned_and_nothing_is_left_beside_them(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    copies = (run / "checkpoints").rename(tmp_path / "copies" / "of_mine")
+    before = {path.name for path in copies.iterdir()}
+    assert main(["checkpoint", "prune", str(copies), "keep=1", "best=0"]) == 0
+    assert {path.name for path in copies.iterdir()} == before - {"step_00000002", "step_00000004"}
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == ["of_mine"]
+    with owned(copies):  # one who prunes it too
+        assert main(["checkpoint", "prune", str(copies), "keep=1"]) == 2
+
+
 def test_one_save_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "prune", str(run / "checkpoints" / "step_00000004")]) == 2
     assert "one save; expected the folder of a run" in capsys.readouterr().err
