@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -52,14 +53,19 @@ def test_so_many_failures_without_a_new_step_are_forgiven_and_the_next_one_is_ra
 def test_a_report_that_cannot_be_written_does_not_stop_a_restart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a full disk."""
+    """As on a full disk.  A link under a name that others can guess leads it nowhere."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    trap, victim = tmp_path / f"megarl_restart_1_{os.getpid()}.txt", tmp_path / "somebody's file"
+    victim.write_text("of somebody")
+    trap.symlink_to(victim)
     infrastructure = Infrastructure(config_of(tmp_path, max_restarts=1))
     logs = tmp_path / "run" / "logs"
     logs.rmdir()
     logs.touch()
     infrastructure.forgive(RankError("rank 3 died", report="what rank 3 said"), 7)
-    (report,) = tmp_path.glob("megarl_restart_1_*.txt")
+    (report,) = {*tmp_path.glob("megarl_restart_1_*.txt")} - {trap}
+    assert victim.read_text() == "of somebody"
+    assert report.stat().st_mode & 0o077 == 0
     assert report.read_text().endswith("what rank 3 said")
     assert f"{logs}/restart_1.txt could not be written (File exists); all of it: {report}" in capsys.readouterr().err
 
