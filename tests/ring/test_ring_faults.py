@@ -21,6 +21,8 @@ from saved_runs import flip
 
 from megarl.cli import main
 from megarl.doctor.run_folder import explain
+from megarl.servers.launch import EngineLaunch
+from megarl.servers.supervisor import Servers, State, Supervision
 
 pytestmark = pytest.mark.dist
 
@@ -131,6 +133,46 @@ def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(par
     assert (tmp_path / "orphan" / "logs" / "failure.txt").stat().st_size > 0
     found = explain(tmp_path / "orphan")
     assert (found.state, found.cause[:41]) == ("failed", "the servers ended: no server is left; ser")
+
+
+@pytest.mark.slow
+def test_ranks_that_start_again_go_on_without_a_server_that_is_away_until_it_is_back(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a machine is lost, with a rank and a server of another program on it."""
+    token, run, log = "the key of these servers", tmp_path / "away", tmp_path / "away.log"
+    monkeypatch.setenv("MEGARL_SERVER_TOKEN", token)
+    launch = EngineLaunch("hf", str(parts / "model"), dtype="float32")
+    with Servers([launch] * 2, token, tmp_path / "servers", Supervision(rest_s=0)) as servers:
+        servers.start()
+        more = [f"rollout.urls=[{','.join(servers.urls)}]", "trainer.save_freq=1", "trainer.n_gpus_per_node=1"]
+        more += ["algorithm.adv_estimator=grpo", "data.val_files=[]", "trainer.total_training_steps=100000"]
+        process = train_in_a_process(settings(parts, tmp_path, "away", *more), log)
+        wait_for_step(run, 2, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        rank = next(child for child in children if "megarl.roles.worker" in child.cmdline())
+        os.kill(servers.pids[1], signal.SIGKILL)
+        rank.kill()
+        for number in (1, 2):  # servers during a step: without the one that is away, and with both
+            wait_for_servers(run, number, process, log)
+            while State.RESTING not in servers.states and number == 1:
+                servers.poll(starts=False)
+            servers.poll()
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=300)
+    said = log.read_text()
+    assert said.count("the ranks are started again (1 of 3 without a new step)") == 1
+    assert f"{servers.urls[1]} is out of service: " in said
+    assert_fresh(run, ahead=0)
+
+
+def wait_for_servers(run: Path, number: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the run's last step was made with so many servers."""
+    deadline = time.monotonic() + 800
+    while steps(run, "push/servers").popitem()[1] != number:
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, "it does not go on"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
