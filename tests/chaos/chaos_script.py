@@ -8,13 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from chaos_faults import Fault
 from chaos_run import ChaosRun
 from ring_cases import lines
 
+SINCE_THE_START = ("trainer/rollbacks", "checkpoint/failed")  # all other metrics count in their step alone
 OUTCOMES = ("trained", "filtered", "lost", "skipped")
 
 
@@ -74,10 +74,10 @@ class Watch:
 
     def sees(self) -> bool:
         """Whether the fault was said or counted; of a fault that is quiet, whether anything was."""
-        if self._fault.counts:
-            rows = [row for row in self._run.rows if row["step"] >= self._step]
-            values = [float(row.get(self._fault.counts, 0.0)) for row in rows]
-            return any(later > earlier for earlier, later in pairwise(values))
+        if name := self._fault.counts:
+            before = [row for row in self._run.rows if row["step"] == self._step] if name in SINCE_THE_START else []
+            least = max((float(row.get(name, 0.0)) for row in before), default=0.0)
+            return any(row["step"] > self._step and float(row.get(name, 0.0)) > least for row in self._run.rows)
         return re.search(self._fault.says or r"warning: ", self._said()) is not None
 
     def _said(self) -> str:

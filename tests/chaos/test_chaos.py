@@ -143,6 +143,6 @@ def test_a_long_run_of_agents_learns_under_every_fault_what_it_learns_without(
     Path("examples").symlink_to(EXAMPLES)
     words = ["--config", "examples/guessing_game.yaml"]
     of_chaos = ["agent.fn={parts}/chaos_agent.py:episode", "agent.timeout_s=10", "agent.on_error=zero"]
-    of_chaos += ["trainer.on_nonfinite=rollback", "trainer.spike_sigma=10"]
+    of_chaos += ["trainer.on_nonfinite=rollback", "trainer.spike_sigma=1000"]
     faults = [*PROCESSES, *REPLIES, *EPISODES, *ROLLBACKS]
     compare(tmp_path, record_property, faults, words, of_chaos, STAGES)
