@@ -104,7 +104,7 @@ def is_reference(value: object) -> bool:
 def fits(value: object, wanted: Any) -> bool:
     """Can `value`, from a command line or a YAML file, be of type `wanted`?"""
     if is_reference(value):
-        return True
+        return not _is_mapping_of_groups(wanted)  # no other key has such entries
     if isinstance(wanted, UnionType):
         return any(fits(value, part) for part in get_args(wanted))
     if get_origin(wanted) is list:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.aliases import RENAMED_VALUES
-from megarl.config.keys import entry_groups, fits, followed, general, type_name, type_of
+from megarl.config.keys import fits, followed, general, type_name, type_of
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError, show
@@ -93,9 +93,6 @@ def to_config(composed: DictConfig) -> Config:
         otherwise = f"expected the groups of keys of the schema ({' '.join(str(error).split()) or 'another shape'})"
         raise ConfigError(*(_wrong_references(composed) or [otherwise])) from None
     assert isinstance(config, Config), "the schema makes it a Config"
-    for key in entry_groups():  # OmegaConf does not check what a reference in the place of a mapping gives
-        if not isinstance(value := getattr(config, key), dict):
-            raise ConfigError(f"{key}={show(value)}: expected groups of keys under names, {key}.NAME.KEY=VALUE")
     return config
 
 

@@ -35,7 +35,7 @@ PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], 
 INTEGERS = (-1, 0, 1, 2, 3, 4, 6, 8, 12, 16, 30, 64, 100, 256, 1000, 4096, 30000)
 FLOATS = (0.0, 1e-8, 1e-6, 1e-3, 0.01, 0.1, 0.2, 0.5, 0.9, 0.95, 0.999, 1.0, 1.5, 2.0, 3.0, 6.0, 30.0, 600.0)
 TEXTS = ("a", "some words", "auto", "org/name", "name-1.0", "dir/file.jsonl", "é")
-LISTS: tuple[list[Any], ...] = ([], ["a"], ["a", "b"], ["exact"], ["all-linear"], [0.9, 0.95], [0.5, 0.999])
+LISTS: tuple[list[Any], ...] = ([], ["a"], ["a", "b"], ["exact"], ["all-linear"], [0], [1, 3], [0.9, 0.95])
 MAPPINGS: tuple[dict[str, Any], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": 2.0}, {"beta": 0.1})
 
 
