@@ -254,8 +254,10 @@ def test_a_server_of_another_machine_is_started_watched_and_ended_there(
     launch = EngineLaunch("hf", "/no/such/model", host="127.0.0.2", port=port)
     log = tmp_path / "server.log"
     server = machine.start(launch, "not used there", log)
-    assert psutil.Process(server.pid).environ()[TOKEN_VARIABLE] == "the key of the servers"
     deadline = time.monotonic() + 60
+    while not (environment := psutil.Process(server.pid).environ()):  # the system fills it in a moment after the start
+        assert time.monotonic() < deadline
+    assert environment[TOKEN_VARIABLE] == "the key of the servers"
     while server.exit_code() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
