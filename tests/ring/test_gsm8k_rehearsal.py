@@ -102,4 +102,4 @@ def test_the_run_leaves_behind_what_the_book_says(run: Path) -> None:
     assert len(named) >= 10
     missing = {name for name in named if not (run / name).exists()}
     of_others = {"rollbacks.jsonl", "flight_record_rank_0", "driver_port"}  # of bad numbers, hung ranks, other machines
-    assert missing <= {"advice.jsonl", *of_others}, "a run that went well on one machine has none of these"
+    assert missing <= {"advice.jsonl", "profile/", *of_others}, "a run that went well on one machine has none of these"
