@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -132,7 +133,9 @@ def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(par
     assert "Traceback" not in said
     assert (tmp_path / "orphan" / "logs" / "failure.txt").stat().st_size > 0
     found = explain(tmp_path / "orphan")
-    assert (found.state, found.cause[:41]) == ("failed", "the servers ended: no server is left; ser")
+    # Who notices first, the supervisor or a call that fails, is chance; what it says differs.
+    assert found.state == "failed"
+    assert re.match(r"the servers ended: no server is left; .*server 0", found.cause), found.cause
 
 
 @pytest.mark.slow
