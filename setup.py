@@ -12,7 +12,11 @@ VERSION = next(
 )
 README = HERE / "README.md"
 
-TRACKERS = {"wandb": ["wandb>=0.19"], "tensorboard": ["tensorboard>=2.15"]}
+TRACKERS = {
+    "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy>=2.0", "alembic>=1.13"],  # the last two: for a run's own database
+    "tensorboard": ["tensorboard>=2.15"],
+    "wandb": ["wandb>=0.19"],
+}
 
 setup(
     name="megarl",
@@ -73,8 +77,7 @@ setup(
             "kubernetes-validate>=1.31",
             "uv>=0.5",  # launch/check_pins.py: resolves by metadata alone, which pip cannot
             "triton>=3.3; platform_system == 'Linux'",  # its interpreter checks our kernels where there is no GPU
-            *TRACKERS["tensorboard"],
-            *TRACKERS["wandb"],
+            *(package for packages in TRACKERS.values() for package in packages),
         ],
     },
 )

@@ -27,6 +27,7 @@ _ROUTES: dict[Route, tuple[str, str]] = {  # route -> methods, handler of HFServ
     Route.HEALTH: ("GET", "health"),
     Route.SERVER_INFO: ("GET", "server_info"),
     Route.MODEL_INFO: ("GET", "model_info"),
+    Route.LOADS: ("GET", "loads"),
     Route.GENERATE: ("POST PUT", "generate"),
     Route.PAUSE: ("POST", "pause"),
     Route.CONTINUE: ("POST", "resume"),
@@ -112,6 +113,11 @@ class HFServer:
             "internal_states": [state],
         }
         return web.json_response(info)
+
+    async def loads(self, request: web.Request) -> web.Response:
+        load = {"dp_rank": 0, "num_running_reqs": self.engine.num_running, "num_waiting_reqs": self.engine.num_waiting}
+        load |= {"num_used_tokens": self.engine.num_kv_tokens, "max_total_num_tokens": self.engine.max_total_tokens}
+        return web.json_response({"loads": [load]})
 
     async def model_info(self, request: web.Request) -> web.Response:
         config = self._model.config

@@ -1,12 +1,12 @@
 """Metrics of a run: statistics of a batch, stage times, trackers, advice, and the reports at the end.
 
-Contains the names of metrics, the files of a run's folder, console output, wandb, TensorBoard and Prometheus.  Does
-not use losses, processes or the configuration.  Called by the driver in each step, and by train, sft and evaluate at
-their end.
+Contains the names of metrics, the files of a run's folder, console output, wandb, MLflow, TensorBoard and Prometheus.
+Does not use losses, processes or the configuration.  Called by the driver in each step, and by train, sft and evaluate
+at their end.
 
-    TRACKERS   trainer.logger   console  jsonl  prometheus  tensorboard  wandb
+    TRACKERS   trainer.logger   console  jsonl  mlflow  prometheus  tensorboard  wandb
 
-matplotlib, wandb and TensorBoard are imported only when they are used.
+matplotlib, wandb, MLflow and TensorBoard are imported only when they are used.
 """
 
 from megarl.metrics.jsonl import drop_after

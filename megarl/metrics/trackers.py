@@ -18,6 +18,7 @@ from rich.console import Console
 from megarl.metrics.advice import Advisor
 from megarl.metrics.console import ConsoleTracker
 from megarl.metrics.jsonl import Followed, append_lines, drop_after
+from megarl.metrics.mlflow_tracker import MlflowTracker
 from megarl.metrics.prometheus import PrometheusTracker
 from megarl.metrics.report import SAMPLES
 from megarl.metrics.run import Run
@@ -149,6 +150,7 @@ class WandbTracker(Quiet):
 TRACKERS: dict[str, Callable[[Run], Tracker]] = {
     "console": ConsoleTracker,
     "jsonl": JsonlTracker,
+    "mlflow": MlflowTracker,
     "prometheus": PrometheusTracker,
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,

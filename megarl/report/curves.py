@@ -62,6 +62,8 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Tokens by age", ("off_policy/token_age/share/*",)),
             Panel("Lag of the samples, pushes", ("off_policy/version_lag/*",)),
             Panel("Shares of idle time", ("rollout/idle_share", "rollout/servers_idle_share")),
+            Panel("Requests on servers", ("servers/running", "servers/waiting")),
+            Panel("Fullest KV cache", ("servers/kv_share",)),
             Panel("Share of the servers' tokens that was wasted", ("rollout/tokens_wasted_share*",)),
             Panel("Turns of an episode", ("agent/turns/*",)),
             Panel("Groups lost and dropped", ("rollout/lost", "rollout/dropped_share")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 from megarl.network.http_calls import Answer, Caller, CallFailed
@@ -26,7 +26,7 @@ from megarl.rollout.protocol import (
 from megarl.rollout.reply_sizes import ORDER_BYTES, score_bytes
 from megarl.rollout.scores import Scores, parse_scores, score_body
 
-__all__ = ["ServerClient", "ServerError", "EnginePool", "RolloutFailed"]
+__all__ = ["ServerClient", "ServerError", "Load", "EnginePool", "RolloutFailed"]
 
 
 class ServerError(RuntimeError):
@@ -35,6 +35,14 @@ class ServerError(RuntimeError):
     def __init__(self, url: str, route: str, status: int, message: str) -> None:
         super().__init__(f"{url}{route} answered {status}: {message}" if status else f"{url}{route} failed: {message}")
         self.url, self.route, self.status, self.message = url, route, status, message
+
+
+class Load(NamedTuple):
+    """How full a server is, or one of its data-parallel parts."""
+
+    running: int  # requests
+    waiting: int  # requests in its queue
+    kv_share: float  # tokens in the KV cache over the most that it can hold
 
 
 class ServerClient:
@@ -74,6 +82,19 @@ class ServerClient:
 
     def model_info(self) -> dict[str, Any]:
         return self._json(Route.MODEL_INFO, method="GET")
+
+    def loads(self) -> list[Load]:
+        """One for each data-parallel part of the server."""
+        reply = self._json(Route.LOADS, method="GET")
+        with self.reading(Route.LOADS):
+            return [
+                Load(
+                    int(part["num_running_reqs"]),
+                    int(part["num_waiting_reqs"]),
+                    part["num_used_tokens"] / part["max_total_num_tokens"],
+                )
+                for part in reply["loads"]
+            ]
 
     def checksums(self) -> dict[str, str]:
         """Digest of every tensor the server holds, by name; with several tensor-parallel ranks by "rank:name"."""

@@ -49,6 +49,7 @@ class Route(StrEnum):
     RESUME_MEMORY = "/resume_memory_occupation"
     FLUSH_CACHE = "/flush_cache"
     ABORT = "/abort_request"
+    LOADS = "/v1/loads"
     CLASSIFY = "/classify"  # of a reward model, which has no /generate
 
 

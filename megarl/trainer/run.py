@@ -71,6 +71,7 @@ from megarl.trainer.servers.abilities import (
     check_tells_support,
 )
 from megarl.trainer.servers.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
+from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
 from megarl.trainer.servers.pushes import canary, canary_tokens, keeps_kv, push_settings
 from megarl.trainer.servers.server_manager import Push, ServerManager
@@ -295,7 +296,8 @@ class Run:
         ids = canary_tokens(self.config, self.prompts)
         door, colocation, lora = self._infrastructure.door, self._infrastructure.colocation, self.config.actor.lora
         check = partial(self._check_newcomer, salted=salted)
-        how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "check": check}
+        loads = self._stack.enter_context(ServerLoads(self._infrastructure.server_token))
+        how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "check": check, "loads": loads}
         if colocation is None:
             how["members"] = Memberships(door, processes, self.collectors, check) if door else None
             return ServerManager(processes, asked, self._pusher(ids), warn, **how)

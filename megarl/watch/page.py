@@ -20,6 +20,9 @@ CURVES = (("val", "val/score", ".3f"), *COLUMNS, ("s/step", "timing_s/step", ".2
 SERVERS = (
     ("hold the weights", "push/servers", ".0f"),
     ("idle", "rollout/servers_idle_share", ".0%"),
+    ("running", "servers/running", ".0f"),
+    ("queued", "servers/waiting", ".0f"),
+    ("KV cache", "servers/kv_share", ".0%"),
     ("in flight", "rollout/in_flight", ".0f"),
     ("waiting", "rollout/finished_waiting", ".0f"),
     ("trainer waited", "rollout/idle_share", ".0%"),

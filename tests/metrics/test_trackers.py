@@ -73,6 +73,34 @@ def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path,
     assert (tmp_path / "run" / "wandb_id").read_text() == run_id
 
 
+def test_mlflow_holds_metrics_and_configuration_and_a_resumed_run_goes_on_with_its_own(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient  # slow to import
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    trackers = make(["mlflow"], tmp_path)
+    trackers.log(1, METRICS | {"val-core/gsm8k/acc/mean@8": 0.5, "off": float("nan")})
+    trackers.close()
+    trackers = make(["mlflow"], tmp_path, resume_step=1)
+    trackers.log(2, METRICS)
+    client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
+    run_id = (tmp_path / "run" / "mlflow_id").read_text()
+    (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "try", "RUNNING")
+    assert run.data.params == {"actor.optim.lr": "1e-06"}
+    assert run.data.metrics["val-core/gsm8k/acc/mean_8"] == 0.5, "MLflow's names have no @"
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "actor/pg_loss")] == [(1, -0.5), (2, -0.5)]
+    trackers.close()
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert "lr: 1.0e-06" in (tmp_path / "run/mlflow_artifacts" / run_id / "artifacts/config.yaml").read_text()
+
+
+def test_an_mlflow_server_that_does_not_answer_stops_the_run_at_its_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ValueError, match="trainer.logger has 'mlflow', which did not start: MlflowException"):
+        make(["mlflow"], tmp_path)
+
+
 class Broken(Quiet):
     closed = 0
 
@@ -110,9 +138,9 @@ def test_a_tracker_that_cannot_start_stops_the_run_in_one_sentence_and_closes_th
     with pytest.raises(ValueError, match=r"'unreachable', which did not start: ConnectionError: no route to host$"):
         make(["broken", "unreachable"], tmp_path)
     with pytest.raises(
-        ValueError, match="trainer.logger has 'mlflow': expected some of console, jsonl, prometheus, tensorboard, wandb"
+        ValueError, match="trainer.logger has 'comet': expected some of console, jsonl, mlflow, prometheus, tensorboard"
     ):
-        make(["broken", "mlflow"], tmp_path)
+        make(["broken", "comet"], tmp_path)
     assert Broken.closed == before + 2
 
 

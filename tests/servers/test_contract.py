@@ -18,7 +18,7 @@ from safetensors import safe_open
 from spawn import DEVICE
 from tiny_server import PARAMS, TRUSTED
 
-from megarl.rollout.client import ServerError
+from megarl.rollout.client import Load, ServerError
 from megarl.rollout.protocol import (
     Route,
     SamplingParams,
@@ -95,6 +95,21 @@ def test_server_info_has_a_version_and_the_states(server):
     assert info["version"]
     assert info["internal_states"]
     assert server.num_running() == 0
+
+
+def test_the_load_is_that_of_the_running_requests(server, background):
+    future = background.submit(server.ask, Route.GENERATE, generate_body(PROMPT, 4, LONG, "r"))
+    wait_until_running(server, count=4)
+    deadline = time.monotonic() + LIMIT_S
+    loads: list[Load] = []
+    while sum(load.running for load in loads) < 4:  # SGLang says what its last batch was
+        assert time.monotonic() < deadline, loads
+        loads = server.engine.loads()
+        assert not future.done(), loads
+    assert all(load.waiting >= 0 for load in loads)
+    assert 0 < sum(load.kv_share for load in loads) <= len(loads)
+    server.engine.abort(everything=True)
+    future.result(timeout=LIMIT_S)
 
 
 def test_one_prompt_gives_one_object_with_tokens_log_probs_and_versions(server):

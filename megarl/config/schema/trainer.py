@@ -34,7 +34,7 @@ class Trainer:
     device: str = "auto"  # auto | cpu | cuda
     logger: list[str] = field(
         default_factory=lambda: ["console", "jsonl"]
-    )  # console tensorboard wandb prometheus, jsonl always
+    )  # console mlflow prometheus tensorboard wandb, jsonl always
     prometheus_port: int = 9464  # of 127.0.0.1, where prometheus in trainer.logger serves /metrics
     token_samples: int = 2  # samples of each iteration that tokens.jsonl keeps token by token; 0 = none
     save_freq: int = -1  # iterations between checkpoints; -1 = none, but those that a signal asks for

@@ -92,6 +92,11 @@ class HFEngine:
     def num_waiting(self) -> int:
         return len(self._waiting) + sum(len(call.rows) for call in self._inbox)
 
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens for which the running requests have reserved KV: the longest one's positions, for each of them."""
+        return math.prod(self._cache.size)
+
     def submit(self, call: Call) -> None:
         """Queue a call; `on_done` receives it when it is complete, in the engine's thread."""
         with self._changed:

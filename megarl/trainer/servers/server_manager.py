@@ -23,6 +23,7 @@ from megarl.rollout.client import ServerError
 from megarl.rollout.trust import Trusts
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
 from megarl.trainer.servers.colocation import ALL, GENERATION, WEIGHTS, Colocation
+from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
 from megarl.weights.verify.canary import Canary
 
@@ -52,9 +53,11 @@ class ServerManager:
         unfit: Callable[[], Mapping[str, str]] = dict,
         members: Memberships | None = None,
         check: Callable[[str], None] = lambda _: None,
+        loads: ServerLoads | None = None,
     ) -> None:
         """`unfit`: url -> why, of servers that, since the last call, hang, or have answered wrongly again and again.
         `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
+        `loads`: is told which servers to look at, and its metrics are among those of a step.
         `colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
         canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
         self._servers, self._collector, self._push, self._warn, self._colocation = (
@@ -65,7 +68,7 @@ class ServerManager:
             colocation,
         )
         self._canary, self._lends, self._unfit, self._members = canary, lends, unfit, members
-        self._check = check
+        self._check, self._loads = check, loads
         self.version: int | None = None  # of the last push
         self.holding: set[str] = set()  # servers that hold this version, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
@@ -148,6 +151,7 @@ class ServerManager:
         out = {f"push/{name}": float(count) for name, count in self.counts.items()}
         out["push/servers"] = float(len(self.holding))
         out |= self._members.metrics() if self._members else {}
+        out |= self._loads.of_step() if self._loads else {}
         out["push/compared"] = float(len(report["compared"]))
         return out | {"push/tensors_verified": float(report["num_verified"])}
 
@@ -177,6 +181,8 @@ class ServerManager:
             if url in self.holding:  # else it is being started again already
                 self._note(self._servers.restart(self._servers.urls.index(url), reason))
         self._note(self._servers.poll(starts=starts))
+        if self._loads is not None:
+            self._loads.servers = tuple(self._serving())
         if all(state is State.OUT for state in self._servers.states):
             raise ServerDied(f"no server is left; {self._last_reason}")
 

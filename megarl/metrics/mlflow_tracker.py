@@ -1,0 +1,73 @@
+"""Sends a run's metrics and configuration to MLflow: to the server of MLFLOW_TRACKING_URI, else to a file of the run.
+
+Names: MLflow takes letters, digits and `_-./: ` and 250 characters; any other character becomes `_`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.metrics.run import Run
+
+ADDRESS = "MLFLOW_TRACKING_URI"  # MLflow's own variable
+DATABASE = "mlflow.db"
+_ARTIFACTS = "mlflow_artifacts"
+_MOST_PARAMS = 100  # of one call
+_MOST_NAME, _MOST_TEXT = 250, 6000  # characters
+
+
+class MlflowTracker:
+    """A run of the experiment `trainer.project_name`; a resumed run goes on with the same one.
+
+    Without MLFLOW_TRACKING_URI, in the run's folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`
+    """
+
+    def __init__(self, run: Run) -> None:
+        from mlflow.entities import Metric, Param  # optional, and slow to import
+        from mlflow.tracking import MlflowClient
+
+        folder = run.run_dir.resolve()
+        address = os.environ.get(ADDRESS) or f"sqlite:///{folder / DATABASE}"
+        self._client, self._metric = MlflowClient(address), Metric
+        artifacts = None if os.environ.get(ADDRESS) else (folder / _ARTIFACTS).as_uri()
+        id_file = run.run_dir / "mlflow_id"
+        if run.resume_step is not None and id_file.exists():
+            self._id = id_file.read_text()
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            known = self._client.get_experiment_by_name(run.project)
+            experiment = known.experiment_id if known else self._client.create_experiment(run.project, artifacts)
+            self._id = self._client.create_run(experiment, run_name=run.experiment).info.run_id
+            id_file.write_text(self._id)
+            params = [Param(_name(key), str(value)[:_MOST_TEXT]) for key, value in _flat(run.config)]
+            for start in range(0, len(params), _MOST_PARAMS):
+                self._client.log_batch(self._id, params=params[start : start + _MOST_PARAMS])
+        # Parameters never change; what a resumed run is given anew is in the file.
+        self._client.log_dict(self._id, dict(run.config), "config.yaml")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        rows = [self._metric(_name(name), float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=rows)
+
+    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[^\w\-./: ]", "_", text)[:_MOST_NAME]
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
