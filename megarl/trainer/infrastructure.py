@@ -97,11 +97,7 @@ class Infrastructure:
         Raises NodeLost if a machine is lost meanwhile, ServerDied if no server is left.
         """
         if self._servers is not None:
-            try:
-                for reason in self._servers.revive():
-                    _say(f"warning: the run goes on without a server: {reason}")
-            except MachineGone as error:
-                raise NodeLost(f"servers could not be started again: {error}") from error
+            self._revive(self._servers)
         if self._servers is None:
             with ExitStack() as stack:
                 try:
@@ -127,6 +123,19 @@ class Infrastructure:
                 self._servers, self.router = servers, router
                 self._stack.push(stack.pop_all())
         return self._servers
+
+    def _revive(self, servers: Servers) -> None:
+        before = dict(zip(servers.urls, servers.pids, strict=True))
+        try:
+            for reason in servers.revive():
+                _say(f"warning: the run goes on without a server: {reason}")
+        except MachineGone as error:
+            raise NodeLost(f"servers could not be started again: {error}") from error
+        if self.colocation is not None:
+            now = dict(zip(servers.urls, servers.pids, strict=True))
+            for url, pid in before.items():
+                if now.get(url) != pid:  # a new process holds all its memory, whatever the one before had released
+                    self.colocation.forget(url)
 
     def ask_servers(self) -> Told:
         """What the servers say of themselves; one that says nothing starts again, and the run goes on with the others.

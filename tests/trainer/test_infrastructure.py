@@ -13,12 +13,14 @@ import torch
 from megarl.config import Config, resolved
 from megarl.group import RankError
 from megarl.machines import NodeLost
+from megarl.rollout.client import ServerClient
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers, Supervision
 from megarl.trainer import build as build_module
 from megarl.trainer import infrastructure as site_module
 from megarl.trainer.build import check_ids, make_servers, server_launch, server_places, supervision
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.servers import colocation as colocation_module
 
 
 def config_of(tmp_path: Path, **trainer: object) -> Config:
@@ -234,3 +236,36 @@ def test_a_vocabulary_that_lacks_ids_of_the_tokenizer_is_refused() -> None:
         ValueError, match=r"^critic.model.path=c: its vocabulary has 151936 tokens, and the tokenizer of t has ids up t"
     ):
         check_ids(config, 151936)
+
+
+class Revived:
+    """Servers of which `revive` starts the second again."""
+
+    def __init__(self) -> None:
+        self.urls, self.pids = ["http://127.0.0.1:1", "http://127.0.0.1:2"], [11, 12]
+
+    def revive(self) -> list[str]:
+        self.pids[1] = 99
+        return []
+
+
+def test_what_a_server_had_released_is_forgotten_when_it_is_revived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock SGLang ends if it is to take back memory that it has not released."""
+    config = config_of(tmp_path)
+    config.rollout.placement = "shared"
+    monkeypatch.setattr(site_module, "check_gpus", lambda *_, **__: None)
+    infrastructure, servers = Infrastructure(config), Revived()
+    asked: list[str] = []
+    monkeypatch.setattr(
+        colocation_module, "ServerClient", lambda url, *_, **__: asked.append(url) or mock.create_autospec(ServerClient)
+    )
+    for url in servers.urls:
+        infrastructure.colocation.release_memory(url)
+    infrastructure._servers = servers  # type: ignore[assignment]
+    infrastructure.serve()
+    del asked[:]
+    for url in servers.urls:
+        infrastructure.colocation.resume_memory(url)
+    assert asked == ["http://127.0.0.1:1"]
