@@ -27,7 +27,7 @@ class Series:
 
         mean  m = (x_1 + ... + x_n) / n
         deviation  s = sqrt(((x_1 - m)^2 + ... + (x_n - m)^2) / (n - 1))
-        limit  m + sigma * max(s, LEAST * max(|m|, scale))
+        limit  max(floor, m + sigma * max(s, LEAST * max(|m|, scale)))
 
     A value above the limit is a spike.  There is no limit (infinity) while n < WARMUP, or while all values are equal:
     then they say nothing about what is usual.  LEAST keeps values that hardly differ from making every change a spike.
@@ -35,10 +35,12 @@ class Series:
     stays higher is accepted in time.
 
     `scale`: the size of a number that may be near 0, such as a loss; 0: the number is never near 0 unless it is small.
+    `floor`: up to this value no number is a spike.
     """
 
     sigma: float
     scale: float = 0.0
+    floor: float = -math.inf
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @property
@@ -54,7 +56,7 @@ class Series:
         if len(self.values) < WARMUP or min(self.values) == max(self.values):
             return math.inf
         mean, deviation = self.moments
-        return mean + self.sigma * max(deviation, LEAST * max(abs(mean), self.scale))
+        return max(self.floor, mean + self.sigma * max(deviation, LEAST * max(abs(mean), self.scale)))
 
     def add(self, value: float) -> None:
         """Remember a value; a spike counts as the limit that it passed."""
@@ -72,11 +74,15 @@ class Series:
 class Spikes:
     """The gradient norm and the loss of one role.
 
-    Example: spikes = Spikes(6.0); ...; spikes.limits == {"grad_norm": 3.1, "loss": 0.4}; spikes.add(0.9, 0.1)
+    A gradient whose norm is at most `max_grad_norm` is no spike: it is not clipped, so it moves the weights as a step
+    may.  Without this floor the ordinary gradients of a policy that has learnt its task are spikes, as in most of its
+    steps all answers are right and the gradient is 0.
+
+    Example: spikes = Spikes(6.0, 1.0); ...; spikes.limits == {"grad_norm": 3.1, "loss": 0.4}; spikes.add(0.9, 0.1)
     """
 
-    def __init__(self, sigma: float) -> None:
-        self._series = {"grad_norm": Series(sigma), "loss": Series(sigma, scale=1.0)}
+    def __init__(self, sigma: float, max_grad_norm: float) -> None:
+        self._series = {"grad_norm": Series(sigma, floor=max_grad_norm), "loss": Series(sigma, scale=1.0)}
 
     @property
     def limits(self) -> dict[str, float | None]:

@@ -71,7 +71,7 @@ class Abilities:
     @staticmethod
     def of(version: str) -> Abilities:
         """By the version in /server_info: of SGLang, or of our HF server, which has all features."""
-        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+        numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal() and len(part) < 10)
         if len(numbers) < 3:  # our HF server, or a development version of SGLang
             numbers = (1, 0, 0)
         return Abilities(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from megarl.algo.finite import BadNumber
 from megarl.algo.spikes import Spike, Spikes
+from megarl.config import Config
 from megarl.config.names import ROLLBACK, SKIP
 from megarl.metrics.console import warn
 from megarl.metrics.jsonl import append_lines, read_lines
@@ -111,14 +112,12 @@ class BadNumbers:
         self._warn(f"step {self._step}: {found}; {how}")
 
 
-def watch(
-    roles: Mapping[str, Trainable], bad_numbers: BadNumbers, spike_sigma: float | None, save: Save | None = None
-) -> None:
-    """Let the roles tell of bad numbers, and of spikes if `spike_sigma` is set; `save`: what the run goes on from."""
+def watch(roles: Mapping[str, Trainable], bad_numbers: BadNumbers, config: Config, save: Save | None = None) -> None:
+    """Let the roles tell of bad numbers, and of spikes if they are limited; `save`: what the run goes on from."""
     for name, role in roles.items():
         role.on_bad = bad_numbers.judge
-        if spike_sigma is not None:
-            role.spikes = Spikes(spike_sigma)
+        if config.trainer.spike_sigma is not None:
+            role.spikes = Spikes(config.trainer.spike_sigma, getattr(config, name).max_grad_norm)
             before = save.state["spikes"] if save else {}
             if name in before:  # a run may be watched from a resume on
                 role.spikes.load_state_dict(before[name])

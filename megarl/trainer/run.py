@@ -267,7 +267,7 @@ class Run:
         if self.resumed_from is not None:
             checkpoint.restore(self.resumed_from, roles, verify=trainer.verify_resume)
             self.algorithm.kl.load_state_dict(self.resumed_from.state["kl"])
-        watch(self.roles.trainable, self.bad_numbers, trainer.spike_sigma, self.resumed_from)
+        watch(self.roles.trainable, self.bad_numbers, config, self.resumed_from)
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
 

@@ -147,7 +147,7 @@ def _train(
             progress.saver = saver
             times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
             bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
-            watch({"actor": actor}, bad_numbers, config.trainer.spike_sigma, resumed)
+            watch({"actor": actor}, bad_numbers, config, resumed)
             timer, signals.is_patient = Timer(on_stage=trackers.stage), True
             for step in range(first_step, num_steps):
                 bad_numbers.begin(step + 1)

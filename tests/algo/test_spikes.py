@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_the_deviation_counts_as_a_hundredth_of_the_mean_or_of_the_scale_at_leas
     assert series(*[1e-9, 3e-9] * 8).limit == pytest.approx(2e-9 + 3 * 1.0327956e-9)
 
 
+def test_up_to_the_floor_nothing_is_a_spike() -> None:
+    """A policy that has learnt its task: hardly any gradient in most steps, and now and then an ordinary one."""
+    rare = Spikes(3.0, max_grad_norm=1.0)
+    for norm in [*[1e-3, 3e-3] * 8, 0.8, 1e-3]:
+        rare.add(norm, 0.0)
+        assert rare.limits["grad_norm"] in (None, 1.0)
+    assert Series(3.0, floor=0.01, values=deque([1.0, 3.0] * 8)).limit == series(*[1.0, 3.0] * 8).limit
+
+
 def test_the_window_forgets_the_oldest() -> None:
     found = series(*[1000.0, 3000.0] * (WINDOW // 2), *[1.0, 3.0] * (WINDOW // 2))
     assert found.moments[0] == 2.0
@@ -64,7 +74,7 @@ def test_a_number_that_stays_higher_is_accepted_in_time() -> None:
 
 def test_either_number_of_a_step_can_be_the_spike() -> None:
     """Losses of 0.4 and 0.6: a tenth of the deviation of 1 and 3, so the limit is 0.5 + 3 * 0.1033."""
-    spikes, again = Spikes(3.0), Spikes(3.0)
+    spikes, again = Spikes(3.0, 1.0), Spikes(3.0, 1.0)
     for norm, loss in [(1.0, 0.4), (3.0, 0.6)] * 8:
         spikes.add(norm, loss)
     assert spikes.limits == {"grad_norm": pytest.approx(5.0983867), "loss": pytest.approx(0.80983867)}

@@ -358,7 +358,7 @@ def test_limits_follow_from_the_steps_that_were_made() -> None:
     """Norms 2, 3, 2, 3, ... and losses of -1, which are all equal: no limit."""
     group = NotingGroup(1, lambda *_: Reply({**not_made(2.0 + len(group.calls) % 2).result, "made": True}, {}))
     actor = make_actor(group, prompts_per_step=1)
-    actor.spikes = Spikes(4.0)
+    actor.spikes = Spikes(4.0, 1.0)
     for _ in range(5):
         actor.update(make_batch(4))
     limits = [call[1]["limits"] for call in group.calls]

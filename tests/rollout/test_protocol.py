@@ -148,3 +148,9 @@ def test_the_digest_tells_dtypes_and_single_bits_apart():
 )
 def test_the_sentence_of_an_error_is_found_in_every_shape(text, sentence):
     assert error_message(text, "Bad Gateway") == sentence
+
+
+def test_a_version_that_is_no_version_is_one_of_a_server_with_all_features() -> None:
+    """Python reads no number of more than 4,300 digits."""
+    assert Abilities.of("9" * 5000 + ".5.17") == Abilities.of("megarl-hf") == Abilities.of("0.5.23")
+    assert Abilities.of("0.5.17") != Abilities.of("0.5.23")

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.spikes import Spike, Spikes
+from megarl.config import Config
 from megarl.metrics.jsonl import read_lines
 from megarl.trainer.bad_numbers import ROLLBACKS, BadNumbers, forget_rollbacks, left_out, watch
 
@@ -113,12 +114,17 @@ def test_nothing_goes_back_unless_the_configuration_says_so(tmp_path: Path, poli
 
 
 def test_roles_tell_of_bad_numbers_and_go_on_with_the_spikes_of_a_save(tmp_path: Path) -> None:
-    before, bad_numbers = Spikes(3.0), begun("stop", tmp_path)
+    before, bad_numbers = Spikes(3.0, 1.0), begun("stop", tmp_path)
     before.add(2.0, 0.5)
     save: Any = SimpleNamespace(step=1, state={"spikes": {"actor": before.state_dict()}})
     roles: Any = {name: SimpleNamespace(spikes=None) for name in ("actor", "critic")}
-    watch(roles, bad_numbers, None)
+    config = Config()
+    watch(roles, bad_numbers, config)
     assert all(role.on_bad == bad_numbers.judge and role.spikes is None for role in roles.values())
-    watch(roles, bad_numbers, 3.0, save)
+    config.trainer.spike_sigma, config.actor.max_grad_norm, config.critic.max_grad_norm = 3.0, 0.5, 7.0
+    watch(roles, bad_numbers, config, save)
     assert roles["actor"].spikes.state_dict() == {"grad_norm": [2.0], "loss": [0.5]}
     assert roles["critic"].spikes.state_dict() == {"grad_norm": [], "loss": []}
+    for norm, loss in [(0.1, 0.4), (0.3, 0.6)] * 8:
+        roles["critic"].spikes.add(norm, loss)
+    assert roles["critic"].spikes.limits["grad_norm"] == 7.0, "what is not clipped is no spike"
