@@ -20,6 +20,8 @@ from megarl.mcore.training.wrappers import FsdpOptimizer
 from megarl.sample import Batch
 
 SPLIT, COPIED = "module.decoder.layers.0.mlp.linear_fc1.weight", "module.decoder.final_layernorm.weight"
+EXPERT = "module.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"
+ADAPTER = "module.decoder.layers.0.mlp.linear_fc1.lora.up_proj.B"
 LAST_RANK_ALONE = "the last rank's gradient of "
 
 
@@ -45,7 +47,7 @@ def run(case: Case, bads: list[Bad]) -> dict[str, Any]:
             at = step.bad and (step.bad.column, step.bad.sequence)
             found.append({"step": step, "same": same, "at": at, "place": place, "where": where})
         assert trained.train(batch).made
-        return {"bad": found, "weights": trained.weights(), "steps": trained.optimizer.step_index}
+        return {"bad": found, "weights": _weights(trained), "steps": trained.optimizer.step_index}
     finally:
         destroy_groups()
 
@@ -75,12 +77,18 @@ def _bad_step(trained: Trained, batch: Batch, bad: Bad) -> tuple[Any, int | None
 
 def _state(trained: Trained) -> list[torch.Tensor]:
     """Copies of everything that a step changes on this rank: weights, master weights and moments."""
-    weights, optimizer = list(trained.weights().values()), trained.optimizer
+    weights, optimizer = list(_weights(trained).values()), trained.optimizer
     if isinstance(optimizer.inner, FsdpOptimizer):
         moments = [tensor for _, tensor in optimizer.inner.own_parts()]
     else:
         moments = [tensor for *_, state in optimizer.runs() for tensor in state.values()]
     return [tensor.detach().clone() for tensor in (*weights, *moments)]
+
+
+def _weights(trained: Trained) -> dict[str, torch.Tensor]:
+    """By their hub names, and adapters by Megatron's."""
+    adapters = {name: p.detach().clone() for name, p in named_parameters(trained.model) if ".lora." in name}
+    return trained.weights() | adapters
 
 
 def run_all(cases: dict[str, tuple[Case, list[Bad]]]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_step_cases import COPIED, LAST_RANK_ALONE, SPLIT, Bad, agreements, bad_weights, run_all
+from bad_step_cases import ADAPTER, COPIED, EXPERT, LAST_RANK_ALONE, SPLIT, Bad, agreements, bad_weights, run_all
 from engine_cases import Case
 from spawn import Ranks
 
@@ -37,7 +37,12 @@ MEGATRON: dict[str, tuple[Layout, ExecutionOptions, list[Bad]]] = {
         [SAMPLE, replace(SAMPLE, limits=NO_LIMIT), Bad(LAST_RANK_ALONE + COPIED)],
     ),
     "fsdp": (SHARDED, ExecutionOptions("fsdp"), [SAMPLE, Bad("limits", Limits(grad_norm=1e-9))]),
+    "cp2": (Layout(cp=2), ExecutionOptions(), [SAMPLE, Bad(LAST_RANK_ALONE + SPLIT)]),
+    "ep2": (Layout(ep=2), ExecutionOptions(), [SAMPLE, *(Bad(LAST_RANK_ALONE + name) for name in (EXPERT, COPIED))]),
+    "muon": (Layout(), ExecutionOptions(), [SAMPLE, Bad(LAST_RANK_ALONE + SPLIT)]),
+    "adapters": (Layout(tp=2), ExecutionOptions(), [SAMPLE, Bad(LAST_RANK_ALONE + ADAPTER)]),
 }
+MORE: dict[str, dict[str, Any]] = {"muon": {"optim": "muon"}, "adapters": {"with_adapters": True}}
 Found = dict[str, list[dict[str, Any]]]
 
 
@@ -50,7 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def found(two_ranks: Ranks, folder: str) -> Found:
-    cases = {name: (Case(folder, layout, engine), bads) for name, (layout, engine, bads) in MEGATRON.items()}
+    moe = f"{folder}_moe"
+    write_tiny_model(moe, seed=1, family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
+    cases = {
+        name: (Case(moe if name == "ep2" else folder, layout, engine, **MORE.get(name, {})), bads)
+        for name, (layout, engine, bads) in MEGATRON.items()
+    }
     cases |= {f"{name} without": (case, []) for name, (case, _) in cases.items()}
     ranks = two_ranks.run(run_all, cases, timeout_s=400)
     return {name: [rank[name] for rank in ranks] for name in cases}
@@ -97,7 +107,14 @@ def test_the_replica_with_the_sample_names_its_place(found: Found, none: dict[st
 
 
 def test_the_rank_with_the_gradient_is_known(found: Found) -> None:
-    """Of a parameter that both ranks hold alike Megatron counts rank 0's gradient only; rank 1 has the NaN."""
+    """Of a parameter that both ranks hold alike Megatron counts rank 0's gradient only; rank 1 has the NaN.
+
+    Replicas have summed their gradients, so both have it; experts are rank 1's own.
+    """
+    for name, at, where in (("ep2", 1, [None, EXPERT]), ("adapters", 1, [None, ADAPTER])):
+        assert [ranks["bad"][at]["where"] for ranks in found[name]] == [
+            parameter and parameter.removeprefix("module.") for parameter in where
+        ]
     for at, name in ((1, SPLIT), (2, COPIED)):
         where = [ranks["bad"][at]["where"] for ranks in found["tp2"]]
         assert where == [None, name.removeprefix("module.")]
