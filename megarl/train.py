@@ -23,6 +23,7 @@ from megarl.data.batch import make_batch, sample_names
 from megarl.data.ledger import TRAINED
 from megarl.group import RankError
 from megarl.machines import NodeLost
+from megarl.metrics.console import warn
 from megarl.metrics.jsonl import append_lines
 from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise, reward_stats
@@ -40,7 +41,7 @@ from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
-from megarl.trainer.evaluate import Evaluation, Evaluator
+from megarl.trainer.evaluate import Evaluation, EvaluationLost, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
 from megarl.trainer.profile import profiled
@@ -274,7 +275,10 @@ def drain(prefetcher: Prefetcher, servers: ServerManager) -> None:
 def measure(
     step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog, saver: Saver, signals: Signals
 ) -> Evaluation:
-    """Evaluate the held-out prompts and log the score; an empty evaluation after SIGTERM."""
+    """Evaluate the held-out prompts and log the score.
+
+    An empty evaluation after SIGTERM, and if no reward could score anything, after the first step at least.
+    """
     if not evaluator.prompts:
         found = Evaluation([])
     else:
@@ -286,7 +290,14 @@ def measure(
             servers.check_servers()
             saver.poll()
             log.trackers.stage("evaluate", *evaluator.progress)
-        found = evaluator.take()
+        try:
+            found = evaluator.take()
+        except EvaluationLost as error:
+            if step == 0 or not error.by_rewards:
+                raise
+            warn(str(error))  # what was trained until now is worth more than this score
+            log.timer.start()
+            return Evaluation([])
         log.trackers.log(step, found.metrics())
         saver.note_score(step, found.accuracy)
     log.timer.start()

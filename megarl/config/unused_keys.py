@@ -325,7 +325,7 @@ TABLE = (
         lambda c: c.reward.model.url is None,
     ),
     UnusedKeys(
-        "reward.num_workers reward.timeout_s",
+        "reward.num_workers reward.timeout_s reward.try_rows",
         "no reward runs in a process of its own",
         lambda c: names_of(c).keys() <= set(names.REWARD_SERVICES),
     ),
@@ -341,6 +341,7 @@ TABLE = (
         lambda c: names_of(c).keys() <= {*names.REWARDS, *names.REWARD_SERVICES} - set(names.REWARDS_OF_CODE),
     ),
     UnusedKeys("agent.[!fc]*", "agent.fn=null and agent.command=[]: completions are plain", lambda c: not c.has_agents),
+    UnusedKeys("reward.try_rows", "agents write whole episodes, which no row stands for", lambda c: c.has_agents),
     UnusedKeys("agent.args", "agent.command has no keyword arguments", lambda c: bool(c.agent.command)),
     UnusedKeys(
         "agent.num_processes agent.memory_mb agent.file_mb",

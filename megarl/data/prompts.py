@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,13 @@ from megarl.data.readers import read_rows
 from megarl.sample import Prompt
 
 CUTS = ("left", "right", "middle")  # where a prompt may lose tokens
+
+
+class Row(NamedTuple):
+    """A prompt and its file:line."""
+
+    where: str
+    prompt: Prompt
 
 
 class Prompts:
@@ -100,6 +108,15 @@ class Prompts:
     def all(self, max_samples: int | None = None) -> list[Prompt]:
         """The first `max_samples` prompts (or all) in the order of the files, for evaluation; uid "eval-row"."""
         return [self._prompt(index, "eval") for index in range(len(self))[:max_samples]]
+
+    def some(self, count: int) -> list[Row]:
+        """The first `count` rows, taken from all data sources in turn."""
+        seen: Counter[str] = Counter()
+        turns = []
+        for index, question in enumerate(self._questions):
+            turns.append((seen[question.data_source], index))
+            seen[question.data_source] += 1
+        return [Row(self._questions[index].where, self._prompt(index, "0")) for _, index in sorted(turns)[:count]]
 
     def _prompt(self, index: int, epoch: str) -> Prompt:
         question = self._questions[index]

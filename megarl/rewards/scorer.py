@@ -43,7 +43,8 @@ class Rewards:
     `weights`: by short name, see name_of; a missing one is 1.
     `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
     and the extra number REWARD_ERROR; stop: RewardError is raised.
-    The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed.
+    The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed;
+    `first_error` says why the first one did, "" before.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Rewards:
         surroundings: Surroundings | None = None,
     ) -> None:
         assert on_error in ON_ERROR, f"on_error is {on_error!r}, expected one of {', '.join(ON_ERROR)}"
-        self.num_errors = 0
+        self.num_errors, self.first_error = 0, ""
         self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
         self._by_data_source, self._surroundings = dict(by_data_source or {}), surroundings or Surroundings()
         self._all = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
@@ -124,8 +125,9 @@ class Rewards:
         self.num_errors += 1
         if self._on_error == "stop":
             raise RewardError(sentence)
+        what = "counted as 0" if self._on_error == "zero" else "it leaves its group"
+        self.first_error = self.first_error or f"{sentence}; {what}"
         if self.num_errors <= MAX_LOGGED:
-            what = "counted as 0" if self._on_error == "zero" else "it leaves its group"
             more = "; further errors are only counted" if self.num_errors == MAX_LOGGED else ""
             log.warning("%s; %s%s", sentence, what, more)
         return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._on_error == "zero" else sentence

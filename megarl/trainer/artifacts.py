@@ -72,15 +72,18 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""
     if run.val_prompts:
-        summary |= {"accuracy_before": before["accuracy"] if before else None, "accuracy_after": after.accuracy}
-        if run.config.trainer.check_export:
+        has_score = bool(after.groups)  # else no reward could score its answers
+        summary["accuracy_before"] = before["accuracy"] if before else None
+        summary["accuracy_after"] = after.accuracy if has_score else None
+        if run.config.trainer.check_export and has_score:
             run.trackers.stage("checking hf/")
             summary["accuracy_transformers"] = _accuracy_of_export(run)
             if abs(summary["accuracy_transformers"] - after.accuracy) > 1.5 / len(run.val_prompts):
                 console.print("warning: hf/ scores otherwise in transformers than the server did", style="yellow")
-        table, markdown = samples_table(_answers(run, before, after))
-        (run.dir / "answers.md").write_text(markdown)
-        console.print(table)
+        if has_score:
+            table, markdown = samples_table(_answers(run, before, after))
+            (run.dir / "answers.md").write_text(markdown)
+            console.print(table)
     metrics = run.dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
@@ -106,7 +109,7 @@ def _accuracy_of_export(run: Run) -> float:
     return transformers_accuracy(
         str(run.dir / "hf"),
         run.val_prompts,
-        run.make_rewards(num_workers=0),
+        run.make_rewards(num_workers=0, on_error="unscored"),  # the run is over: nothing of it is to be lost
         max_new_tokens=run.config.data.max_response_length,
     )
 

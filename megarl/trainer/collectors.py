@@ -79,7 +79,7 @@ def make_collectors(
         reports_unfit=reports_unfit,
         slow_factor=rollout.slow_factor,
         joined_slots=0 if rollout.max_in_flight else rollout.max_running_requests,
-        on_restart=warn,
+        warn=warn,
     )
 
 

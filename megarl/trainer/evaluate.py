@@ -28,6 +28,7 @@ from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.reward_trial import RewardTrial
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,14 @@ def _prompt(group: list[Sample] | LostRollout) -> Prompt:
     return group.prompt if isinstance(group, LostRollout) else group[0].prompt
 
 
+class EvaluationLost(RuntimeError):
+    """No prompt has a score; `by_rewards`: all of them have answers, which no reward could score."""
+
+    def __init__(self, sentence: str, *, by_rewards: bool) -> None:
+        super().__init__(sentence)
+        self.by_rewards = by_rewards
+
+
 class Evaluator:
     """Generates completions of held-out prompts: data.val_* and rollout.val_kwargs say which and how many of each.
 
@@ -116,12 +125,15 @@ class Evaluator:
         return sum(ticket.group is not None for ticket in self._tickets), len(self._tickets)
 
     def take(self) -> Evaluation:
-        """The evaluation, once it is ready.  Raises RuntimeError if every prompt was lost."""
+        """The evaluation, once it is ready.  Raises EvaluationLost if every prompt was lost."""
         groups = [ticket.group for ticket in self._tickets if ticket.group is not None]
         assert len(groups) == len(self._tickets), "an evaluation is taken when it is ready"
         if groups and all(isinstance(group, LostRollout) for group in groups):
             reason = next(group.reason for group in groups if isinstance(group, LostRollout))
-            raise RuntimeError(f"every prompt of the evaluation was lost; the first: {reason}")
+            raise EvaluationLost(
+                f"every prompt of the evaluation was lost; the first: {reason}",
+                by_rewards=all(_is_unscored(group) for group in groups),
+            )
         return Evaluation(groups, self._n)
 
 
@@ -180,9 +192,10 @@ def main(config: Config) -> int:
     check_rewards(config)
     if reason := check_agents(config):
         console.print(f"warning: {reason}", markup=False, highlight=False)
-    prompts = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts).all(
-        config.data.val_max_samples
-    )
+    with RewardTrial(config) as trial:
+        read = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts)
+        trial.check(read.some(config.reward.try_rows))
+    prompts = read.all(config.data.val_max_samples)
     with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
         servers, router = infrastructure.serve(), infrastructure.router
         if router is not None:

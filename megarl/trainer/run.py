@@ -60,6 +60,7 @@ from megarl.trainer.evaluate import Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.profile import check_profile
 from megarl.trainer.reward_model import check_reward_model
+from megarl.trainer.reward_trial import RewardTrial
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.servers.abilities import (
     Told,
@@ -121,14 +122,13 @@ class Run:
             check_vocabularies(self.model_path, model_folder(config.ref.model.path), config)
         check_reward_model(config, self.algorithm)
         check_teachers(config)
-        data = config.data
-        self.prompts = read_prompts(config, data.train_files, overlong=data.overlong_prompts)
+        if resume is None:  # else this was done at the start
+            with RewardTrial(config) as trial:
+                self._read(trial)
+        else:
+            self._read()
         check_taught(config, self.prompts.data_sources)
         self.saves_waiting = self._is_saveable()
-        val = read_prompts(config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
-        self.val_prompts = val.all(data.val_max_samples) if val else []
-        self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
-        self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
         steps = config.trainer.total_training_steps
         self.num_steps = steps or config.trainer.total_epochs * len(self.prompts) // config.data.train_batch_size
         if self.num_steps < 1:
@@ -150,6 +150,18 @@ class Run:
         self.generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
         self._stack = ExitStack()
+
+    def _read(self, trial: RewardTrial | None = None) -> None:
+        """Read all prompts, and try the rewards on some of them."""
+        data = self.config.data
+        self.prompts = read_prompts(self.config, data.train_files, overlong=data.overlong_prompts)
+        val = read_prompts(self.config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
+        self.val_prompts = val.all(data.val_max_samples) if val else []
+        self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
+        self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
+        if trial is not None:
+            num_rows = self.config.reward.try_rows
+            trial.check([*self.prompts.some(num_rows), *(val.some(num_rows) if val else ())])
 
     def _is_saveable(self) -> bool:
         """Whether a checkpoint can hold what waits.  Raises ValueError if it cannot, and the run saves of its own."""

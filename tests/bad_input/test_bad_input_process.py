@@ -122,6 +122,7 @@ def test_bad_input_rewards_that_fail_leave_their_groups_or_stop_the_run(
     before = content(folder / "runs")
     words = [f"data.val_files=[{folder}/rows.jsonl]", "data.max_prompt_length=16", "data.max_response_length=4"]
     words += [f"reward.fn={folder}/acts.py:f", f"reward.on_error={on_error}", "reward.timeout_s=2"]
+    words += ["reward.try_rows=0"]  # else they would fail before the start
     done = started(folder, "evaluate", *words)
     cases.number += len(acts)
     logs = "".join(file.read_text(errors="replace") for file in (folder / "runs").rglob("*.log"))

@@ -112,3 +112,13 @@ def test_gsm8k_rows_and_a_system_prompt_go_through_the_chat_template(tmp_path, t
     assert tokenizer.decode(prompt.token_ids) == "<system>be brief<eos><user>2+2?<eos><assistant>"
     assert prompt.text == [{"role": "user", "content": "2+2?"}]
     assert prompt.ground_truth == "4"
+
+
+def test_some_rows_come_from_all_sources_in_turn_with_their_lines(tmp_path, tokenizer):
+    sources = ["a", "a", "a", "b", "b", "c"]
+    file = write(tmp_path / "x.jsonl", [{"prompt": f"{i}+1=", "data_source": s} for i, s in enumerate(sources)])
+    prompts = Prompts(file, tokenizer, max_prompt_length=8)
+    some = prompts.some(5)
+    assert [where for where, _ in some] == [f"{file}:{line}" for line in (1, 4, 6, 2, 5)]
+    assert [prompt.text for _, prompt in some][:2] == ["0+1=", "3+1="]
+    assert len(prompts.some(99)) == 6

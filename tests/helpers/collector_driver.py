@@ -28,7 +28,7 @@ if __name__ == "__main__":
         make_scorer=partial(Rewards, ["exact"]),
         timeout_s=200,
         log_path=log,
-        on_restart=lambda sentence: print(sentence, file=sys.stderr),
+        warn=lambda sentence: print(sentence, file=sys.stderr),
     )
     try:
         for line in sys.stdin:

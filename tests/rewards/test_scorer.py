@@ -152,6 +152,7 @@ def test_zero_counts_a_failed_sample_as_0(file: str, caplog: pytest.LogCaptureFi
         rewards = Rewards([f"{file}:tidy"], on_error="zero", num_workers=0)
         assert score(rewards, *["raise"] * 12) == [RewardResult(0.0, {"reward_error": 1.0})] * 12
     assert rewards.num_errors == 12
+    assert "sample 0-3#0: KeyError" in rewards.first_error and rewards.first_error.endswith("; counted as 0")
     assert len(caplog.records) == 10, "only the first ones are written out"
     assert "KeyError: 'gone'" in caplog.text and "; counted as 0" in caplog.text
     assert caplog.records[-1].message.endswith("; further errors are only counted")

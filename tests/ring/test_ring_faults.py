@@ -179,15 +179,23 @@ def wait_for_servers(run: Path, number: int, process: subprocess.Popen[bytes], l
 
 
 @pytest.mark.slow
-def test_a_reward_that_always_raises_is_0_or_stops_the_run(
+def test_a_reward_that_always_raises_stops_the_start_or_is_0_or_stops_the_run(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fn = tmp_path / "mine.py"
     fn.write_text("def score(prompt, completion):\n    raise KeyError('no such unit')\n")
     common = ["algorithm.adv_estimator=grpo", f"reward.fn={fn}:score", "trainer.n_gpus_per_node=1"]
+    assert main(["train", *settings(parts, tmp_path, "tried", *common)]) == 2
+    said = capfd.readouterr().err
+    assert f"reward.fn={fn}:score: tried on {parts}/data/train.jsonl:1 with the answer" in said
+    assert not (tmp_path / "tried" / "metrics.jsonl").exists()
+    common += ["reward.try_rows=0"]
     zero = [*common, "reward.on_error=zero", "trainer.total_training_steps=1"]
     assert main(["train", *settings(parts, tmp_path, "zero", *zero)]) == 0
     assert set(steps(tmp_path / "zero", "critic/score/mean").values()) == {0.0}
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "no such unit" in line]
+    assert line.startswith(f"warning: reward {fn}:score, sample ")
+    assert line.endswith(f"; counted as 0; more errors are in {tmp_path}/zero/logs/collector.log")
     assert main(["train", *settings(parts, tmp_path, "stop", *common, "reward.on_error=stop")]) == 1
     said = capfd.readouterr().err
     assert "no such unit" in said

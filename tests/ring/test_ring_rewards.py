@@ -34,6 +34,7 @@ def test_several_rewards_train_together_and_what_none_could_score_is_left_out(tm
         "trainer.total_training_steps=2",
         f"reward.fn=[{parts}/mine.py:picky,{parts}/mine.py:asked,model]",
         "reward.weights={asked:0.5,model:0.1}",
+        "reward.try_rows=0",
         f"reward.model.path={make_reward_model(tmp_path / 'judge', seed=3)}",
     ]
     assert main(["train", *settings(parts, runs, "several", *more)]) == 0

@@ -76,6 +76,7 @@ def test_a_server_joins_a_run_writes_samples_for_it_and_leaves_without_a_loss(pa
     (port,) = free_ports(["127.0.0.1"])
     more = [
         f"reward.fn={reward}:gated",
+        "reward.try_rows=0",  # it waits
         f"rollout.join=127.0.0.1:{port}",
         "rollout.tls=always",
         "trainer.total_training_steps=6",

@@ -15,6 +15,7 @@ from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer import evaluate
 from megarl.trainer.evaluate import Evaluation, look_after
 
+PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [])
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
@@ -79,9 +80,9 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
 
     monkeypatch.setattr(evaluate, "Infrastructure", Infrastructure)
     monkeypatch.setattr(evaluate, "make_collectors", make_collectors)
-    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
+    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: PROMPTS)
     config = Config()
-    config.data.val_files = ["a.jsonl"]
+    config.data.val_files, config.reward.try_rows = ["a.jsonl"], 0
     with pytest.raises(Stopped):
         evaluate.main(config)
     assert asked == ([A, B] if router is None else [ROUTER])
@@ -109,10 +110,10 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
     monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
     monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
-    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: SimpleNamespace(all=lambda _: ["a prompt"]))
+    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: PROMPTS)
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
     config = resolved(Config())
-    config.data.val_files = ["a.jsonl"]
+    config.data.val_files, config.reward.try_rows = ["a.jsonl"], 0
     assert evaluate.main(config) == 0
     assert looks == [[A, B]] * 2
     assert how["urgent"], "in a run nothing that is generated ahead may come before it"

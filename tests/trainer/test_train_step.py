@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from megarl.sample import Batch
 from megarl.train import learn, measure, shuffle_rewards, train_step
 from megarl.trainer.artifacts import finish
 from megarl.trainer.bad_numbers import BadNumbers
-from megarl.trainer.evaluate import Evaluation
+from megarl.trainer.evaluate import Evaluation, EvaluationLost
 from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import RunLog, Totals
@@ -124,6 +125,22 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     assert (tmp_path / "samples.jsonl").read_text() == ""
     assert (tmp_path / "visits.jsonl").read_text() == '{"step": 4, "filtered": [7]}\n'
     assert said.waiting == ["checked", "polled", ("gen", 1, 4), "checked", "polled", ("gen", 2, 4), "polled"]
+
+
+@pytest.mark.parametrize(("step", "by_rewards", "ends"), [(0, True, True), (3, True, False), (3, False, True)])
+def test_an_evaluation_that_no_reward_could_score_ends_no_run_that_has_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, by_rewards: bool, ends: bool
+) -> None:
+    def take() -> Evaluation:
+        raise EvaluationLost("every prompt was lost", by_rewards=by_rewards)
+
+    said: Any = Noted()
+    evaluator: Any = Waited(Evaluation([]))
+    evaluator.take = take
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    with pytest.raises(EvaluationLost) if ends else nullcontext():
+        assert measure(step, evaluator, said, log, said, Signals(1.0)).groups == []
+        assert capsys.readouterr().err == "warning: every prompt was lost\n"
 
 
 def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:

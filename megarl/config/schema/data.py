@@ -58,6 +58,7 @@ class Reward:
     )  # of several rewards, by name (of a file's function); else 1
     by_data_source: dict[str, str] = field(default_factory=dict)  # data_source of a row -> its reward, instead of fn
     num_workers: int = 1  # processes that compute rewards
+    try_rows: int = 4  # rows of each set of prompts on which rewards are tried before a run starts; 0 = no trial
     timeout_s: float = 5.0  # time limit of one reward in these processes
     on_error: str = "unscored"  # after an error or a timeout: unscored leaves its group | zero counts 0 | stop the run
     concurrency: int = 64  # calls of one async reward at once

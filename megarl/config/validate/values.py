@@ -169,6 +169,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "teachers.NAME.server.memory_fraction": _INSIDE_UNIT,
     "teachers.NAME.server.concurrency": _AT_LEAST_1,
     "reward.num_workers": _AT_LEAST_1,
+    "reward.try_rows": _AT_LEAST_0,
     "reward.timeout_s": _ABOVE_0,
     "reward.fn": (lambda v: v, "at least one reward"),
     "reward.weights": _FINITE_EACH,

@@ -53,7 +53,13 @@ GATHER_S = 0.01  # what finishes within this time is one message: completions ta
 
 
 class Scorer(Protocol):
-    """A reward with resources: `start` and `stop` run in the child, before and after all scoring."""
+    """A reward with resources: `start` and `stop` run in the child, before and after all scoring.
+
+    `first_error`: why the first sample could not be scored; "" if all were.
+    """
+
+    @property
+    def first_error(self) -> str: ...
 
     def start(self) -> None: ...
 
@@ -172,7 +178,11 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         outbox.put(("left", url))
 
     async def beat() -> None:
+        told = False
         while True:
+            if scorer.first_error and not told:
+                told = True
+                outbox.put(("reward error", scorer.first_error))
             outbox.put(("beat", pool.counters() | writer.counters()))
             faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
             await asyncio.sleep(HEARTBEAT_S)

@@ -64,7 +64,7 @@ class Collectors:
         slow_factor: so does one whose replies take so many times as long as those of others; None: none does.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
-        on_restart: gets a sentence about each restart.
+        warn: gets a sentence about each restart, and about the first sample without a reward.
         move_after_s: the orders of a collector go to others if it has had no live server for so long.
     """
 
@@ -90,7 +90,7 @@ class Collectors:
         slow_factor: float | None = None,
         heartbeat_s: float = 60.0,
         max_restarts: int = 3,
-        on_restart: Callable[[str], None] = lambda sentence: None,
+        warn: Callable[[str], None] = lambda sentence: None,
         move_after_s: float = 10.0,
     ) -> None:
         num = min(len(urls), num_collectors)
@@ -103,6 +103,8 @@ class Collectors:
         self._came: list[tuple[Ticket, PackedGroup]] = []  # tickets that `wait` will fill
         self._numbers = count()
         self._error: CollectorError | None = None
+        self._warn, self._has_warned = warn, False
+        self._reward_error = ""  # the first one, of which `wait` warns
         self._unfit: dict[str, str] = {}  # url -> reason
         self._shares: list[Share] = []
         with self._news:
@@ -125,7 +127,7 @@ class Collectors:
                     log_path=str(_numbered(Path(log_path), index, num)),
                     parent_pid=os.getpid(),
                 )
-                self._shares.append(Share(settings, partial(self._hear, index), max_restarts, on_restart))
+                self._shares.append(Share(settings, partial(self._hear, index), max_restarts, warn))
         self._share_of = {url: share for share in self._shares for url in share.urls}
         atexit.register(self.close)
 
@@ -265,6 +267,9 @@ class Collectors:
                     self._finish(process, *content)
                 elif kind == "left":
                     share.leaving.discard(content[0])
+                elif kind == "reward error":
+                    more = f"more errors are in {process.log_path}"
+                    self._reward_error = self._reward_error or f"{content[0]}; {more}"
                 elif kind == "unfit":
                     self._unfit[content[0]] = content[1]
                 elif kind == "beat":
@@ -306,6 +311,9 @@ class Collectors:
     def _look(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._reward_error and not self._has_warned:
+            self._has_warned = True
+            self._warn(self._reward_error)
         for share in self._shares:
             share.look(self._heartbeat_s)
         now = time.monotonic()

@@ -6,40 +6,20 @@ Neither thread blocks the driver, so that it notices a collector that has stoppe
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import spawn
 from typing import Any
 
+from megarl.processes.child import start_child
 from megarl.processes.lifetime import last_lines
 from megarl.rollout.collector.collector import CollectorSettings, run_collector
 from megarl.rollout.collector.messages import Close, Message, Outbox, sentence
-from megarl.sandbox.environment import allowed_variables
 
 _CLOSE_S = 5.0
 _START_S = 600.0  # until the first sign of life: imports, tokenizer, reward workers
-# multiprocessing starts programs with all variables of this process; those it then hides stay in /proc/PID/environ.
-_PROGRAM = """
-import sys
-from multiprocessing import spawn
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[1]))
-spawn.prepare(pipe.recv())
-function, settings = pipe.recv()
-function(pipe, settings)
-"""
 _DOUBT_S = 2.0  # a silent collector is looked at again after this time: perhaps this process was stopped, too
-
-
-def _preparation() -> dict[str, Any]:
-    """What multiprocessing tells its children: sys.path, and the main module, whose functions settings may hold."""
-    found = spawn.get_preparation_data("collector")
-    del found["authkey"]  # it goes to nobody but children of multiprocessing
-    return found
 
 
 class CollectorProcess:
@@ -52,20 +32,8 @@ class CollectorProcess:
         self, settings: CollectorSettings, on_messages: Callable[[CollectorProcess, list[tuple[Any, ...]]], None]
     ) -> None:
         self.log_path, self._on_messages = settings.log_path, on_messages
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            env=allowed_variables(),  # what else it needs, such as the servers' token, is in its settings
-            pass_fds=[theirs.fileno()],
-            # Ctrl-C, and a signal that a shell sends to the driver's group, reach only the driver: it may have to end
-            # a step and save, and ends the collector then.
-            start_new_session=True,
-        )
-        theirs.close()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: `_read_all` finds out
-            self._pipe.send(_preparation())
-            self._pipe.send((run_collector, settings))
+        # The driver may have to end a step and save after Ctrl-C, and ends the collector then.
+        self._process, self._pipe = start_child(run_collector, settings)
         self._heard = time.monotonic()
         self._has_begun = False
         self._doubted = 0.0  # time.monotonic() when it was first found silent; 0: it is not

@@ -2,7 +2,7 @@
 
 Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Join`, `Leave`, `Close`.
 Collector to driver: ("group", number, packed group), ("beat", counters), ("unfit", url, reason), ("left", url), and at
-most once ("error", sentence).
+most once each ("reward error", sentence) and ("error", sentence).
 A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap: rows that
 begin with the prompt's tokens are sent without them.
 """

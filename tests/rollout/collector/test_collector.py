@@ -56,6 +56,8 @@ def refuse(why):
 class Scorer:
     """Rewards by the number of tokens; a prompt whose ground truth is "boom" breaks it."""
 
+    first_error = ""
+
     def __init__(self, bonus=0.0):
         self.bonus, self.started = bonus, False
 
@@ -284,7 +286,7 @@ def test_a_server_that_answers_nonsense_is_named_once_and_asked_no_more(make_col
 def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing(make_collectors, end, options, what):
     writers, said = (Writer(), Writer()), []
     with serving_in_a_thread(*writers) as (urls, call):
-        collectors = make_collectors(urls, fenced=True, max_restarts=100, on_restart=said.append, **options)
+        collectors = make_collectors(urls, fenced=True, max_restarts=100, warn=said.append, **options)
         for url in urls:
             collectors.trust(url, 0)
         early = collectors.submit(prompts(20), n=2, params=PARAMS)

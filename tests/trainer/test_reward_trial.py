@@ -1,0 +1,90 @@
+"""Rewards are tried on rows of the data before a run starts: what cannot work stops it with one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Config, resolved
+from megarl.data.prompts import Row
+from megarl.sample import Prompt
+from megarl.trainer import reward_trial
+from megarl.trainer.reward_trial import RewardTrial, run_trial
+
+MINE = """
+import os, time
+
+async def acts(prompt, completion):
+    if prompt.ground_truth == "raises": raise KeyError("no such unit")
+    if prompt.ground_truth == "says": return "right"
+    if prompt.ground_truth == "dies": os._exit(3)
+    if prompt.ground_truth == "sleeps": time.sleep(3600)
+    knows = "SECRET" not in os.environ and completion.text == prompt.ground_truth
+    return float(knows and len(completion.token_ids) == 2)
+
+def knows(prompt, completion):
+    return {"score": 1 / acts_once(prompt)}
+
+def acts_once(prompt):
+    return len(prompt.text)
+"""
+
+
+def config_of(*fns: str) -> Config:
+    config = Config()
+    config.model.path, config.trainer.device, config.rollout.engine = "/m", "cpu", "hf"
+    config.reward.fn = list(fns)
+    return resolved(config)
+
+
+def row(truth: str | None, source: str = "", text: str = "1+1=") -> Row:
+    return Row("rows.jsonl:7", Prompt("0-6", [5, 6], text, truth, source))
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path}/mine.py"
+
+
+def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
+    mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "key")
+    config = config_of("auto", f"{mine}:acts")
+    config.reward.by_data_source = {"units": f"{mine}:knows"}
+    with RewardTrial(config) as trial:
+        trial.check([row("46"), row(None, "units")])
+        for truth, said in (("raises", "KeyError: 'no such unit' ("), ("says", "returned 'right', a str; expected")):
+            with pytest.raises(ValueError, match="^reward.fn=.*:acts: tried on rows.jsonl:7 with the answer") as caught:
+                trial.check([row(truth)])
+            assert said in str(caught.value) and str(caught.value).endswith("a run without this trial")
+        with pytest.raises(ValueError, match=r"^reward.fn=auto: tried on rows.jsonl:7 .* '0' .*has no ground truth"):
+            trial.check([row(None)])
+        with pytest.raises(ValueError, match=r"mine.py:knows: .*ZeroDivisionError"):
+            trial.check([row("46", "units", text="")])
+        with pytest.raises(ValueError, match="its process died with exit code 3; reward.try_rows=0"):
+            trial.check([row("dies")])
+
+
+def test_a_reward_that_takes_too_long_is_a_warning(
+    mine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reward_trial, "PATIENCE_S", 0.5)
+    config = config_of(f"{mine}:acts")
+    config.reward.timeout_s = config.reward.request_timeout_s = 0.5
+    with RewardTrial(config) as trial:
+        trial.check([row("sleeps"), row("raises")])
+    assert capsys.readouterr().err.startswith(f"warning: reward {mine}:acts did not answer within 1 s when it was ")
+
+
+def test_no_process_is_started_where_nothing_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(reward_trial, "start_child", lambda *args, **_: asked.append(args))
+    judged, switched_off, with_agents = config_of("judge"), config_of("exact"), config_of("exact")
+    switched_off.reward.try_rows, with_agents.agent.fn = 0, "file.py:episode"
+    for config in (judged, switched_off, with_agents):
+        RewardTrial(config).check([row(None)])
+    assert asked == []
+    assert run_trial.__module__ == "megarl.trainer.reward_trial", "the process imports it by this name"
