@@ -34,6 +34,7 @@ setup(
         "megarl.configs": ["*.yaml", "*/*.yaml"],
         "megarl.algo": ["README.md"],
         "megarl.report": ["page.*"],
+        "megarl.tasks": ["project/*"],
         "megarl.servers": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

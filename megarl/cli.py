@@ -21,6 +21,7 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.commands import checkpoint as saves
+from megarl.commands import new as new_project
 from megarl.commands.this_machine import placed
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, description
@@ -93,6 +94,7 @@ COMMANDS = {
             ("megarl serve recipe=NAME rollout.join=10.0.0.1:29400", "servers for a run that goes on"),
         ),
     ),
+    "new": Command("megarl.commands.new", "main", "write a small project of a task, to be run and changed"),
     "convert": Command(
         "megarl.convert.convert", "main", "a model on disk, from Hugging Face's form to Megatron's or back"
     ),
@@ -124,7 +126,13 @@ COMMANDS = {
 }
 
 # Commands that take a request of their own in place of a configuration: what parses it, and prints its help.
-REQUESTS = {"convert": convert_request, "checkpoint": saves, "report": report_request, "watch": watch_request}
+REQUESTS = {
+    "new": new_project,
+    "convert": convert_request,
+    "checkpoint": saves,
+    "report": report_request,
+    "watch": watch_request,
+}
 
 EXPLAIN = Command("megarl.doctor.explain", "main", "`megarl doctor --run`: why a run stopped")
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")

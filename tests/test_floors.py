@@ -19,7 +19,7 @@ FLOORS = {
         "durable_files megatron_fields"
     ),
     1: "config algo data rewards metrics processes routed_experts rank_files",
-    2: "rollout mcore report",
+    2: "rollout mcore report tasks",
     3: "servers plan agents",
     4: "weights machines",
     5: "group hf_server",
@@ -117,6 +117,7 @@ def test_no_module_of_ours_is_imported_by_a_written_out_name():
         ("megarl.config", "torch numpy transformers megatron"),
         ("megarl.cli", "torch numpy transformers megatron aiohttp httpx"),
         ("megarl.commands.checkpoint", "torch numpy transformers megatron"),
+        ("megarl.commands.new", "torch numpy transformers megatron"),
         ("megarl.report.request", "torch numpy transformers megatron plotly"),
         ("megarl.plan.command.report", "torch numpy transformers megatron"),
         ("megarl.plan.command.command", "torch numpy transformers megatron"),

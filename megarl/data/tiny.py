@@ -134,12 +134,12 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 
 
-def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token per character of printable ASCII; other characters are <unk>.  `<eos>` ends an answer.
+def tiny_tokenizer(words: Sequence[str] = (), characters: Sequence[str] = CHARACTERS) -> PreTrainedTokenizerFast:
+    """One token per character, by default of printable ASCII; others are <unk>.  `<eos>` ends an answer.
 
     words: further tokens, of several characters each, such as "<tool_call>": a tiny model learns few tokens faster.
     """
-    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -171,11 +171,12 @@ def write_tiny_model(
     tied: bool = True,
     max_positions: int = 2048,
     words: Sequence[str] = (),
+    characters: Sequence[str] = CHARACTERS,
     **settings: Any,
 ) -> Path:
     """Write config, weights and tokenizer; returns the folder.  The same arguments always give the same weights.
 
-    `words`: of the tokenizer.
+    `words`, `characters`: of the tokenizer.
     `settings`: further keys of the family's config.json; they override those of FAMILIES.
     The folder is written atomically.  Raises ValueError for an unknown family, impossible sizes, or a folder that is
     not empty.
@@ -183,7 +184,7 @@ def write_tiny_model(
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: the folder is not empty; expected a new one")
-    tokenizer = tiny_tokenizer(words)
+    tokenizer = tiny_tokenizer(words, characters)
     sizes = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,

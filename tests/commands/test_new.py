@@ -1,0 +1,100 @@
+"""`megarl new`: the project's own tests pass, its run goes through the whole ring, and mistakes are one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.commands.new import COPIES
+from megarl.config import load_config
+from megarl.tasks import TASKS
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=os.environ | {"PATH": path})
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_project_is_whole_and_its_own_tests_pass(task: str, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "mine"
+    assert main(["new", str(folder), "--task", task]) == 0
+    assert {path.name for path in folder.iterdir()} == COPIES.keys()
+    assert (folder / "README.md").read_text().startswith(f"# {task}\n")
+    assert not [path.name for path in folder.iterdir() if "NAME_OF" in path.read_text()]
+    done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_task.py", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 passed" in done.stdout
+
+
+def test_the_settings_of_a_project_compose_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["new", "mine", "--task=sorting"]) == 0
+    monkeypatch.chdir("mine")
+    cold_start, warnings = load_config(["recipe=cold_start.yaml"], command="sft")
+    training, more = load_config(["recipe=train.yaml"])
+    assert not warnings and not more
+    assert training.model.path == str(cold_start.trainer.run_dir / "hf")
+    assert training.reward.fn == ["reward.py:score"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["mine"], "megarl new --task: expected --task with one of addition, counting, sorting, spell_backward"),
+        (["mine", "--task", "sort"], "megarl new --task sort: expected --task with one of addition, "),
+        (["mine", "--task"], "megarl new --task : expected --task with one of addition, "),
+        (["--task", "sorting"], "megarl new --task sorting: expected one folder and --task addition|counting|"),
+        (["a", "b", "--task", "sorting"], "megarl new a b --task sorting: expected one folder and --task "),
+        (["mine", "--tasks", "sorting"], "there is no option --tasks; expected --task NAME, --debug or --help"),
+        (["full", "--task", "sorting"], "megarl new full: the folder is not empty; expected a new folder"),
+        (["full/file", "--task", "sorting"], "megarl new full/file: it is a file; expected a new folder"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_writes_nothing(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("full/file").write_text("mine")
+    assert main(["new", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {sentence}") and said.count("\n") == 1
+    assert sorted(str(path) for path in Path().rglob("*")) == ["full", "full/file"]
+    assert Path("full/file").read_text() == "mine"
+
+
+def test_an_empty_folder_will_do(tmp_path: Path) -> None:
+    assert main(["new", str(tmp_path), "--task", "addition"]) == 0
+
+
+def test_without_the_command_in_the_path_a_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    main(["new", str(tmp_path / "mine"), "--task", "addition"])
+    done = subprocess.run(
+        ["/bin/bash", str(tmp_path / "mine/run.sh")], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}
+    )
+    assert done.returncode == 2
+    assert done.stderr == "run.sh: there is no command megarl; activate its environment first\n"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_run_of_a_project_goes_through_the_whole_ring(tmp_path: Path) -> None:
+    """Shortened: a few examples, a few steps.  What the whole run comes to is in docs/results.md."""
+    folder = tmp_path / "mine"
+    main(["new", str(folder), "--task", "counting"])
+    task = folder / "task.py"
+    task.write_text(task.read_text().replace("(problem, mistake)", "(problem, mistake, num_sft=512, num_test=32)"))
+    (folder / "cold_start.yaml").write_text("recipe: own_task_sft\nsft: {epochs: 2}\n")
+    done = run("bash", str(folder / "run.sh"), "trainer.total_training_steps=2", "rollout.n=4", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((folder / "runs/own_task/summary.json").read_text())
+    assert summary["steps"] == 2 and summary["pushes"] == summary["pushes_verified"] == 3
+    assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    assert '"accuracy_after"' in done.stdout
+    assert (folder / "runs/own_task/report.html").exists()
