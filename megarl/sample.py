@@ -124,6 +124,7 @@ def without_prefix(token_ids: list[int], prefix: list[int]) -> tuple[int, list[i
 
 
 OF_AGENTS = "agent/"  # begins the names of numbers of episodes, among the extra numbers and the counters
+AUDIT = "audit"  # extra number of a sample: that of the held-out reward
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
 
 
@@ -143,6 +144,7 @@ class Sample:
     greedy_reward: float | None = None  # of a greedy completion of the same prompt, if one was requested
     text: str = ""  # what a reader sees: the completion, or all rows of an episode
     truncated: bool = False  # whether a limit of the run ended it
+    pred: str | None = None  # the answer that the reward function has read, by which answers vote
 
     @classmethod
     def of(
@@ -152,11 +154,12 @@ class Sample:
         reward: float,
         reward_extra: Mapping[str, float] | None = None,
         greedy_reward: float | None = None,
+        pred: str | None = None,
     ) -> Sample:
         """One completion of a prompt: one row."""
         row = Row.of(prompt.token_ids, completion)
         truncated = completion.finish_reason == "length"
-        return cls(prompt, (row,), reward, dict(reward_extra or {}), greedy_reward, completion.text, truncated)
+        return cls(prompt, (row,), reward, dict(reward_extra or {}), greedy_reward, completion.text, truncated, pred)
 
     def __post_init__(self) -> None:
         uid, turns = self.prompt.uid, [span.turn for row in self.rows for span in row.learnt]

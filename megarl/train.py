@@ -38,10 +38,11 @@ from megarl.sample import Batch, Sample, Stat, Stats
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks
+from megarl.trainer.beside import Beside
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
-from megarl.trainer.evaluate import Evaluation, EvaluationLost, Evaluator
+from megarl.trainer.evaluate import EVALUATIONS, Evaluation, EvaluationLost, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
 from megarl.trainer.profile import profiled
@@ -102,14 +103,16 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     assert run.saver is not None, "the run has started"
     saver = run.saver
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
-    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks, run.timeline, run.token_log)
+    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks, run.timeline, run.token_log, run.audit)
     times = SaveTimes(trainer, signals, first_step=run.first_step, num_steps=run.num_steps)
     signals.is_patient = True
     push(run.first_step, servers, totals)
     log.timer.start()  # the startup does not count as part of the first step
+    beside = evaluated_beside(run, log) if trainer.eval_beside else None
     for step in range(run.first_step, run.num_steps):
-        look_back(step, run, times, log, signals)
+        look_back(step, run, times, log, signals, beside)
         how: dict[str, Any] = {"bad_numbers": run.bad_numbers, "saves": times.due, "drains": run.drains}
+        how["beside"] = beside
         with profiled(trainer.profile, run.groups, run.dir, step + 1, log.timer):
             train_step(step, run.prefetcher, run.roles, run.algorithm, servers, log, saver, **how)
         run.finished_steps = step + 1
@@ -120,17 +123,36 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     return finish(run, found, totals)
 
 
-def look_back(step: int, run: Run, times: SaveTimes, log: RunLog, signals: Signals) -> Evaluation:
-    """After `step` steps: evaluate if it is due, and end if SIGTERM came, which does not wait for the evaluation."""
+def look_back(
+    step: int, run: Run, times: SaveTimes, log: RunLog, signals: Signals, beside: Beside | None = None
+) -> Evaluation:
+    """After `step` steps: evaluate if it is due, and end if SIGTERM came, which does not wait for the evaluation.
+
+    `beside`: evaluates while the next step goes on; the evaluation that is returned is empty then.
+    """
     assert run.saver is not None, "the run has started"
     found = Evaluation([])
-    if measures(step, run):
+    if beside is not None and measures(step, run) and run.val_prompts:
+        beside.plan(step)
+    elif measures(step, run):
         found = measure(step, run.evaluator, run.server_manager, log, run.saver, signals)
     if signals.ends:
         save_and_end(step, run, times, log, signals)
-    if step == 0 and measures(step, run):
+    if step == 0 and measures(step, run) and beside is None:
         remember(run.dir, found)
     return found
+
+
+def evaluated_beside(run: Run, log: RunLog) -> Beside:
+    """Evaluations while the trainer works on the next step."""
+
+    def done(step: int, found: Evaluation) -> None:
+        assert run.saver is not None, "the run has started"
+        note(step, found, log, run.saver)
+        if step == 0:
+            remember(run.dir, found)
+
+    return Beside(run.evaluator, run.server_manager, done, warn)
 
 
 def measures(step: int, run: Run) -> bool:
@@ -166,11 +188,12 @@ def train_step(
     bad_numbers: BadNumbers,
     saves: Callable[[int], bool],
     drains: bool = False,
+    beside: Beside | None = None,
 ) -> None:
     """One iteration, from prompts to pushed weights.
 
     `saves(step + 1)`: a checkpoint is started before the models leave the GPUs.  `drains`: the push waits for what is
-    generated.
+    generated.  `beside`: evaluates the weights of the step before while this one goes on.
     """
     timer = log.timer
     with timer("gen"):
@@ -179,6 +202,8 @@ def train_step(
             saver.poll()
             log.trackers.stage("gen", *prefetcher.progress)
         iteration = prefetcher.take()
+    if beside is not None:
+        beside.begin()
     bad_numbers.begin(step + 1, sample_names(iteration.groups), iteration.visits.get(TRAINED, []))
     with trainers_turn(roles, servers, timer):
         batch: Batch | None = None
@@ -188,6 +213,9 @@ def train_step(
                 with timer("reward"):
                     iteration = replace(iteration, groups=scored(iteration.groups, roles.reward_model))
             batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
+        if beside is not None and beside.has_begun:
+            with timer("evaluate"):
+                beside.finish(saver.poll, log.trackers)
         saver.poll()  # the save before counts as soon as the ranks have a moment to say that it is written
         if saves(step + 1):
             with timer("save_checkpoint"):
@@ -283,7 +311,7 @@ def measure(
         found = Evaluation([])
     else:
         log.trackers.stage("evaluate")
-        evaluator.submit()
+        evaluator.submit(version=servers.version)
         while not evaluator.ready():
             if signals.ends:
                 return Evaluation([])
@@ -298,10 +326,17 @@ def measure(
             warn(str(error))  # what was trained until now is worth more than this score
             log.timer.start()
             return Evaluation([])
-        log.trackers.log(step, found.metrics())
-        saver.note_score(step, found.accuracy)
+        note(step, found, log, saver)
     log.timer.start()
     return found
+
+
+def note(step: int, found: Evaluation, log: RunLog, saver: Saver) -> None:
+    """Write down the evaluation of the weights after `step` steps."""
+    audit = log.audit.look(found.audited())
+    append_lines(log.folder / EVALUATIONS, [found.line(step)])
+    log.trackers.log(step, found.metrics() | audit)
+    saver.note_score(step, found.mean.value)
 
 
 def steer_kl(kl: FixedKL | AdaptiveKL, stats: Stats) -> None:

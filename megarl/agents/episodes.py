@@ -262,7 +262,7 @@ class Episodes:
         (outcome,) = await self._score(prompt, [replace(last, text=text, columns={})])
         if isinstance(outcome, str):
             return NoSample(outcome)
-        return RewardResult(float(outcome.reward), dict(outcome.extra))
+        return RewardResult(float(outcome.reward), dict(outcome.extra), outcome.pred)
 
     def _made(self, prompt: Prompt, session: Session, rows: Sequence[Row], result: RewardResult) -> Sample:
         of_turns = session.turn_rewards
@@ -272,7 +272,7 @@ class Episodes:
         reward = math.fsum((result.reward, *of_turns.values()))  # in whichever order the turns got theirs
         extra = {**result.extra, **numbers_of(session, rows)}
         truncated = session.over_limit or session.truncated
-        return Sample(prompt, tuple(rows), reward, extra, text=text, truncated=truncated)
+        return Sample(prompt, tuple(rows), reward, extra, text=text, truncated=truncated, pred=result.pred)
 
 
 def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:

@@ -38,6 +38,8 @@ class Result:
     state: str = NOT_STARTED
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    score_before: float | None = None  # in the place of an accuracy, where rewards are not just 0 and 1
+    score_after: float | None = None
     last_score: float | None = None  # mean over the samples of the last iteration
     seconds: float | None = None  # of the run with its earlier starts; if it did not finish, of this start
 
@@ -122,7 +124,9 @@ def print_table(results: Sequence[Result]) -> None:
     for name in (*keys, "state", "before", "after", "last score", "seconds", "folder"):
         table.add_column(name, overflow="fold", justify="left" if name in (*keys, "state", "folder") else "right")
     for result in results:
-        scores = (result.accuracy_before, result.accuracy_after, result.last_score)
+        before = result.accuracy_before if result.score_before is None else result.score_before
+        after = result.accuracy_after if result.score_after is None else result.score_after
+        scores = (before, after, result.last_score)
         numbers = ["" if score is None else f"{score:.3f}" for score in scores]
         seconds = "" if result.seconds is None else f"{result.seconds:.0f}"
         table.add_row(*map(show, result.values.values()), result.state, *numbers, seconds, Path(result.folder).name)
@@ -142,7 +146,7 @@ def _started(result: Result, run: SweptRun, start: Callable[[SweptRun], int]) ->
 
 def _with_numbers(result: Result, folder: Path) -> Result:
     summary = json.loads((folder / "summary.json").read_text())
-    names = ("accuracy_before", "accuracy_after", "last_score")
+    names = ("accuracy_before", "accuracy_after", "score_before", "score_after", "last_score")
     return replace(result, state=FINISHED, seconds=summary["wall_s"], **{name: summary.get(name) for name in names})
 
 

@@ -16,7 +16,7 @@ from megarl.config.schema import Config, Optim
 from megarl.config.settings import Setting
 from megarl.config.validate.layouts import ROLES
 from megarl.config.validate.models import group_of, has_folder
-from megarl.config.validate.rewards import names_of
+from megarl.config.validate.rewards import names_of, trained_names
 from megarl.config.validate.values import value_of
 
 
@@ -303,7 +303,7 @@ TABLE = (
         lambda c: c.rollout.val_kwargs.temperature == 0,
     ),
     UnusedKeys(
-        "data.val_max_samples trainer.test_freq trainer.val_before_train rollout.val_kwargs.*",
+        "data.val_max_samples trainer.test_freq trainer.eval_beside trainer.val_before_train rollout.val_kwargs.*",
         "data.val_files is empty, so nothing is evaluated",
         lambda c: not c.data.val_files,
     ),
@@ -329,7 +329,7 @@ TABLE = (
         "no reward runs in a process of its own",
         lambda c: names_of(c).keys() <= set(names.REWARD_SERVICES),
     ),
-    UnusedKeys("reward.weights", "there is one reward", lambda c: len(names_of(c)) == 1),
+    UnusedKeys("reward.weights", "there is one reward", lambda c: len(trained_names(c)) == 1),
     UnusedKeys(
         "reward.concurrency reward.per_minute reward.retries reward.request_timeout_s reward.start_timeout_s",
         "no reward is async",
@@ -364,6 +364,7 @@ TABLE = (
         "trainer.profile.steps=[]: nothing is profiled",
         lambda c: not c.trainer.profile.steps,
     ),
+    UnusedKeys("trainer.published.*", "data.val_files=[]: there is no accuracy", lambda c: not c.data.val_files),
     UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "data.val_files=[]: there are no scores", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "trainer.test_freq=-1: there are no scores", lambda c: c.trainer.test_freq < 1),
@@ -382,17 +383,17 @@ UNREAD = {
         "algorithm.* critic.* ref.* teachers.* distill.* rollout.* reward.* agent.* actor.ppo_mini_batch_size "
         "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
-        "data.val_max_samples trainer.test_freq trainer.val_before_train trainer.keep_best trainer.critic_warmup "
-        "trainer.prepare trainer.check_export trainer.total_epochs trainer.check_only "
-        "trainer.token_samples"
+        "data.val_max_samples trainer.test_freq trainer.eval_beside trainer.val_before_train trainer.keep_best "
+        "trainer.critic_warmup trainer.prepare trainer.check_export trainer.published.* trainer.total_epochs "
+        "trainer.check_only trainer.token_samples"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
-        "trainer.on_nonfinite trainer.spike_sigma trainer.token_samples trainer.profile.* "
-        "trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s trainer.call_factor "
-        "trainer.call_floor_s trainer.*silence_s trainer.spare_nodes rollout.n rollout.temperature rollout.top_p "
-        "rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s rollout.push "
-        "rollout.bucket_bytes rollout.check_every rollout.slow_factor"
+        "trainer.on_nonfinite trainer.spike_sigma trainer.token_samples trainer.profile.* trainer.published.* "
+        "trainer.eval_beside trainer.save_* trainer.term_grace_s trainer.max_restarts trainer.start_timeout_s "
+        "trainer.call_factor trainer.call_floor_s trainer.*silence_s trainer.spare_nodes rollout.n rollout.temperature "
+        "rollout.top_p rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s "
+        "rollout.push rollout.bucket_bytes rollout.check_every rollout.slow_factor"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")

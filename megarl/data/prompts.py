@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +118,11 @@ class Prompts:
             turns.append((seen[question.data_source], index))
             seen[question.data_source] += 1
         return [Row(self._questions[index].where, self._prompt(index, "0")) for _, index in sorted(turns)[:count]]
+
+    def sets(self, max_samples: int | None = None) -> list[str]:
+        """The evaluation set of each prompt of `all`: its data source, or the name of its file if it has none."""
+        questions = self._questions[:max_samples]
+        return [question.data_source or Path(question.where.rpartition(":")[0]).stem for question in questions]
 
     def _prompt(self, index: int, epoch: str) -> Prompt:
         question = self._questions[index]

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from megarl.metrics.evaluation import CORE, OF_EVALUATION
 from megarl.metrics.run import Run
 
 # (label, metric, format); metrics that a step does not have are left out
@@ -60,11 +61,11 @@ class ConsoleTracker:
         self._task = self._progress.add_task("", total=None, step=self._step + 1, of=self._total, count="", eta="?")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print a line.  Metrics of an evaluation, "val/...", get their own line."""
-        checks = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("val/")]
+        """Print a line.  Metrics of an evaluation get their own line."""
+        checks = [_check(name, value, metrics) for name, value in metrics.items() if _is_shown(name)]
         if checks:
             self._line(step, checks)
-        if any(not name.startswith("val/") for name in metrics):
+        if any(not name.startswith(OF_EVALUATION) for name in metrics):
             seconds = self._finish_step(step, metrics.get("timing_s/step"))
             found = [f"{label} {metrics[name]:{style}}" for label, name, style in COLUMNS if name in metrics]
             self._line(step, [*found, f"{seconds:.2f} s", f"eta {self.eta}"])
@@ -100,6 +101,16 @@ class ConsoleTracker:
         width = len(str(self._total))
         text = "  ".join([f"step {step:>{width}}/{self._total}", *parts])
         self._console.print(text, soft_wrap=True, highlight=self._console.is_terminal, markup=False)
+
+
+def _is_shown(name: str) -> bool:
+    """Of an evaluation: what it found in all, and the core metrics of each set."""
+    return name.startswith(("val/", f"{CORE}/")) and name not in ("val/score_stderr", "val/version")
+
+
+def _check(name: str, value: float, metrics: Mapping[str, float]) -> str:
+    error = metrics.get("val/score_stderr") if name == "val/score" else None
+    return f"{name} {value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def clock_text(seconds: float) -> str:

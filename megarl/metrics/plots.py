@@ -26,7 +26,7 @@ class Panel:
 
 
 PANELS: tuple[Panel, ...] = (
-    Panel("Accuracy on held-out prompts and training score", ("val/*acc*", "val/*score*", "critic/score/mean")),
+    Panel("Score on held-out prompts and training score", ("val/score", "critic/score/mean")),
     Panel("Supervised loss", ("sft/loss",)),
     Panel("Policy loss", ("actor/pg_loss",)),
     Panel("Distance of the policy", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),

@@ -16,7 +16,10 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from megarl.metrics.advice import Advisor
+from megarl.metrics.audit import PARTED
+from megarl.metrics.audit import sentence as audit_sentence
 from megarl.metrics.console import ConsoleTracker
+from megarl.metrics.evaluation import OF_EVALUATION
 from megarl.metrics.jsonl import Followed, append_lines, drop_after
 from megarl.metrics.mlflow_tracker import MlflowTracker
 from megarl.metrics.prometheus import PrometheusTracker
@@ -72,10 +75,11 @@ class AdviceTracker(Quiet):
     def __init__(self, run: Run) -> None:
         self.path, self._console = run.run_dir / "advice.jsonl", run.console
         self._advisor = Advisor(config=run.config)
-        drop_after(self.path, run.resume_step)
+        again = run.resume_step  # the evaluation after the step of the save is made again, and what it says with it
+        drop_after(self.path, again, also=lambda row: row["step"] == again and row["advice"].startswith(PARTED))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        said = self._advisor.advise(step, metrics)
+        said = [*self._advisor.advise(step, metrics), *filter(None, [audit_sentence(metrics)])]
         for sentence in said:
             self._console.print(
                 f"advice at step {step}: {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False
@@ -128,7 +132,7 @@ class WandbTracker(Quiet):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
-        is_evaluated = any(name.startswith("val/") for name in metrics)
+        is_evaluated = any(name.startswith(OF_EVALUATION) for name in metrics)
         self._run.log({**metrics, **(self._tables() if is_evaluated else {})}, step=step)
 
     def close(self) -> None:

@@ -27,7 +27,10 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Score",
         (
-            Panel("Held-out score", ("val/score", "val/*acc*", "val/*@*", "val/*/score")),
+            Panel("Held-out score", ("val/score", "val-core/*")),
+            Panel(
+                "Trained reward and audit since the start", ("audit/score_gain", "audit/gain", "audit/promised_gain")
+            ),
             Panel("Training score", ("critic/score/mean",)),
             Panel("Parts of the reward", ("reward/*",)),
         ),

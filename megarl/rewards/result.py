@@ -17,13 +17,17 @@ class RewardResult:
 
     reward: float
     extra: dict[str, float] = field(default_factory=dict)  # further numbers, for the log and for settings
+    # What the answer says in the end, by which answers vote; None: not known.  No part of the reward, so not compared.
+    pred: str | None = field(default=None, compare=False)
 
 
 Outcome = RewardResult | str  # a result, or why there is none
 
 
 def to_result(value: Any) -> RewardResult:
-    """Convert a finite number, or a dict whose "score" is one; its other numbers become `extra`, the rest is dropped.
+    """Convert a finite number, or a dict whose "score" is one.
+
+    Its other numbers become `extra`, its "pred" is what the answer says in the end, the rest is dropped.
 
     Raises TypeError or ValueError for anything else: a reward of NaN would make all advantages of its group NaN.
     """
@@ -31,9 +35,10 @@ def to_result(value: Any) -> RewardResult:
         return RewardResult(_finite(value))
     if "score" not in value:
         raise TypeError(f"returned a dict with the keys {list(value)}; expected 'score' among them")
-    numbers = {str(key): _number(item) for key, item in value.items() if key != "score"}
+    numbers = {str(key): _number(item) for key, item in value.items() if key not in ("score", "pred")}
     extra = {key: number for key, number in numbers.items() if number is not None}
-    return RewardResult(_finite(value["score"]), extra)
+    pred = value.get("pred")
+    return RewardResult(_finite(value["score"]), extra, None if pred is None else str(pred))
 
 
 def joined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) -> RewardResult:
@@ -46,7 +51,8 @@ def joined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
     for name, result in results.items():
         extra[name] = result.reward
         extra |= {f"{name}/{key}": number for key, number in result.extra.items()}
-    return RewardResult(sum(weights.get(name, 1.0) * result.reward for name, result in results.items()), extra)
+    pred = next((result.pred for result in results.values() if result.pred is not None), None)
+    return RewardResult(sum(weights.get(name, 1.0) * result.reward for name, result in results.items()), extra, pred)
 
 
 def ground_truth_of(prompt: Prompt) -> str:

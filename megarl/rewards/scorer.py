@@ -6,17 +6,19 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl import sandbox
 from megarl.float32 import EXPECTED, is_finite
 from megarl.plugins import describe, is_async, load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
+from megarl.rewards.answers import with_pred
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import Outcome, RewardResult, joined, to_result
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import REWARD_ERROR, Completion, Prompt
+from megarl.sample import AUDIT, REWARD_ERROR, Completion, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class Rewards:
     limit of its own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
     `surroundings`: limits and further variables of the processes; async functions have these variables, too.
     `weights`: by short name, see name_of; a missing one is 1.
+    `audit`: one more reward, whose number is the extra number AUDIT and counts for nothing else; where it fails there
+    is no such number.
     `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
     and the extra number REWARD_ERROR; stop: RewardError is raised.
     The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed;
@@ -53,6 +57,7 @@ class Rewards:
         *,
         weights: Mapping[str, float] | None = None,
         by_data_source: Mapping[str, str] | None = None,
+        audit: str | None = None,
         num_workers: int = 1,
         timeout_s: float = 5.0,
         on_error: str = "unscored",
@@ -65,7 +70,9 @@ class Rewards:
         self.num_errors, self.first_error = 0, ""
         self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
         self._by_data_source, self._surroundings = dict(by_data_source or {}), surroundings or Surroundings()
-        self._all = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
+        trained = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
+        self._is_alone, self._audits = len(trained) == 1, [] if audit is None else [audit]
+        self._all = [*trained, *self._audits]
         os.environ.update(self._surroundings.environment)  # a reward's file may look at them when it is imported
         load_plugins(plugins)
         made = {fn: make(limit=make_limit()) for fn, make in (services or {}).items() if fn in self._all}
@@ -94,9 +101,10 @@ class Rewards:
         """
         source = prompt.data_source
         fns = [self._by_data_source[source]] if source in self._by_data_source else self._fns
-        columns = await asyncio.gather(*(self._column(fn, prompt, completions) for fn in fns))
+        audited = (*fns, *self._audits)
+        columns = await asyncio.gather(*(self._column(fn, prompt, completions) for fn in audited))
         return [
-            self._outcome(f"{prompt.uid}#{index}", dict(zip(fns, outcomes, strict=True)))
+            self._audited(f"{prompt.uid}#{index}", dict(zip(audited, outcomes, strict=True)))
             for index, outcomes in enumerate(zip(*columns, strict=True))
         ]
 
@@ -105,8 +113,19 @@ class Rewards:
         if fn in self._async:
             return await asyncio.gather(*(_awaited(self._async[fn], prompt, each) for each in completions))
         if self._pool is None:
-            return [_called(self._functions[fn], prompt, completion) for completion in completions]
+            return [_called(fn, self._functions[fn], prompt, completion) for completion in completions]
         return await self._pool.score(fn, prompt, completions)
+
+    def _audited(self, uid: str, outcomes: Mapping[str, Outcome]) -> Outcome:
+        """Of one sample, by reward, with the number of the audit."""
+        whole = self._outcome(uid, {fn: outcome for fn, outcome in outcomes.items() if fn not in self._audits})
+        for fn in self._audits:
+            audit = outcomes[fn]
+            if isinstance(audit, str):
+                self._log(f"reward.audit {fn}, sample {uid}: {audit}", "it has no audit")
+            elif isinstance(whole, RewardResult):
+                whole = replace(whole, extra={**whole.extra, AUDIT: audit.reward})
+        return whole
 
     def _outcome(self, uid: str, outcomes: Mapping[str, Outcome]) -> Outcome:
         """Of one sample, by reward."""
@@ -114,23 +133,26 @@ class Rewards:
         failed = [f"reward {fn}, sample {uid}: {outcome}" for fn, outcome in outcomes.items() if fn not in results]
         if failed:
             return self._failed(failed[0])
-        if len(self._all) == 1:
-            return results[self._all[0]]
+        if self._is_alone:
+            return next(iter(results.values()))
         whole = joined({name_of(fn): result for fn, result in results.items()}, self._weights)
         if not is_finite(whole.reward):
             return self._failed(f"sample {uid}: the weighted sum of its rewards is {whole.reward}; {EXPECTED}")
         return whole
 
     def _failed(self, sentence: str) -> Outcome:
-        self.num_errors += 1
         if self._on_error == "stop":
+            self.num_errors += 1
             raise RewardError(sentence)
-        what = "counted as 0" if self._on_error == "zero" else "it leaves its group"
+        self._log(sentence, "counted as 0" if self._on_error == "zero" else "it leaves its group")
+        return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._on_error == "zero" else sentence
+
+    def _log(self, sentence: str, what: str) -> None:
+        self.num_errors += 1
         self.first_error = self.first_error or f"{sentence}; {what}"
         if self.num_errors <= MAX_LOGGED:
             more = "; further errors are only counted" if self.num_errors == MAX_LOGGED else ""
             log.warning("%s; %s%s", sentence, what, more)
-        return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._on_error == "zero" else sentence
 
 
 async def _awaited(reward: AsyncReward, prompt: Prompt, completion: Completion) -> Outcome:
@@ -146,9 +168,9 @@ async def _awaited(reward: AsyncReward, prompt: Prompt, completion: Completion) 
         return describe(error)
 
 
-def _called(reward: RewardFn, prompt: Prompt, completion: Completion) -> Outcome:
+def _called(fn: str, reward: RewardFn, prompt: Prompt, completion: Completion) -> Outcome:
     try:
-        return to_result(reward(prompt, completion))
+        return with_pred(fn, prompt, completion, to_result(reward(prompt, completion)))
     except Exception as error:
         return describe(error)
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 from megarl.plugins import describe, load_plugins
 from megarl.rewards import RewardFn, load_reward
+from megarl.rewards.answers import with_pred
 from megarl.rewards.result import Outcome, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.sample import Completion, Prompt
@@ -68,11 +69,11 @@ def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
     try:
         _arm(_Settings.timeout_s)
         try:
-            value = reward(prompt, completion)
+            result = with_pred(fn, prompt, completion, to_result(reward(prompt, completion)))
         finally:
             _disarm()
             end_children()
-        return to_result(value)
+        return result
     except _TimeUpError:
         return f"no answer within {_Settings.timeout_s:g} s"
     except (Exception, SystemExit) as error:

@@ -17,13 +17,16 @@ from megarl.sample import Completion, LostRollout, Prompt, Sample
 
 
 class Scored(Protocol):
-    """The result of a reward for one completion: the reward to train with, and further numbers to log."""
+    """The result of a reward for one completion: the reward to train with, numbers to log, the answer that it read."""
 
     @property
     def reward(self) -> float: ...
 
     @property
     def extra(self) -> dict[str, float]: ...
+
+    @property
+    def pred(self) -> str | None: ...
 
 
 class NoSample(NamedTuple):
@@ -128,7 +131,7 @@ async def collect_group(
             pool.waste("unscored", len(completion.token_ids))
             outcomes.append(NoSample(result))
         else:
-            outcomes.append(Sample.of(prompt, completion, float(result.reward), result.extra))
+            outcomes.append(Sample.of(prompt, completion, float(result.reward), result.extra, pred=result.pred))
     return grouped(pool, prompt, outcomes, n)
 
 

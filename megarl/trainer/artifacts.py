@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,20 @@ from rich.console import Console
 
 from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
+from megarl.config.validate.rewards import trained_names
 from megarl.durable_files import write_text
+from megarl.metrics.evaluation import Mean
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
+from megarl.metrics.verdict import sentences, verdict
 from megarl.projections import chosen, projections_of
 from megarl.trainer.build import model_folder
-from megarl.trainer.evaluate import Evaluation, transformers_accuracy
+from megarl.trainer.evaluate import Evaluation, transformers_score
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import Totals
 
 BEFORE = "answers_before.json"
+RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "math", "choice"}  # rewards that are 1 or 0
 NUM_ANSWERS = 12
 PAGE = """# {name}
 
@@ -45,13 +51,16 @@ PAGE = """# {name}
 
 MORE = {  # files that only some runs have
     "adapter": "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n",
+    "evaluations.jsonl": "| `evaluations.jsonl` | of every evaluation: the version of its weights, all rewards |\n",
     "advice.jsonl": "| `advice.jsonl` | what the curves called for while the run went on |\n",
 }
 
 
 def remember(folder: Path, before: Evaluation) -> None:
     """Save the answers of the untrained model for the comparison at the end, which may run in another process."""
-    content = {"accuracy": before.accuracy, "answers": before.answers()}
+    accuracy = before.accuracy
+    content = {"score": before.mean.value, "is_share": before.is_share, "answers": before.answers()}
+    content["accuracy"] = None if accuracy is None else accuracy.value
     write_text(folder / BEFORE, json.dumps(content))
 
 
@@ -73,16 +82,28 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     markdown = ""
     if run.val_prompts:
         has_score = bool(after.groups)  # else no reward could score its answers
-        summary["accuracy_before"] = before["accuracy"] if before else None
-        summary["accuracy_after"] = after.accuracy if has_score else None
+        is_share = _is_share(run, before, after)
+        name = "accuracy" if is_share else "score"  # a share of right answers, or a mean of rewards
+        if not is_share or not has_score:
+            summary |= _compared(name, before, after.mean if has_score else None)
+        is_known = before is None or before["accuracy"] is not None
+        if has_score and after.accuracy is not None and is_known and (is_share or after.has_acc):
+            summary |= _compared("accuracy", before, after.accuracy)
+        summary["evaluated_version"] = after.version
+        if found := _verdict(run, summary, len(after.scores)):
+            summary["verdict"] = found
+            markdown = "".join(f"{sentence}  \n" for sentence in sentences(found)) + "\n"
+            for sentence in sentences(found):
+                console.print(sentence, style="bold", highlight=False, markup=False)
         if run.config.trainer.check_export and has_score:
             run.trackers.stage("checking hf/")
-            summary["accuracy_transformers"] = _accuracy_of_export(run)
-            if abs(summary["accuracy_transformers"] - after.accuracy) > 1.5 / len(run.val_prompts):
+            summary[f"{name}_transformers"] = again = _score_of_export(run)
+            if abs(again - after.mean.value) > 1.5 / len(run.val_prompts):
                 console.print("warning: hf/ scores otherwise in transformers than the server did", style="yellow")
         if has_score:
-            table, markdown = samples_table(_answers(run, before, after))
-            (run.dir / "answers.md").write_text(markdown)
+            table, answers = samples_table(_answers(run, before, after))
+            (run.dir / "answers.md").write_text(answers)
+            markdown += answers
             console.print(table)
     metrics = run.dir / "metrics.jsonl"
     if metrics.exists():
@@ -96,6 +117,33 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     return summary
 
 
+def _is_share(run: Run, before: dict[str, Any] | None, after: Evaluation) -> bool:
+    """Whether the mean reward is a share of right answers.
+
+    All rewards are 0 or 1, and not all 0: those may be of any scale, unless the reward is known to be right or wrong.
+    """
+    has_right = after.mean.value > 0 or (before is not None and before["score"] > 0)
+    is_known = not run.config.has_agents and set(trained_names(run.config)) <= RIGHT_OR_WRONG
+    return after.is_share and (before is None or before["is_share"]) and (has_right or is_known)
+
+
+def _compared(name: str, before: dict[str, Any] | None, after: Mean | None) -> dict[str, Any]:
+    """`after`: None if no reward could score the answers."""
+    found = {f"{name}_before": before[name] if before else None, f"{name}_after": after.value if after else None}
+    return found | ({f"{name}_after_stderr": after.stderr} if after and math.isfinite(after.stderr) else {})
+
+
+def _verdict(run: Run, summary: Mapping[str, Any], questions: int) -> dict[str, Any] | None:
+    """Beside the figures of trainer.published; None if there are none."""
+    named = run.config.trainer.published
+    published = {name: share for name, share in (("before", named.before), ("after", named.after)) if share is not None}
+    if not published or not questions:
+        return None
+    measured = {name: summary.get(f"accuracy_{name}") for name in published}
+    found = {name: share for name, share in measured.items() if share is not None}
+    return verdict(found, published, questions=questions, of_questions=named.questions or questions)
+
+
 def _is_partly_loaded(run: Run) -> bool:
     """Whether the run writes an adapter of which PEFT leaves out a part."""
     lora = run.config.actor.lora
@@ -105,8 +153,8 @@ def _is_partly_loaded(run: Run) -> bool:
     return partly_loaded_by_peft(hf, set(chosen(lora.targets, projections_of(hf))))
 
 
-def _accuracy_of_export(run: Run) -> float:
-    return transformers_accuracy(
+def _score_of_export(run: Run) -> float:
+    return transformers_score(
         str(run.dir / "hf"),
         run.val_prompts,
         run.make_rewards(num_workers=0, on_error="unscored"),  # the run is over: nothing of it is to be lost

@@ -18,7 +18,7 @@ from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.settings import show
 from megarl.config.validate.models import config_of_folder
-from megarl.config.validate.rewards import names_of, starts_reward_server
+from megarl.config.validate.rewards import names_of, starts_reward_server, trained_names
 from megarl.data.chat import load_tokenizer
 from megarl.data.template import ChatTemplate
 from megarl.metrics.console import warn
@@ -192,7 +192,7 @@ def make_rewards(
         key = api_key("reward.judge.api_key_env", settings.pop("api_key_env"))
         services["judge"] = partial(Judge, **settings, key=key)
     if config.scores_on_ranks:
-        services["model"] = partial(ScoredOnRanks, is_alone=len(names_of(config)) == 1)
+        services["model"] = partial(ScoredOnRanks, is_alone=len(trained_names(config)) == 1)
     elif "model" in names_of(config):
         folder = model_folder(reward.model.path or "", "reward.model.path")
         key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)
@@ -202,6 +202,7 @@ def make_rewards(
         tuple(reward.fn),
         weights=reward.weights,
         by_data_source=reward.by_data_source,
+        audit=reward.audit,
         num_workers=-(-reward.num_workers // num_collectors),
         timeout_s=reward.timeout_s,
         on_error=reward.on_error,

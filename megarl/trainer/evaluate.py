@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,19 +18,25 @@ from transformers.utils import logging
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
 from megarl.data.hf_config import read_config
+from megarl.metrics.audit import Audit
+from megarl.metrics.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
+from megarl.metrics.jsonl import read_lines
 from megarl.plugins import load_plugins
 from megarl.processes.presence import show_life
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.sample import AUDIT, Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.reward_trial import RewardTrial
+
+EVALUATIONS = "evaluations.jsonl"  # a line for each evaluation, see Evaluation.line
+_TRIES = 3  # to get all replies of one version of the weights
 
 
 @dataclass(frozen=True)
@@ -37,23 +45,77 @@ class Evaluation:
 
     groups: list[list[Sample] | LostRollout]
     n: int = 1  # completions that were asked for, of each prompt
+    sets: Sequence[str] = ()  # of each prompt; empty: there are no named sets
+    version: int | None = None  # of the weights that wrote every reply; None: there is no reply
 
     @property
-    def accuracy(self) -> float:
-        """Mean over prompts of the mean reward of their completions; 0 without prompts."""
-        scores = [self._score(group) for group in self.groups if not _is_unscored(group)]
-        return sum(scores) / len(scores) if scores else 0.0
+    def mean(self) -> Mean:
+        """Over prompts of the mean reward of their completions; 0 without prompts."""
+        scores = self.scores
+        return Mean.of(scores) if scores else Mean(0.0, math.nan)
+
+    @property
+    def scores(self) -> list[float]:
+        """The mean reward of each prompt that counts."""
+        return [_mean(numbers.numbers[REWARD]) for numbers in self._answers() if numbers.numbers]
+
+    @property
+    def is_share(self) -> bool:
+        """Whether every reward is 0 or 1, so that the mean reward is the share of right answers: an accuracy."""
+        return is_share(number for answers in self._answers() for number in answers.numbers.get(REWARD, ()))
+
+    @property
+    def has_acc(self) -> bool:
+        """Whether the reward says of answers, as the number `acc`, whether they are right."""
+        return any(ACC in answers.numbers for answers in self._answers())
+
+    @property
+    def accuracy(self) -> Mean | None:
+        """The share of right answers: of the rewards' numbers `acc` or, without them, of the rewards.
+
+        None if these are not just 0 and 1.  A lost prompt has no right answer.
+        """
+        found = [answers.numbers for answers in self._answers() if answers.numbers]
+        if not self.has_acc:
+            return self.mean if self.is_share else None
+        shares = [numbers.get(ACC, [0.0]) for numbers in found]
+        return Mean.of([_mean(each) for each in shares]) if all(map(is_share, shares)) else None
 
     def metrics(self) -> dict[str, float]:
-        """val/score, val/lost prompts, val/unscored completions; val/SOURCE/score if there are several data sources."""
+        """val/score and its error, val/lost prompts, val/unscored completions, val/version; those of each set."""
+        mean = self.mean
         unscored = sum(g.unscored if isinstance(g, LostRollout) else self.n - len(g) for g in self.groups)
-        out = {"val/score": self.accuracy, "val/unscored": float(unscored)}
+        out = {"val/score": mean.value, "val/unscored": float(unscored)}
+        if math.isfinite(mean.stderr):
+            out["val/score_stderr"] = mean.stderr
         out["val/lost"] = float(sum(isinstance(g, LostRollout) for g in self.groups))
-        sources = {_prompt(group).data_source for group in self.groups}
-        for source in sorted(sources) if len(sources) > 1 else ():
-            part = Evaluation([g for g in self.groups if _prompt(g).data_source == source], self.n)
-            out[f"val/{source or 'unnamed'}/score"] = part.accuracy
+        if self.version is not None:
+            out["val/version"] = float(self.version)
+        by_set: dict[str, list[Answers]] = {}
+        for name, answers in zip(self.sets, self._answers(), strict=bool(self.sets)):
+            by_set.setdefault(name, []).append(answers)
+        for name, of_set in sorted(by_set.items()):
+            out |= set_metrics(name, of_set, self.n)
         return out
+
+    def audited(self) -> dict[str, tuple[float, float]]:
+        """uid -> (mean reward, mean audit) of each prompt whose answers all have an audit."""
+        both = (
+            (_prompt(group).uid, answers.numbers) for group, answers in zip(self.groups, self._answers(), strict=True)
+        )
+        return {
+            uid: (_mean(numbers[REWARD]), _mean(numbers[AUDIT]))
+            for uid, numbers in both
+            if AUDIT in numbers and len(numbers[AUDIT]) == len(numbers[REWARD])
+        }
+
+    def line(self, step: int) -> dict[str, Any]:
+        """{"step", "version", "n", the metrics, "prompts": [{"uid", "set", "reward": [...], ...}]}"""
+        prompts = [
+            {"uid": _prompt(group).uid, "set": name, **answers.numbers}
+            for group, name, answers in zip(self.groups, self.sets, self._answers(), strict=bool(self.sets))
+        ]
+        return {"step": step, "version": self.version, "n": self.n, **self.metrics(), "prompts": prompts}
 
     def answers(self) -> list[dict[str, Any]]:
         """The first completion of each prompt: {uid, text, reward}."""
@@ -64,17 +126,39 @@ class Evaluation:
             for g in self.groups
         ]
 
-    @staticmethod
-    def _score(group: list[Sample] | LostRollout) -> float:
-        return 0.0 if isinstance(group, LostRollout) else sum(s.reward for s in group) / len(group)
+    def _answers(self) -> list[Answers]:
+        return [_answers(group, self.n) for group in self.groups]
 
 
-def _is_unscored(group: list[Sample] | LostRollout) -> bool:
-    return isinstance(group, LostRollout) and group.unscored > 0
+def _answers(group: list[Sample] | LostRollout, n: int) -> Answers:
+    """What the completions of one prompt got; nothing if none could be scored."""
+    if isinstance(group, LostRollout):
+        return Answers({}) if group.unscored else Answers({REWARD: [0.0] * n}, [""] * n)
+    numbers = {REWARD: [sample.reward for sample in group]}
+    for name in sorted({name for sample in group for name in sample.reward_extra}):
+        numbers[name] = [sample.reward_extra[name] for sample in group if name in sample.reward_extra]
+    return Answers(numbers, [sample.pred for sample in group])
+
+
+def read_audit(file: Path) -> Audit:
+    """The audit of a run with these evaluations so far, as after the last of them."""
+    audit = Audit()
+    for line in read_lines(file) if file.exists() else ():
+        numbers = [(prompt["uid"], prompt.get(REWARD, ()), prompt.get(AUDIT, ())) for prompt in line["prompts"]]
+        audit.look({uid: (_mean(r), _mean(a)) for uid, r, a in numbers if a and len(a) == len(r)})
+    return audit
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
 
 
 def _prompt(group: list[Sample] | LostRollout) -> Prompt:
     return group.prompt if isinstance(group, LostRollout) else group[0].prompt
+
+
+def _is_unscored(group: list[Sample] | LostRollout) -> bool:
+    return isinstance(group, LostRollout) and group.unscored > 0
 
 
 class EvaluationLost(RuntimeError):
@@ -85,20 +169,30 @@ class EvaluationLost(RuntimeError):
         self.by_rewards = by_rewards
 
 
+def _versions(group: list[Sample] | LostRollout | None) -> set[int]:
+    """Of the weights that wrote a token of the group."""
+    if group is None or isinstance(group, LostRollout):
+        return set()
+    return {span.version for sample in group for span in sample.versions}
+
+
 class Evaluator:
     """Generates completions of held-out prompts: data.val_* and rollout.val_kwargs say which and how many of each.
 
     Example:
 
-        evaluator.submit()                    # to the servers, with the weights that they hold now
+        evaluator.submit(version=7)           # to the servers, which hold these weights now
         while not evaluator.ready():
             ...                               # check the servers
         found = evaluator.take()
     """
 
-    def __init__(self, collectors: Collectors, prompts: Sequence[Prompt], config: Config) -> None:
+    def __init__(
+        self, collectors: Collectors, prompts: Sequence[Prompt], config: Config, sets: Sequence[str] = ()
+    ) -> None:
+        """`sets`: the name of the evaluation set of each prompt."""
         val = config.rollout.val_kwargs
-        self._collectors, self.prompts, self._n = collectors, prompts, val.n
+        self._collectors, self.prompts, self._n, self._sets = collectors, prompts, val.n, sets
         self._params = SamplingParams(
             temperature=val.temperature,
             top_p=val.top_p,
@@ -106,18 +200,26 @@ class Evaluator:
             sampling_seed=config.rollout.seed,
         )
         self._tickets: list[Ticket] = []
+        self._version: int | None = None
+        self._tries = 0
 
-    def submit(self) -> None:
-        """Start generation, before all that is generated ahead: the trainer waits for the evaluation."""
-        self._tickets = self._collectors.submit(self.prompts, n=self._n, params=self._params, urgent=True)
+    def submit(self, version: int | None = None) -> None:
+        """Start generation, before all that is generated ahead: the trainer waits for the evaluation.
+
+        `version`: of the weights that have to write every reply; None: of those that write the first one.
+        """
+        self._tickets, self._version, self._tries = self._asked(self.prompts), version, 1
 
     def ready(self) -> bool:
-        """Whether all completions are generated and scored; waits up to 1 s for some of them."""
+        """Whether all completions are generated and scored; waits up to 1 s for some of them.
+
+        Prompts whose replies other weights wrote are asked again.  Raises RuntimeError if that does not help.
+        """
         done, total = self.progress
         if done < total:
             self._collectors.wait()
             done, total = self.progress
-        return done == total
+        return done == total and self._is_pinned()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -134,13 +236,40 @@ class Evaluator:
                 f"every prompt of the evaluation was lost; the first: {reason}",
                 by_rewards=all(_is_unscored(group) for group in groups),
             )
-        return Evaluation(groups, self._n)
+        return Evaluation(groups, self._n, self._sets, self._version)
+
+    def cancel(self) -> None:
+        """Nobody waits for the completions any more."""
+        self._collectors.cancel(self._tickets)
+
+    def _asked(self, prompts: Sequence[Prompt]) -> list[Ticket]:
+        return self._collectors.submit(prompts, n=self._n, params=self._params, urgent=True)
+
+    def _is_pinned(self) -> bool:
+        """Whether one version wrote all replies; if not, the others are asked again."""
+        found = [_versions(ticket.group) for ticket in self._tickets]
+        if self._version is None:
+            self._version = min(set().union(*found), default=None)
+        wrong = [at for at, versions in enumerate(found) if versions - {self._version}]
+        if not wrong:
+            return True
+        if self._tries == _TRIES:
+            others = ", ".join(map(str, sorted(set().union(*found) - {self._version})))
+            raise RuntimeError(
+                f"an evaluation of weights version {self._version} got replies that version {others} wrote, "
+                f"{_TRIES} times: its servers do not hold the same weights"
+            )
+        self._tries += 1
+        for at, ticket in zip(wrong, self._asked([self.prompts[at] for at in wrong]), strict=True):
+            self._tickets[at] = ticket
+        return False
 
 
 @torch.inference_mode()
-def transformers_accuracy(folder: str, prompts: Sequence[Prompt], rewards: Rewards, *, max_new_tokens: int) -> float:
-    """Greedy accuracy of an HF folder with transformers' own `generate`; answers that cannot be scored do not count.
+def transformers_score(folder: str, prompts: Sequence[Prompt], rewards: Rewards, *, max_new_tokens: int) -> float:
+    """Mean reward of an HF folder's greedy answers, written by transformers' own `generate`.
 
+    Answers that cannot be scored do not count.
     Prompts of equal length share a batch, so nothing is padded.
     """
     tokenizer = load_tokenizer(folder)
@@ -195,7 +324,7 @@ def main(config: Config) -> int:
     with RewardTrial(config) as trial:
         read = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts)
         trial.check(read.some(config.reward.try_rows))
-    prompts = read.all(config.data.val_max_samples)
+    prompts, sets = read.all(config.data.val_max_samples), read.sets(config.data.val_max_samples)
     with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
         servers, router = infrastructure.serve(), infrastructure.router
         if router is not None:
@@ -209,7 +338,7 @@ def main(config: Config) -> int:
                 reward_url=infrastructure.reward_url,
             )
         ) as collectors:
-            evaluator = Evaluator(collectors, prompts, config)
+            evaluator = Evaluator(collectors, prompts, config, sets)
             evaluator.submit()
             while not evaluator.ready():
                 look_after(servers, router)

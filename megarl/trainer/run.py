@@ -19,6 +19,7 @@ from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
 from megarl.layout import Layout
+from megarl.metrics.audit import MIN_PROMPTS, Audit
 from megarl.metrics.console import warn
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.report import SAMPLES, VISITS
@@ -56,7 +57,7 @@ from megarl.trainer.checkpoint.resume import announce, check_is_known, generated
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
-from megarl.trainer.evaluate import Evaluator
+from megarl.trainer.evaluate import EVALUATIONS, Evaluator, read_audit
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.profile import check_profile
 from megarl.trainer.reward_model import check_reward_model
@@ -96,6 +97,7 @@ class Run:
     evaluator: Evaluator
     timer: Timer
     timeline: Timeline
+    audit: Audit
     token_log: TokenLog | None
     trackers: Trackers
     bad_numbers: BadNumbers
@@ -157,6 +159,10 @@ class Run:
         self.prompts = read_prompts(self.config, data.train_files, overlong=data.overlong_prompts)
         val = read_prompts(self.config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
+        self.val_sets = val.sets(data.val_max_samples) if val else []
+        if (audit := self.config.reward.audit) and len(self.val_prompts) < MIN_PROMPTS:
+            few = f"the evaluation has {len(self.val_prompts)} prompts, and the audit compares {MIN_PROMPTS} at least"
+            warn(f"reward.audit={audit}: {few}, so it is scored and nothing is concluded")
         self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
         self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
         if trial is not None:
@@ -230,6 +236,9 @@ class Run:
         drop_after(self.dir / VISITS, resume_step)
         drop_after(self.dir / TOKENS, resume_step)
         drop_after(self.dir / TIMELINE, resume_step)
+        # The evaluation after the step of the save is made again.
+        drop_after(self.dir / EVALUATIONS, resume_step, also=lambda row: row["step"] == resume_step)
+        self.audit = read_audit(self.dir / EVALUATIONS)
         self.timeline = Timeline(self.dir, lambda: [c for group in self._groups.values() for c in group.take_calls()])
         self.token_log = make_token_log(config)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
@@ -352,7 +361,7 @@ class Run:
             columns=engine_columns(config),
         )
         self._stack.callback(self.collectors.close)
-        self.evaluator = Evaluator(self.collectors, self.val_prompts, config)
+        self.evaluator = Evaluator(self.collectors, self.val_prompts, config, self.val_sets)
 
     def _make_prefetcher(self, ledger: Ledger, waiting: Mapping[int, list[Sample]]) -> Prefetcher:
         config, rollout = self.config, self.config.rollout

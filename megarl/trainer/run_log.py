@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.metrics.audit import Audit
 from megarl.metrics.timeline import Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TokenLog
@@ -24,6 +25,7 @@ class RunLog:
     num_devices: int  # for throughput per device
     timeline: Timeline | None = None  # timeline.jsonl: stages and calls to ranks
     tokens: TokenLog | None = None  # tokens.jsonl: some of these completions token by token
+    audit: Audit = field(default_factory=Audit)  # of reward.audit, over all evaluations
 
 
 class Totals:

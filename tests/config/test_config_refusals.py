@@ -130,6 +130,24 @@ JUDGE = "reward.fn=judge reward.judge.url=http://a/v1 reward.judge.model=m rewar
         ("reward.fn=[math,exact] reward.weights.math=nan", "reward.weights={math: nan}: expected finite numbers"),
         ("reward.by_data_source={a/b-1.5:bleu}", "reward.by_data_source.a/b-1.5=bleu: expected one of auto, choice"),
         ("reward.by_data_source={a:[]}", "expected text"),
+        ("reward.fn=math reward.audit=math", "reward.audit=math: expected a reward that is not trained, and reward.fn"),
+        (
+            "trainer.eval_beside=true data.val_files=[v] rollout.placement=shared",
+            "trainer.eval_beside=true: with rollout.placement=shared servers sleep while the trainer works",
+        ),
+        ("reward.audit=bleu", "reward.audit=bleu: expected one of auto, choice"),
+        (
+            "reward.fn=[math,exact] reward.audit=gsm8k reward.weights.gsm8k=2",
+            "reward.weights.gsm8k: expected one of the rewards math, exact",
+        ),
+        (
+            "reward.audit=model reward.model.path=m reward.model.engine=megatron",
+            "reward.audit=model: reward.model.engine=megatron scores only what is trained; expected",
+        ),
+        (
+            "trainer.published.after=56.7 data.val_files=[v]",
+            "trainer.published.after=56.7: expected a number from 0 to 1",
+        ),
         (JUDGE.replace("url=http://a/v1", "url=null"), "reward.judge.url=null: the reward judge needs it"),
         (JUDGE.replace("model=m", "model=null"), "reward.judge.model=null: the reward judge needs it"),
         (

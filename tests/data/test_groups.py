@@ -163,6 +163,7 @@ def test_the_files_by_hand(tmp_path: Path) -> None:
         "reward_extra": {"short": 0.5},
         "greedy_reward": None,
         "truncated": False,
+        "pred": None,
     }
     assert lines[2] == {"visit": 11, "prompt": None, "samples": []}
 

@@ -25,6 +25,7 @@ PARAMS = SamplingParams(max_new_tokens=256, sampling_seed=3)
 class Result:
     reward: float
     extra: dict[str, float] = field(default_factory=dict)
+    pred: str | None = None
 
 
 class Scored:

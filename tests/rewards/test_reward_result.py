@@ -21,6 +21,7 @@ def test_truth_and_integers_are_numbers():
 def test_a_dict_gives_a_score_and_further_numbers():
     got = to_result({"score": 1, "acc": True, "length": np.int64(7), "pred": "46", "parts": [1, 2], "none": None})
     assert got == RewardResult(1.0, {"acc": 1.0, "length": 7.0})
+    assert got.pred == "46"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}, 1e300, {"score": -3.41e38}])

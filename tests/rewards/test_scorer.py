@@ -84,6 +84,21 @@ def test_several_rewards_are_weighted_added_and_reported_apart(file: str) -> Non
     ]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_audit_is_scored_beside_the_reward_and_counts_for_nothing(file: str, num_workers: int) -> None:
+    rewards = Rewards([f"{file}:tidy"], audit="exact", num_workers=num_workers)
+    assert score(rewards, "46", "4") == [
+        RewardResult(2.0, {"length": 2.0, "audit": 1.0}),
+        RewardResult(2.0, {"length": 1.0, "audit": 0.0}),
+    ]
+
+
+def test_a_sample_stays_where_its_audit_fails(caplog: pytest.LogCaptureFixture, file: str) -> None:
+    rewards = Rewards(["exact"], audit=f"{file}:cancels_itself", on_error="stop")
+    assert score(rewards, "46") == [RewardResult(1.0)]
+    assert rewards.num_errors == 1 and "it has no audit" in caplog.text
+
+
 def test_a_row_of_a_data_source_has_the_reward_of_that_source(file: str) -> None:
     settings: dict[str, Any] = {"by_data_source": {"my/words": f"{file}:tidy"}, "num_workers": 0}
     rewards = Rewards(["exact"], **settings)

@@ -28,7 +28,17 @@ KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "alg
 SAVES = ["trainer.save_freq=2", "trainer.max_checkpoints_to_keep=9", "trainer.test_freq=2"]
 # What depends neither on times nor on restarts.  The server's own log-probs, in rollout_corr/, do: their last bits
 # depend on which requests it computed together.
-NUMBERS = ("actor/", "critic/", "val/", "reward/", "response_length/", "prompt_length/", "off_policy/")
+NUMBERS = (
+    "actor/",
+    "critic/",
+    "val/",
+    "val-core/",
+    "val-aux/",
+    "reward/",
+    "response_length/",
+    "prompt_length/",
+    "off_policy/",
+)
 
 
 def words_of(parts: Path, runs: Path, name: str, *more: str) -> list[str]:

@@ -14,6 +14,7 @@ from megarl.cli import main
 from megarl.config import load_config
 from megarl.config.validate.values import value_of
 from megarl.data.tiny import write_tiny_model
+from megarl.metrics.verdict import band
 from megarl.rewards.functions.gsm8k import gsm8k
 from megarl.sample import Completion, Prompt, VersionSpan
 
@@ -94,6 +95,22 @@ def test_actor_critic_and_reference_take_part_in_every_step(run: Path) -> None:
     assert max(steps(run, "critic/grad_norm").values()) > 0
     assert max(steps(run, "rollout_corr/log_prob_gap_max").values()) < 1e-4
     assert json.loads((run / "summary.json").read_text())["pushes_verified"] == 3
+
+
+@pytest.mark.slow
+def test_the_run_ends_with_a_verdict_beside_the_published_figures(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    found = summary["verdict"]
+    assert found["questions"] == 2, "the recipe has 1,319"
+    for name, published in (("before", 0.364), ("after", 0.567)):
+        assert (found[name]["accuracy"], found[name]["published"]) == (summary[f"accuracy_{name}"], published)
+        low, high = band(published, 1319, 2)
+        assert found[name]["band"] == pytest.approx([low, high])
+        assert found[name]["reproduced"] == (low <= summary[f"accuracy_{name}"] <= high)
+    page = (run / "README.md").read_text()
+    assert "verdict: reproduced" in page or "verdict: not reproduced" in page
+    assert summary["evaluated_version"] == 2
+    assert [(line["step"], line["version"]) for line in lines(run / "evaluations.jsonl")] == [(0, 0), (2, 2)]
 
 
 @pytest.mark.slow

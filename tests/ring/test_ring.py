@@ -77,7 +77,15 @@ def test_the_run_folder_explains_itself(ppo: Path) -> None:
         assert name in page
     assert list((ppo / "tensorboard").iterdir())
     summary = json.loads((ppo / "summary.json").read_text())
-    assert {"accuracy_before", "accuracy_after", "wall_s", "steps", "log_prob_gap_max"} <= set(summary)
+    assert {
+        "score_before",
+        "score_after",
+        "score_after_stderr",
+        "evaluated_version",
+        "wall_s",
+        "steps",
+        "log_prob_gap_max",
+    } <= set(summary)
 
 
 def test_the_chosen_rank_has_written_a_trace_of_the_chosen_step(ppo: Path) -> None:
@@ -90,7 +98,7 @@ def test_the_chosen_rank_has_written_a_trace_of_the_chosen_step(ppo: Path) -> No
 
 def test_the_exported_model_scores_the_same_in_transformers(ppo: Path) -> None:
     summary = json.loads((ppo / "summary.json").read_text())
-    assert summary["accuracy_transformers"] == summary["accuracy_after"]
+    assert summary["score_transformers"] == summary["score_after"]
 
 
 def test_the_kl_controller_moves_and_statistics_have_the_fields_names(ppo: Path) -> None:
@@ -160,7 +168,7 @@ def test_adapters_are_trained_alone_and_pushed_merged(parts: Path, tmp_path: Pat
     run = tmp_path / "lora"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["pushes"] == summary["pushes_verified"] == 4
-    assert summary["accuracy_transformers"] == summary["accuracy_after"], "hf/ is the merged model"
+    assert summary["score_transformers"] == summary["score_after"], "hf/ is the merged model"
     base = AutoModelForCausalLM.from_pretrained(parts / "model", dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, run / "adapter").merge_and_unload()
     merged = AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32).state_dict()

@@ -65,7 +65,7 @@ def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path
     assert sum(steps(run, "agent/branches").values()) / 3 == pytest.approx(rows)
     assert sum(steps(run, "agent/errors").values()) == sum(steps(run, "agent/timeouts").values()) == 0
     summary = json.loads((run / "summary.json").read_text())
-    assert 0 <= summary["accuracy_after"] <= 2, "the evaluation runs episodes, too"
+    assert 0 <= summary["score_after"] <= 2, "the evaluation runs episodes, too"
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ PROMPT = Prompt("0-7", [5, 6, 9], "x")
 class Result:
     reward: float
     extra: dict[str, float] = field(default_factory=dict)
+    pred: str | None = None
 
 
 async def number_of_tokens(prompt, completions):

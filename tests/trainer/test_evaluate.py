@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, resolved
+from megarl.metrics.audit import Audit
+from megarl.metrics.evaluation import Mean
+from megarl.metrics.jsonl import append_lines
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer import evaluate
-from megarl.trainer.evaluate import Evaluation, look_after
+from megarl.trainer.evaluate import Evaluation, Evaluator, look_after, read_audit
 
-PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [])
+PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"])
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
@@ -94,7 +98,7 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits, looks, how = [], [], {}
-    sample = SimpleNamespace(reward=0.5, prompt=SimpleNamespace(data_source=""))
+    (sample,) = samples("0", 0.5)
     ticket = SimpleNamespace(group=None)
 
     def wait() -> None:
@@ -117,7 +121,8 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     assert evaluate.main(config) == 0
     assert looks == [[A, B]] * 2
     assert how["urgent"], "in a run nothing that is generated ahead may come before it"
-    assert "val/score 0.5000" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "val/score 0.5000" in said and "val-core/sums/reward/mean@1 0.5000" in said and "val/version 0.0000" in said
 
 
 def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_ends() -> None:
@@ -138,13 +143,87 @@ def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_end
         look_after(servers, None)
 
 
-def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> None:
-    def samples(uid: str, *rewards: float) -> list[Sample]:
-        prompt, completion = Prompt(uid, [1], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-        return [Sample.of(prompt, completion, reward) for reward in rewards]
+def samples(uid: str, *rewards: float, version: int = 0) -> list[Sample]:
+    prompt, completion = Prompt(uid, [1], ""), Completion([1], [-1.0], "stop", (VersionSpan(version, 0, 1),))
+    return [Sample.of(prompt, completion, reward) for reward in rewards]
 
+
+def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> None:
     unscored = LostRollout(Prompt("2", [1], ""), "2 of 2 completions could not be scored", unscored=2)
     found = Evaluation([samples("0", 1.0, 0.0), samples("1", 1.0), unscored], n=2)
-    assert found.metrics() == {"val/score": 0.75, "val/unscored": 3.0, "val/lost": 1.0}
+    counted = {"val/unscored": 3.0, "val/lost": 1.0}
+    assert found.metrics() == {"val/score": 0.75, "val/score_stderr": pytest.approx(0.25), **counted}
+    assert found.is_share
     lost = LostRollout(Prompt("3", [1], ""), "no server")
-    assert Evaluation([*found.groups, lost], n=2).metrics() == {"val/score": 0.5, "val/unscored": 3.0, "val/lost": 2.0}
+    more = Evaluation([*found.groups, lost], n=2, sets=["a", "a", "a", "b"])
+    metrics = more.metrics()
+    assert (metrics["val/score"], metrics["val/unscored"], metrics["val/lost"]) == (0.5, 3.0, 2.0)
+    assert metrics["val-core/a/reward/mean@2"] == 0.75 and metrics["val-core/b/reward/mean@2"] == 0.0
+    shaped = Evaluation([samples("0", 0.5), samples("1", 1.0)])
+    assert not shaped.is_share and shaped.accuracy is None, "the mean of such rewards is a score, and no accuracy"
+    right = [[replace(s, reward_extra={"acc": float(s.reward == 1)}) for s in group] for group in shaped.groups]
+    assert Evaluation([*right, lost]).accuracy == Mean.of([0.0, 1.0, 0.0])
+
+
+class Answering:
+    """Collectors whose servers hold a version each; they answer the prompts in turn."""
+
+    def __init__(self, *versions: int) -> None:
+        self.versions, self.asked = list(versions), 0
+
+    def submit(self, prompts: list[Prompt], **_: Any) -> list[Any]:
+        self.asked += len(prompts)
+        return [SimpleNamespace(group=samples(prompt.uid, 1.0, version=self.versions.pop(0))) for prompt in prompts]
+
+    def wait(self) -> None: ...
+
+
+def evaluator_of(*versions: int) -> tuple[Evaluator, Answering]:
+    collectors: Any = Answering(*versions)
+    prompts = [Prompt(str(number), [1], "") for number in range(2)]
+    return Evaluator(collectors, prompts, resolved(Config()), ["sums", "sums"]), collectors
+
+
+def test_an_evaluation_is_of_one_version_and_what_others_wrote_is_asked_again() -> None:
+    evaluator, collectors = evaluator_of(7, 6, 7)
+    evaluator.submit(version=7)
+    assert [evaluator.ready(), evaluator.ready()] == [False, True]
+    found = evaluator.take()
+    assert collectors.asked == 3 and found.version == 7
+    assert {span.version for group in found.groups for sample in group for span in sample.versions} == {7}
+    line = found.line(7)
+    assert (line["step"], line["version"], line["n"]) == (7, 7, 1)
+    assert line["prompts"] == [{"uid": uid, "set": "sums", "reward": [1.0]} for uid in ("0", "1")]
+
+
+def test_servers_that_stay_with_other_weights_end_the_evaluation_with_an_error() -> None:
+    evaluator, _ = evaluator_of(7, 6, 6, 6)
+    evaluator.submit(version=7)
+    assert not evaluator.ready() and not evaluator.ready()
+    with pytest.raises(RuntimeError, match="version 7 got replies that version 6 wrote, 3 times"):
+        evaluator.ready()
+
+
+def test_without_a_version_all_replies_are_of_the_oldest_one() -> None:
+    evaluator, _ = evaluator_of(3, 3)
+    evaluator.submit()
+    assert evaluator.ready() and evaluator.take().version == 3
+
+
+def test_the_audit_of_a_run_that_resumes_is_that_of_its_file(tmp_path: Path) -> None:
+    def evaluation(step: int) -> Evaluation:
+        """The reward of every second prompt is 1 at first, and of all later; the audit stays."""
+        groups: list[Any] = []
+        for number in range(40):
+            (one,) = samples(str(number), 1.0 if step or number % 2 else 0.0)
+            groups.append([replace(one, reward_extra={"audit": float(number % 2)})])
+        return Evaluation(groups, sets=["sums"] * 40, version=step)
+
+    audit, file = Audit(), tmp_path / "evaluations.jsonl"
+    assert read_audit(file) == audit
+    for step in range(3):
+        found = audit.look(evaluation(step).audited())
+        append_lines(file, [evaluation(step).line(step)])
+    assert read_audit(file) == audit
+    assert found["audit/parted"] == 1.0 and found["audit/promised_gain"] == 0.5
+    assert evaluation(2).metrics()["val-aux/sums/audit/mean@1"] == 0.5

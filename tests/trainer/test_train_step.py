@@ -12,6 +12,7 @@ import torch
 
 from megarl.algo.finite import NonFiniteError
 from megarl.data.ledger import Ledger
+from megarl.metrics.jsonl import read_lines
 from megarl.metrics.timer import Timer
 from megarl.processes.signals import Signals
 from megarl.rollout.prefetch import RolloutBatch
@@ -53,8 +54,9 @@ class Waited:
     def __init__(self, found: RolloutBatch | Evaluation) -> None:
         self.found, self.questions = found, 0
 
-    def submit(self) -> None:
-        """The servers write."""
+    def submit(self, version: int) -> None:
+        """The servers write, with weights of this version."""
+        assert version == 3
 
     def ready(self) -> bool:
         self.questions += 1
@@ -72,6 +74,7 @@ class Noted:
     """A server manager and trackers that write down what they are told; pushes succeed."""
 
     shares_gpus = False
+    version = 3
     failed = 0  # of a saver
 
     def __init__(self) -> None:
@@ -159,6 +162,8 @@ def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited
     ]
     assert said.logged == [(3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})]
     assert said.scores == [(3, 0.0)], "by which the best saves are kept"
+    (line,) = read_lines(tmp_path / "evaluations.jsonl")
+    assert (line["step"], line["val/score"], line["prompts"]) == (3, 0.0, [])
 
 
 def test_a_place_is_counted_on_from_the_sequences_before() -> None:
@@ -183,6 +188,27 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True}
     train_step(2, prefetcher, roles, algorithm, said, log, saver, **how)
     assert story == ["servers release", "onload", ("save", 3), "offload", ("push", 3)]
+
+
+def test_an_evaluation_beside_a_step_begins_after_its_rollout_and_ends_before_its_save_and_its_push(
+    tmp_path: Path,
+) -> None:
+    """So a save is never newer than an evaluation that is still to be made, and a push never meets one."""
+    story: list[Any] = []
+    said: Any = Noted()
+    said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
+    prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
+    prefetcher.take = lambda: story.append("take") or prefetcher.found
+    saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
+    beside: Any = SimpleNamespace(
+        has_begun=True, begin=lambda: story.append("begin"), finish=lambda *_: story.append("finish")
+    )
+    algorithm: Any = SimpleNamespace(kl=None)
+    nobody: Any = None
+    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True, "beside": beside}
+    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, saver, **how)
+    assert story == ["take", "begin", "finish", ("save", 4), ("push", 4)]
 
 
 def test_a_checkpoint_holds_the_state_of_the_driver() -> None:

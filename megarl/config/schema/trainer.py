@@ -17,6 +17,15 @@ class Profile:
 
 
 @dataclass
+class Published:
+    """The figures of a published run that this one repeats: its end has a verdict on them."""
+
+    before: float | None = None  # published accuracy of the model that the run begins with, 0 to 1; null = none
+    after: float | None = None  # published accuracy of the trained model, 0 to 1; null = none
+    questions: int | None = None  # questions of these figures; null = as many as this run evaluates
+
+
+@dataclass
 class Trainer:
     project_name: str = "megarl"  # project in the trackers
     experiment_name: str = "run"  # the run's folder inside default_local_dir
@@ -44,6 +53,7 @@ class Trainer:
     term_grace_s: float = 20.0  # after SIGTERM the running iteration may end and be saved within so many seconds
     async_save: bool = True  # checkpoints are copied to host memory and written while the training goes on
     test_freq: int = -1  # iterations between evaluations; -1 = none
+    eval_beside: bool = False  # evaluations go on while the trainer works on the next step; servers have their own GPUs
     val_before_train: bool = True  # evaluate before the first iteration
     resume_mode: str = "auto"  # auto (the newest whole checkpoint of this run) | disable | folder of a checkpoint
     verify_resume: bool = True  # before a resume the SHA-256 of all its files is compared; sizes always are
@@ -64,6 +74,7 @@ class Trainer:
         None  # how often failed ranks are restarted without a new step in between; null = 3 with checkpoints, else 0
     )
     profile: Profile = field(default_factory=Profile)
+    published: Published = field(default_factory=Published)
     check_only: bool = False  # print the layout of all roles and exit
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
     call_timeout_s: float = 600.0  # a call to the ranks may take so long at most; a server may be silent as long

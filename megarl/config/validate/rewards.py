@@ -18,7 +18,13 @@ _ON_RANKS = f"{_ENGINE}={names.MEGATRON}"
 
 
 def names_of(config: Config) -> dict[str, str]:
-    """The rewards of a run, each with the short name under which it is weighted and logged."""
+    """The rewards of a run, each with the short name under which it is weighted and logged; the audit too."""
+    audit = config.reward.audit
+    return trained_names(config) | ({} if audit is None else {audit: audit.rpartition(":")[2]})
+
+
+def trained_names(config: Config) -> dict[str, str]:
+    """Those of `names_of` that are trained."""
     reward = config.reward
     return {fn: fn.rpartition(":")[2] for fn in [*reward.fn, *reward.by_data_source.values()]}
 
@@ -41,14 +47,21 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _no_such(config, "reward.fn", fn)
     for source, fn in reward.by_data_source.items():
         yield from _no_such(config, f"reward.by_data_source.{source}", fn)
+    if reward.audit is not None:
+        yield from _no_such(config, "reward.audit", reward.audit)
+    if reward.audit in trained_names(config):
+        yield f"reward.audit={reward.audit}: expected a reward that is not trained, and reward.fn has this one"
+    if reward.audit == "model" and reward.model.engine == names.MEGATRON:
+        yield f"reward.audit=model: {_ON_RANKS} scores only what is trained; expected {_ENGINE}=server"
     if len(set(reward.fn)) < len(reward.fn):
         yield f"reward.fn={show(reward.fn)}: expected each reward once; reward.weights says how much it counts"
     for (fn, name), (other, its) in combinations(short.items(), 2):
         if its == name:
             yield f"reward.fn: {fn} and {other} are both called {name} in the log; expected functions of two names"
-    unknown = [name for name in reward.weights if name not in short.values()]
+    trained = trained_names(config).values()
+    unknown = [name for name in reward.weights if name not in trained]
     if unknown:
-        yield f"reward.weights.{unknown[0]}: expected one of the rewards {', '.join(short.values())}"
+        yield f"reward.weights.{unknown[0]}: expected one of the rewards {', '.join(trained)}"
 
     if "judge" in short:
         yield from _judge(config)

@@ -58,6 +58,9 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.turn_s is not None and rollout.placement != "shared":
         turns = "servers and trainer take turns only with rollout.placement=shared"
         yield f"rollout.turn_s={rollout.turn_s}: {turns}; expected null, and rollout.ahead for more at a time"
+    if config.trainer.eval_beside and rollout.placement == "shared":
+        why = "with rollout.placement=shared servers sleep while the trainer works"
+        yield f"trainer.eval_beside=true: {why}; expected false"
     if rollout.join is not None:
         yield from _join(config)
     if rollout.urls:

@@ -20,22 +20,30 @@ _NUMBER = re.compile(r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 @register_reward("gsm8k")
 def gsm8k(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the answer is right: the number after the last `####`, else in the last \\boxed{}, else the last one."""
-    text, truth = completion.text, ground_truth_of(prompt)
-    for part in (_after_mark(text), _boxed(text), text):
-        if part is not None:
-            numbers = _NUMBER.findall(part)
-            if numbers:
-                answer = numbers[-1] if part is text else numbers[0]
-                return float(_same(answer, truth))
-    return 0.0
+    truth, answer = ground_truth_of(prompt), final_number(completion.text)
+    return float(answer is not None and _same(answer, truth))
 
 
 @register_reward("gsm8k_strict")
 def gsm8k_strict(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the number after the last `####` is right; an answer without the mark is wrong."""
-    truth = ground_truth_of(prompt)
-    numbers = _NUMBER.findall(_after_mark(completion.text) or "")
-    return float(bool(numbers) and _same(numbers[0], truth))
+    truth, answer = ground_truth_of(prompt), marked_number(completion.text)
+    return float(answer is not None and _same(answer, truth))
+
+
+def final_number(text: str) -> str | None:
+    """The answer that `gsm8k` reads; None for a text without a number."""
+    for part in (_after_mark(text), _boxed(text), text):
+        numbers = _NUMBER.findall(part or "")
+        if numbers:
+            return str(numbers[-1] if part is text else numbers[0])
+    return None
+
+
+def marked_number(text: str) -> str | None:
+    """The answer that `gsm8k_strict` reads; None without one after the mark."""
+    numbers = _NUMBER.findall(_after_mark(text) or "")
+    return str(numbers[0]) if numbers else None
 
 
 def to_decimal(text: str) -> Decimal | None:

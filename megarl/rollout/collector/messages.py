@@ -154,6 +154,7 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
             sample.greedy_reward,
             sample.text,
             sample.truncated,
+            sample.pred,
         )
         for sample in group
     ]

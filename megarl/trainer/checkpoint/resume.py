@@ -45,6 +45,7 @@ _KEYS = (
     "reward.fn",
     "reward.weights",
     "reward.by_data_source",
+    "reward.audit",
     *(f"reward.judge.{name}" for name in ("url", "model", "prompt", "read", "votes", "request")),
     "reward.model.path",
     "reward.model.engine",

@@ -13,7 +13,7 @@ from megarl.data.arithmetic import write_task
 from megarl.data.reversal import join, write_reversals
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import make_rewards
-from megarl.trainer.evaluate import transformers_accuracy
+from megarl.trainer.evaluate import transformers_score
 from megarl.trainer.recipes import quickstart
 from megarl.trainer.recipes.cold_start import cold_start
 
@@ -46,12 +46,12 @@ def prepare(config: Config) -> None:
 
 
 def score(config: Config, name: str) -> float:
-    """The greedy accuracy of a teacher on the run's held-out prompts of its own data sources."""
+    """The mean greedy reward of a teacher on the run's held-out prompts of its own data sources."""
     keys, data = config.teachers[name], config.data
     prompts = read_prompts(config, data.val_files, overlong=data.overlong_prompts).all(data.val_max_samples)
     own = [prompt for prompt in prompts if not keys.data_sources or prompt.data_source in keys.data_sources]
     rewards = make_rewards(config, 1)(num_workers=0)
-    return transformers_accuracy(keys.model.path, own, rewards, max_new_tokens=data.max_response_length)
+    return transformers_score(keys.model.path, own, rewards, max_new_tokens=data.max_response_length)
 
 
 def _prepare_two(config: Config) -> None:

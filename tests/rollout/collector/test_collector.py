@@ -32,6 +32,7 @@ LIMIT_S = 240.0
 class Result:
     reward: float
     extra: dict[str, float] = field(default_factory=dict)
+    pred: str | None = None
 
 
 @dataclass(frozen=True)
