@@ -38,7 +38,7 @@ class Result:
     state: str = NOT_STARTED
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    score_before: float | None = None  # in the place of an accuracy, where rewards are not just 0 and 1
+    score_before: float | None = None  # where rewards are not just 0 and 1
     score_after: float | None = None
     last_score: float | None = None  # mean over the samples of the last iteration
     seconds: float | None = None  # of the run with its earlier starts; if it did not finish, of this start
@@ -124,8 +124,8 @@ def print_table(results: Sequence[Result]) -> None:
     for name in (*keys, "state", "before", "after", "last score", "seconds", "folder"):
         table.add_column(name, overflow="fold", justify="left" if name in (*keys, "state", "folder") else "right")
     for result in results:
-        before = result.accuracy_before if result.score_before is None else result.score_before
-        after = result.accuracy_after if result.score_after is None else result.score_after
+        before = result.score_before if result.accuracy_before is None else result.accuracy_before
+        after = result.score_after if result.accuracy_after is None else result.accuracy_after
         scores = (before, after, result.last_score)
         numbers = ["" if score is None else f"{score:.3f}" for score in scores]
         seconds = "" if result.seconds is None else f"{result.seconds:.0f}"
