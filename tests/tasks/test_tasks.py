@@ -48,7 +48,7 @@ REFERENCE: dict[str, Callable[[str], str]] = {
 }
 MISTAKES = {
     "addition": [("347+8=", "355", "345"), ("342+6=", "348", "348"), ("195+5=", "200", "190")],
-    "counting": [("b:abbcab=", "3", "2"), ("a:abcabc=", "2", "1")],
+    "counting": [("b:abbcaba=", "3", "2"), ("a:abcabca=", "3", "2")],
     "sorting": [("52841=", "12458", "24581"), ("3120=", "0123", "1230")],
     "spell_backward": [("melon=", "nolem", "nelom"), ("bada=", "adab", "aadb")],
 }
