@@ -38,10 +38,10 @@ class Result:
     state: str = NOT_STARTED
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    score_before: float | None = None  # where rewards are not just 0 and 1
-    score_after: float | None = None
     last_score: float | None = None  # mean over the samples of the last iteration
     seconds: float | None = None  # of the run with its earlier starts; if it did not finish, of this start
+    score_before: float | None = None  # where rewards are not just 0 and 1
+    score_after: float | None = None
 
 
 def main(runs: Sequence[SweptRun]) -> int:
