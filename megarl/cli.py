@@ -134,6 +134,7 @@ REQUESTS = {
     "watch": watch_request,
 }
 
+CHECK = Command("megarl.trainer.check", "main", "`trainer.check_only`: plug-ins, data, rewards and models")
 EXPLAIN = Command("megarl.doctor.explain", "main", "`megarl doctor --run`: why a run stopped")
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
@@ -227,9 +228,9 @@ def _run(name: str, words: list[str]) -> int:
             return _work_of(EXPLAIN)(asked)
         return _work_of(COMMANDS[name])(asked, _configured(name, settings))
     config = _configured(name, words)
-    if name == "train" and config.trainer.check_only:  # needs no other machine, and neither torch nor Megatron
+    if name == "train" and config.trainer.check_only:  # needs no other machine, and no GPU
         report(config)
-        return 0
+        return _work_of(CHECK)(config)
     if name in OVER_NODES:
         config = placed(config, os.environ)
         name = "node" if config.trainer.node_rank else name

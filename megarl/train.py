@@ -39,6 +39,7 @@ from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks
 from megarl.trainer.beside import Beside
+from megarl.trainer.build import make_mini_model
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
@@ -360,7 +361,8 @@ def due(step: int, every: int) -> bool:
 
 
 def prepare(config: Config) -> None:
-    """Call prepare(config) of trainer.prepare, if it is set and a folder of the policy or of a teacher is missing."""
+    """Make the model of a very small preset, and call prepare(config) of trainer.prepare, if a folder is missing."""
+    make_mini_model(config)
     place, paths = config.trainer.prepare, [config.model.path, *(keys.model.path for keys in config.teachers.values())]
     if place and not all((Path(path) / "config.json").exists() for path in paths):
         user_function(f"trainer.prepare={place}", f"{place}:prepare")(config)

@@ -64,7 +64,7 @@ def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
 def test_check_only_prints_the_layout_and_starts_nothing(train, capsys):
     assert call("train", "recipe=grpo_qwen2_5_72b_8x8h100", "trainer.check_only=true") == 0
     assert "actor" in capsys.readouterr().out
-    assert train.config is None
+    assert train.config.trainer.check_only, "of the work that looks at data, rewards and models"
 
 
 def test_a_users_mistake_found_later_is_told_in_the_same_way(train, capsys):

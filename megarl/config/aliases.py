@@ -97,7 +97,6 @@ REFUSED = {
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
 } | {
     "rollout.min_p": "only rollout.top_p and rollout.top_k narrow what is drawn",
-    "sft.val_files": "supervised training evaluates nothing: `megarl evaluate` scores the folder that it writes",
 }
 
 

@@ -303,9 +303,14 @@ TABLE = (
         lambda c: c.rollout.val_kwargs.temperature == 0,
     ),
     UnusedKeys(
-        "data.val_max_samples trainer.test_freq trainer.eval_beside trainer.val_before_train rollout.val_kwargs.*",
+        "data.val_max_samples trainer.eval_beside rollout.val_kwargs.*",
         "data.val_files is empty, so nothing is evaluated",
         lambda c: not c.data.val_files,
+    ),
+    UnusedKeys(
+        "trainer.test_freq trainer.val_before_train",
+        "there are no val_files, so nothing is evaluated",
+        lambda c: not (c.data.val_files or c.sft.val_files),  # of which a command reads one
     ),
     UnusedKeys("reward.judge.*", "no reward is called judge", lambda c: "judge" not in names_of(c)),
     UnusedKeys("reward.model.*", "no reward is called model", lambda c: "model" not in names_of(c)),
@@ -383,9 +388,8 @@ UNREAD = {
         "algorithm.* critic.* ref.* teachers.* distill.* rollout.* reward.* agent.* actor.ppo_mini_batch_size "
         "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
-        "data.val_max_samples trainer.test_freq trainer.eval_beside trainer.val_before_train trainer.keep_best "
-        "trainer.critic_warmup trainer.prepare trainer.check_export trainer.published.* trainer.total_epochs "
-        "trainer.check_only trainer.token_samples"
+        "data.val_max_samples trainer.eval_beside trainer.keep_best trainer.critic_warmup trainer.prepare "
+        "trainer.check_export trainer.published.* trainer.total_epochs trainer.check_only trainer.token_samples"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "

@@ -82,6 +82,11 @@ class Prompts:
         return len(self._rows)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(ids) for ids in self._token_ids)
+
+    @property
     def data_sources(self) -> frozenset[str]:
         """Those of all rows; "" for rows without one."""
         return frozenset(question.data_source for question in self._questions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,15 @@ class SftExamples:
         """The next `count` examples, without end; column response_mask is 1 on the response and its last token."""
         rows = [self._visits.at(number)[1] for number in range(self._next, self._next + count)]
         self._next += count
+        return self._batch(rows)
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """Each example once, in the order of the files, at most `size` at a time."""
+        for first in range(0, len(self), size):
+            yield self._batch(range(first, min(first + size, len(self))))
+
+    def _batch(self, rows: Sequence[int]) -> Batch:
+        count = len(rows)
         lengths = np.array([len(self._sequences[row]) for row in rows])
         prompt_lengths = np.array([self._prompt_lengths[row] for row in rows])
         parts = np.stack([prompt_lengths, lengths - prompt_lengths], axis=1)  # [B, 2]

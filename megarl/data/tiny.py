@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,27 @@ def write_tiny_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    return _write(folder, config, tokenizer, seed=seed, dtype=dtype, family=family)
+
+
+def write_random_model(folder: str | Path, config: Mapping[str, Any], *, seed: int = 0) -> Path:
+    """Write random float32 weights of the model with this config.json, and a tokenizer of characters.
+
+    Raises ValueError for an unknown `model_type`, and for fewer tokens than the tokenizer has.
+    """
+    tokenizer, family = tiny_tokenizer(), config["model_type"]
+    if family not in FAMILIES or config["vocab_size"] < len(tokenizer):
+        wanted = f"expected one of {', '.join(FAMILIES)} and at least {len(tokenizer)} tokens"
+        raise ValueError(f"model_type={family} with vocab_size={config['vocab_size']}: {wanted}")
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    made = FAMILIES[family][0](**{key: value for key, value in config.items() if key != "model_type"} | ids)
+    return _write(Path(folder), made, tokenizer, seed=seed, dtype="float32", family=family)
+
+
+def _write(
+    folder: Path, config: Any, tokenizer: PreTrainedTokenizerFast, *, seed: int, dtype: str, family: str
+) -> Path:
+    """The folder, written atomically."""
     with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

@@ -27,7 +27,7 @@ class Panel:
 
 PANELS: tuple[Panel, ...] = (
     Panel("Score on held-out prompts and training score", ("val/score", "critic/score/mean")),
-    Panel("Supervised loss", ("sft/loss",)),
+    Panel("Supervised loss", ("sft/loss", "val/loss")),
     Panel("Policy loss", ("actor/pg_loss",)),
     Panel("Distance of the policy", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),
     Panel("Divergence from the teachers", ("distill/divergence", "distill/*/divergence")),

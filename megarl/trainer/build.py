@@ -20,9 +20,11 @@ from megarl.config.validate.models import config_of_folder, model_numbers, more_
 from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
+from megarl.data.tiny import write_random_model
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.megatron_fields import OVERRIDES
+from megarl.metrics.console import warn
 from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers, make_trackers
 from megarl.processes.presence import wait_for
@@ -37,6 +39,9 @@ from megarl.servers.server_process import HERE, Machines
 from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
 
+MINI_PLACE = "runs/models/"  # where presets of such models look for them
+MINI_SIZE = 512  # hidden size and vocabulary of a model that is made on the spot, at most
+
 
 def model_folder(path: str, key: str = "model.path") -> str:
     """A folder as it is; for a hub name the folder of its snapshot, which is downloaded if it is not cached.
@@ -45,11 +50,35 @@ def model_folder(path: str, key: str = "model.path") -> str:
     """
     if Path(path).is_dir():
         return path
+    if path.count("/") > 1 or path.startswith((".", "~")):  # no name of a hub, which it would be asked for in vain
+        raise ValueError(f"{key}={path}: no such folder; expected a folder with a config.json, or a hub name")
     try:
         return _downloaded(path)
     except Exception as error:  # no network, unknown name, no access: the hub raises a different exception for each
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{key}={path}: neither a folder nor a name that the hub gives ({reason})") from error
+
+
+def cached_folder(path: str) -> str | None:
+    """A folder as it is, for a hub name that of a snapshot that was downloaded before; None for anything else."""
+    if Path(path).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(path, local_files_only=True))
+    except (OSError, ValueError):  # never downloaded, or no name of a hub
+        return None
+
+
+def make_mini_model(config: Config) -> None:
+    """Write the folder of a very small preset, such as model=qwen3_mini, if it is not there: nobody published one."""
+    path, numbers = config.model.path, dict(config.model.config)
+    sizes = [numbers.get(name, MINI_SIZE + 1) for name in ("hidden_size", "vocab_size")]
+    if Path(path).exists() or max(sizes) > MINI_SIZE or not path.startswith(MINI_PLACE):
+        return
+    write_random_model(path, numbers, seed=config.trainer.seed)
+    warn(f"model.path={path}: this model of random weights was made now; `megarl sft` teaches it a task's form")
 
 
 def _downloaded(name: str) -> str:

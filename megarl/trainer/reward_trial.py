@@ -72,6 +72,11 @@ class RewardTrial:
             self._process.wait()
             self._pipe.close()
 
+    @property
+    def is_tried(self) -> bool:
+        """Whether there are rewards to try."""
+        return self._process is not None
+
     def check(self, rows: Sequence[Row]) -> None:
         """Call the rewards of each row with its ground truth as the answer.
 

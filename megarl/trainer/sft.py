@@ -6,6 +6,7 @@ The loss is REINFORCE with an advantage of 1 on every response token: -log p, av
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from megarl.durable_files import write_text
 from megarl.group import Group, RankError
 from megarl.machines import NodeLost
 from megarl.metrics.console import warn
-from megarl.metrics.plots import learning_curve
+from megarl.metrics.plots import Series, learning_curve, read_series
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.status import end_noted
@@ -32,7 +33,14 @@ from megarl.report.page import reported
 from megarl.roles.handles import Actor, Packing, Update
 from megarl.sample import Batch
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
-from megarl.trainer.build import engine_settings, make_group, model_folder, optim_settings, start_trackers
+from megarl.trainer.build import (
+    engine_settings,
+    make_group,
+    make_mini_model,
+    model_folder,
+    optim_settings,
+    start_trackers,
+)
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, find, restore, save_before
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, require_state
@@ -43,6 +51,9 @@ from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.owner import owned
 from megarl.trainer.profile import check_profile, profiled
 
+VAL_LOSS = "val/loss"
+AVERAGED = 5  # losses of steps, whose batches differ
+LEARNT = 0.05  # a loss below it
 METRICS = {"sft/loss": "actor/pg_loss", "sft/grad_norm": "actor/grad_norm", "sft/lr": "actor/lr"}
 
 
@@ -59,7 +70,9 @@ def sft(config: Config) -> dict[str, Any]:
 def _sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     with Signals(trainer.term_grace_s) as signals:
-        examples = _examples(config)
+        make_mini_model(config)
+        examples = _examples(config, config.sft.train_files)
+        held_out = _examples(config, config.sft.val_files) if config.sft.val_files else None
         num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
         if num_steps < 1:
             raise ValueError(
@@ -67,12 +80,36 @@ def _sft(config: Config) -> dict[str, Any]:
                 "epochs; use a smaller batch or more epochs"
             )
         with watched(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
-            summary = _trained(config, examples, num_steps, signals, infrastructure)
+            summary = _trained(config, examples, held_out, num_steps, signals, infrastructure)
     metrics = trainer.run_dir / "metrics.jsonl"
     if metrics.exists():
         learning_curve(metrics, trainer.run_dir / "learning_curve.png", title=trainer.experiment_name)
+        if sentence := hardly_moved(read_series(metrics), config.actor.optim.lr):
+            warn(sentence)
     write_summary(trainer.run_dir / "summary.json", summary)
     return summary
+
+
+def hardly_moved(series: Series, lr: float) -> str:
+    """A sentence if the loss of a training of ten steps or more has not fallen by 2 %; "" otherwise.
+
+    That of the held-out examples counts, if there is one; else the mean of the last five steps, against the first five.
+    A loss that is near 0 from the start has nothing left to learn.
+    """
+    _, losses = series.get("sft/loss", ([], []))
+    _, held_out = series.get(VAL_LOSS, ([], []))
+    if len(losses) < 2 * AVERAGED:
+        return ""
+    before, after = sum(losses[:AVERAGED]) / AVERAGED, sum(losses[-AVERAGED:]) / AVERAGED
+    name, ends = "sft/loss", (before, after)
+    if len(held_out) > 1:
+        name, ends = VAL_LOSS, (held_out[0], held_out[-1])
+    if ends[0] < LEARNT or ends[1] < 0.98 * ends[0]:
+        return ""
+    return (
+        f"{name} was {ends[0]:.4f} at first and is {ends[1]:.4f} now: the model has learnt nothing of these examples; "
+        f"try a larger actor.optim.lr (it was {lr:g}), more sft.epochs, or look whether the responses fit the prompts"
+    )
 
 
 @dataclass
@@ -89,7 +126,12 @@ class Progress:
 
 
 def _trained(
-    config: Config, examples: SftExamples, num_steps: int, signals: Signals, infrastructure: Infrastructure
+    config: Config,
+    examples: SftExamples,
+    held_out: SftExamples | None,
+    num_steps: int,
+    signals: Signals,
+    infrastructure: Infrastructure,
 ) -> dict[str, Any]:
     """The summary of the training, which begins at the newest save that is whole."""
     trainer, first_examples = config.trainer, examples.state_dict()
@@ -98,7 +140,7 @@ def _trained(
         examples.load_state_dict(first_examples)
         progress = Progress(resumed)
         try:
-            return _train(config, examples, num_steps, progress, signals, infrastructure)
+            return _train(config, examples, held_out, num_steps, progress, signals, infrastructure)
         except (RankError, NodeLost) as error:
             if signals.ends:
                 raise
@@ -112,6 +154,7 @@ def _trained(
 def _train(
     config: Config,
     examples: SftExamples,
+    held_out: SftExamples | None,
     num_steps: int,
     progress: Progress,
     signals: Signals,
@@ -149,6 +192,16 @@ def _train(
             bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
             watch({"actor": actor}, bad_numbers, config, resumed)
             timer, signals.is_patient = Timer(on_stage=trackers.stage), True
+
+            def evaluate(step: int) -> None:
+                if held_out is not None:
+                    trackers.stage("evaluate")
+                    state["val_loss"] = loss_of(actor, held_out, config.sft.batch_size)
+                    trackers.log(step, {VAL_LOSS: state["val_loss"]})
+                    timer.start()
+
+            if first_step == 0 and config.trainer.val_before_train:
+                evaluate(0)
             for step in range(first_step, num_steps):
                 bad_numbers.begin(step + 1)
                 try:
@@ -167,6 +220,8 @@ def _train(
                         saver.start(step + 1)
                     saver.describe(state | {"examples": examples.state_dict(), "wall_s": time.monotonic() - began})
                 saver.poll()
+                if not ends and (step + 1 == num_steps or due(step + 1, config.trainer.test_freq)):
+                    evaluate(step + 1)
                 if ends:
                     saver.finish()
                     signals.end(saved(step + 1, saver.last or resumed))
@@ -175,7 +230,24 @@ def _train(
             actor.export(folder / "hf")
     finally:
         trackers.close()
-    return {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
+    summary = {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
+    return summary | ({"val_loss": state.get("val_loss")} if held_out is not None else {})
+
+
+@torch.inference_mode()
+def loss_of(actor: Actor, examples: SftExamples, batch_size: int) -> float:
+    """-log p of a response token, averaged over all response tokens of the examples."""
+    total, count = 0.0, 0.0
+    for batch in examples.batches(batch_size):
+        mask = batch.columns["response_mask"]
+        total -= float((actor.log_probs(batch) * mask).sum())
+        count += float(mask.sum())
+    return total / count
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something is done after this step, counted from 1; `every` below 1: never."""
+    return every > 0 and step % every == 0
 
 
 def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer: Timer) -> dict[str, float]:
@@ -187,9 +259,9 @@ def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer
     return metrics | timer.finish(num_tokens=batch.num_tokens)
 
 
-def _examples(config: Config) -> SftExamples:
+def _examples(config: Config, files: Sequence[str]) -> SftExamples:
     return SftExamples(
-        config.sft.train_files,
+        files,
         load_tokenizer(model_folder(config.model.tokenizer_path)),
         prompt_key=config.sft.prompt_key,
         response_key=config.sft.response_key,

@@ -224,7 +224,7 @@ def test_names_of_ones_own_add_to_a_files_and_an_empty_set_clears_them(tmp_path)
 
 
 def test_a_single_file_or_name_stands_for_a_list_of_one():
-    config = load("trainer.logger=console", "data.val_files=b.jsonl")
+    config = load("trainer.logger=console", "data.val_files=[b.jsonl]")
     assert (config.trainer.logger, config.data.val_files) == (["console"], ["b.jsonl"])
 
 

@@ -223,8 +223,8 @@ def test_what_has_an_effect_on_teachers_alone_is_read() -> None:
 
 
 def test_other_commands_do_not_read_teachers() -> None:
-    assert "`megarl evaluate` does not read it" in refusal(MATH, "data.val_files=b.jsonl", command="evaluate")
-    assert "`megarl sft` does not read it" in refusal(MATH, "sft.train_files=c.jsonl", command="sft")
+    assert "`megarl evaluate` does not read it" in refusal(MATH, "data.val_files=[b.jsonl]", command="evaluate")
+    assert "`megarl sft` does not read it" in refusal(MATH, "sft.train_files=[c.jsonl]", command="sft")
 
 
 def test_teachers_alone_need_neither_critic_nor_groups() -> None:

@@ -68,7 +68,7 @@ def test_the_reference_run_composes_as_the_recipe_that_carries_it():
     text = (DOCUMENTS / "reference_run.sh").read_text().replace("\\\n", " ").replace("\n", " ")
     words = shlex.split(text)[2:]  # after `bash run_gemma.sh`
     assert len(words) == 9
-    typed, warnings = load_config(["data.train_files=a.jsonl", *words])
+    typed, warnings = load_config(["data.train_files=[a.jsonl]", *words])
     assert [warning.partition(":")[0] for warning in warnings] == [
         "verl's defaults for what the command does not set",
         "actor.strategy=fsdp, critic.strategy=fsdp",

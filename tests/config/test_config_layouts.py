@@ -200,13 +200,13 @@ def test_a_role_that_is_not_there_is_not_asked() -> None:
     load(*ON_8, DENSE, "algorithm.adv_estimator=grpo", *words("tp=4"))
     with pytest.raises(ConfigError, match="does not divide"):
         load_config([*BASE, *ON_8, DENSE, *words("tp=8", "critic")])
-    load_config(["sft.train_files=a", "model.path=m", DENSE, "trainer.n_gpus_per_node=4"], command="sft")
+    load_config(["sft.train_files=[a]", "model.path=m", DENSE, "trainer.n_gpus_per_node=4"], command="sft")
 
 
 def test_sft_asks_for_a_batch_that_feeds_every_replica() -> None:
     with pytest.raises(ConfigError, match=r"^sft.batch_size=2: 2 sequences cannot keep 4 data-parallel ranks"):
         load_config(
-            ["sft.train_files=a", "model.path=m", "trainer.n_gpus_per_node=4", "sft.batch_size=2"], command="sft"
+            ["sft.train_files=[a]", "model.path=m", "trainer.n_gpus_per_node=4", "sft.batch_size=2"], command="sft"
         )
 
 
@@ -350,7 +350,7 @@ def test_a_reward_model_on_ranks_is_laid_out_by_ref_and_must_fit_there(tmp_path)
 
 def test_an_evaluation_without_the_reward_model_on_ranks_is_announced(tmp_path):
     words = ("reward.fn=[exact,model]", f"reward.model.path={tmp_path}", "reward.model.engine=megatron")
-    _, warnings = load_config([*BASE, *words, "data.val_files=b.jsonl"])
+    _, warnings = load_config([*BASE, *words, "data.val_files=[b.jsonl]"])
     assert warnings == ["reward.model.engine=megatron: it scores what is trained on only, so val/score leaves it out"]
-    told = refusal(*words, "data.val_files=b.jsonl", command="evaluate")
+    told = refusal(*words, "data.val_files=[b.jsonl]", command="evaluate")
     assert told.startswith("reward.model.engine=megatron: `megarl evaluate` has no ranks")

@@ -26,7 +26,7 @@ def test_the_folder_counts_and_else_what_the_configuration_says(tmp_path: Path) 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, command: str) -> None:
     there = folder(tmp_path / "m", **{RANDOM_WEIGHTS: True})
-    words = (f"model.path={there}", "data.val_files=b.jsonl", "rollout.engine=sglang")
+    words = (f"model.path={there}", "data.val_files=[b.jsonl]", "rollout.engine=sglang")
     assert refusal(*words, command=command) == (
         f"model.path={there}: its weights are random, for benchmarks/bench_ring.py only; expected a model"
     )
@@ -43,7 +43,7 @@ def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, com
 )
 def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str, object], found: str) -> None:
     there = folder(tmp_path / "m", **numbers)
-    files = {"train": (), "evaluate": ("data.val_files=b.jsonl",), "sft": ("sft.train_files=c.jsonl",)}
+    files = {"train": (), "evaluate": ("data.val_files=[b.jsonl]",), "sft": ("sft.train_files=[c.jsonl]",)}
     for command, words in files.items():
         said = refusal(f"model.path={there}", *words, command=command)
         assert said.startswith(f"model.path={there}: its config.json {found}")
@@ -52,11 +52,11 @@ def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str,
 
 def test_a_model_that_megatron_cannot_compute_is_refused_before_the_start_but_can_be_evaluated(tmp_path: Path) -> None:
     there = folder(tmp_path / "m", model_type="qwen3_next")
-    for command, words in (("train", ()), ("sft", ("sft.train_files=c.jsonl",))):
+    for command, words in (("train", ()), ("sft", ("sft.train_files=[c.jsonl]",))):
         said = refusal(f"model.path={there}", *words, command=command)
         assert said.startswith(f"model.path={there}: it is of model_type qwen3_next, and Megatron-Core 0.16.1 has its ")
         assert said.endswith("0.18.0 is the first with them")
-    load(f"model.path={there}", "data.val_files=b.jsonl", "rollout.engine=sglang", command="evaluate")
+    load(f"model.path={there}", "data.val_files=[b.jsonl]", "rollout.engine=sglang", command="evaluate")
 
 
 def test_another_path_is_another_model(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_the_longest_sequence_must_be_known_to_every_model(tmp_path: Path) -> No
     short = folder(tmp_path / "m", max_position_embeddings=1000)
     assert f"critic.model.path={short} knows 1000 positions" in refusal(f"critic.model.path={short}")
     assert "sft.max_length=3000: model.path=m knows 2048" in refusal(
-        "sft.train_files=a", DENSE, "sft.max_length=3000", command="sft"
+        "sft.train_files=[a]", DENSE, "sft.max_length=3000", command="sft"
     )
     assert "response_length=2049" in refusal(
-        "data.val_files=a", DENSE, "data.max_response_length=1025", command="evaluate"
+        "data.val_files=[a]", DENSE, "data.max_response_length=1025", command="evaluate"
     )
 
 

@@ -394,7 +394,7 @@ def test_what_is_allowed_but_hardly_meant_is_warned_about():
         ("actor.optim.beta1=0.9 actor.optim.name=sgd", "actor.optim.name=sgd has no moments"),
         ("actor.optim.min_lr=0", "actor.optim.lr_decay_style=constant never decays"),
         ("rollout.val_kwargs.top_p=0.9 data.val_files=b", "rollout.val_kwargs.temperature=0 is greedy"),
-        ("trainer.test_freq=5", "data.val_files is empty, so nothing is evaluated"),
+        ("trainer.test_freq=5", "there are no val_files, so nothing is evaluated"),
         ("data.seed=5 data.shuffle=false", "data.shuffle=false"),
         ("trainer.total_epochs=2 trainer.total_training_steps=5", "trainer.total_training_steps=5 decides"),
         ("trainer.node_rank=0", "trainer.nnodes=1"),
@@ -416,7 +416,7 @@ def test_every_row_of_the_table_of_inert_keys_names_keys_that_exist():
 
 def test_the_commands_refuse_what_they_do_not_read():
     sft = ("sft.train_files=a", "model.path=m")
-    for typed in ("algorithm.lam=0.9", "data.train_files=a.jsonl", "rollout.n=2", "trainer.test_freq=5"):
+    for typed in ("algorithm.lam=0.9", "data.train_files=a.jsonl", "rollout.n=2", "trainer.keep_best=2"):
         with pytest.raises(ConfigError, match=f"{typed}.*: has no effect, because `megarl sft` does not read it"):
             load_config([*sft, typed], command="sft")
     asks = ["model.path=m", "data.val_files=a", "reward.fn=mine"]

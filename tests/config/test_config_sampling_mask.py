@@ -61,7 +61,7 @@ def test_what_servers_would_add_to_every_request_is_refused(narrowed: list[str])
 
 
 def test_evaluations_are_sampled_as_they_like() -> None:
-    load(SGLANG, "data.val_files=v.jsonl", "rollout.val_kwargs.top_p=0.7", "rollout.val_kwargs.temperature=1.0")
+    load(SGLANG, "data.val_files=[v.jsonl]", "rollout.val_kwargs.top_p=0.7", "rollout.val_kwargs.temperature=1.0")
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])

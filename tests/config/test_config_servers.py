@@ -156,7 +156,7 @@ def test_quantization_has_a_key_of_its_own() -> None:
 
 
 def test_quantized_servers_are_advised_to_be_corrected_for() -> None:
-    words = ["model.path=x", "data.train_files=y", *SGLANG, *FP8, f"{DENSE[:-1]},model_type:qwen3}}"]
+    words = ["model.path=x", "data.train_files=[y]", *SGLANG, *FP8, f"{DENSE[:-1]},model_type:qwen3}}"]
     advice = "rollout.quantization=fp8: log-probs of the quantized servers differ from the trainer's"
     assert any(advice in said for said in load_config(words)[1])
     corrected = load_config([*words, "algorithm.rollout_correction.level=token"])[1]
@@ -236,7 +236,7 @@ def test_servers_apart_stand_behind_the_trainer_or_knowingly_beside_it() -> None
 
 
 def test_an_evaluation_has_all_gpus_for_its_servers() -> None:
-    alone = ("rollout.engine=sglang", "data.val_files=a", "rollout.placement=shared")
+    alone = ("rollout.engine=sglang", "data.val_files=[a]", "rollout.placement=shared")
     config = load(*alone, "rollout.num_servers=8", command="evaluate")
     assert [gpu for _, gpu in placements(config, trains=False)] == list(range(8))
     wide = load(*alone, "trainer.nnodes=4", "trainer.n_gpus_per_node=8", f"{TP}=16", "rollout.num_servers=2",

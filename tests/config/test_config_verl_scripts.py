@@ -108,7 +108,7 @@ def test_models_that_score_adapters_and_learning_rates_mean_the_same() -> None:
 
 
 def test_verls_defaults_are_told_and_belong_to_verls_commands_only() -> None:
-    words = ["data.train_files=a.jsonl", "trainer.n_gpus_per_node=2"]
+    words = ["data.train_files=[a.jsonl]", "trainer.n_gpus_per_node=2"]
     own, _ = load_config([*words, "model.path=m", "actor_rollout_ref.actor.clip_ratio=0.1"])
     assert (own.rollout.placement, own.model.dtype, own.trainer.total_epochs) == ("separate", "float32", 1)
     theirs, lines = load_config([*words, "actor_rollout_ref.model.path=m"])

@@ -52,3 +52,12 @@ def test_long_and_empty_examples(tmp_path, tokenizer):
     empty = write(tmp_path / "b.jsonl", [{"prompt": "", "response": "1"}])
     with pytest.raises(ValueError, match="b.jsonl:1: the prompt is empty"):
         SftExamples(empty, tokenizer, max_length=8)
+
+
+def test_batches_have_each_example_once_in_the_order_of_the_file(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"{i}=", "response": f"{i}"} for i in range(5)])
+    examples = SftExamples(path, tokenizer, max_length=9, seed=2)
+    batches = list(examples.batches(2))
+    assert [batch.num_sequences for batch in batches] == [2, 2, 1]
+    assert [tokenizer.decode(batch.tokens.tolist())[:1] for batch in batches] == ["0", "2", "4"]
+    assert examples.state_dict()["next"] == 0, "the training goes on where it was"

@@ -11,7 +11,7 @@ from megarl import algo, rewards
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.keys import leaf_types
 
-BASE = ("data.train_files=a.jsonl", "model.path=m")  # what no run can do without
+BASE = ("data.train_files=[a.jsonl]", "model.path=m")  # what no run can do without
 # A model of 12 layers, 8 heads over 4 of keys and values, with room for 2048 tokens; and one with 8 experts.
 DENSE = (
     "model.config={num_hidden_layers:12,num_attention_heads:8,num_key_value_heads:4,hidden_size:64,"

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ring_cases import lines, make_parts, steps
 from saved_runs import save, saver_of
 from strikes import start, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import main
 
@@ -19,6 +21,8 @@ pytestmark = pytest.mark.dist
 def words_of(parts: Path, runs: Path, name: str) -> list[str]:
     return [
         f"sft.train_files=[{parts}/examples.jsonl]",
+        f"sft.val_files=[{parts}/held_out.jsonl]",
+        "trainer.test_freq=2",
         *("sft.batch_size=8", "sft.max_length=24", "trainer.total_training_steps=5"),  # the epoch has three
         f"model.path={parts}/model",
         "actor.megatron.tensor_model_parallel_size=2",
@@ -34,7 +38,23 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_parts(tmp_path_factory.mktemp("parts"))
     rows = [{"prompt": f"{a}+{a + 1}=", "response": str(2 * a + 1)} for a in range(10, 34)]
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": f"{a}+{a}=", "response": str(2 * a)} for a in (10, 31, 32)]
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@torch.inference_mode()
+def plain_loss(folder: Path, rows: list[dict[str, str]]) -> float:
+    """-log p of the answers and their ends by transformers, one example at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    losses: list[float] = []
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id]
+        log_probs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        losses += [-float(log_probs[len(prompt) - 1 + at, token]) for at, token in enumerate(answer)]
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.slow
@@ -57,9 +77,15 @@ def test_a_stage_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Pa
     assert json.loads(file.read_text()) == [], "all strikes fell"
     assert log.read_text().count("the ranks are started again (1 of 3 without a new step)") == 2
     whole, struck = tmp_path / "whole", tmp_path / "struck"
-    for metric in ("sft/loss", "sft/grad_norm", "sft/lr"):
+    held_out = [json.loads(line) for line in (parts / "held_out.jsonl").read_text().splitlines()]
+    evaluated = steps(whole, "val/loss")
+    assert sorted(evaluated) == [0, 2, 4, 5]
+    assert evaluated[0] == pytest.approx(plain_loss(parts / "model", held_out), rel=1e-5)
+    assert evaluated[5] == pytest.approx(plain_loss(whole / "hf", held_out), rel=1e-5)
+    assert json.loads((whole / "summary.json").read_text())["val_loss"] == evaluated[5]
+    for metric in ("sft/loss", "sft/grad_norm", "sft/lr", "val/loss"):
         assert steps(struck, metric) == steps(whole, metric)
-    assert len(lines(struck / "metrics.jsonl")) == 5
+    assert len([row for row in lines(struck / "metrics.jsonl") if "sft/loss" in row]) == 5
     assert weights(struck) == weights(whole)
     saved = sorted(folder.name for folder in (struck / "checkpoints").glob("step_*"))
     assert saved == [f"step_{step:08d}" for step in (1, 2, 3, 4, 5)], "by SIGUSR1 after step 1, by SIGTERM after 3"

@@ -79,6 +79,7 @@ class Reward:
 @dataclass
 class Sft:
     train_files: list[str] = field(default_factory=list)  # JSONL files with prompts and the responses to imitate
+    val_files: list[str] = field(default_factory=list)  # the same, held out: their loss is evaluated; empty = none
     prompt_key: str = "prompt"  # field of a row: not part of the loss
     response_key: str = "response"  # field of a row: trained on
     epochs: int = 1  # passes over the files

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 @dataclass
 class Optim:
     name: str = "adamw"  # adamw | sgd | muon (matrices; adamw for the rest)
-    lr: float = 1e-6  # peak learning rate
+    lr: float = 1e-6  # peak learning rate; of `megarl sft`, if it is not set: 0.05 / hidden_size
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # adamw, muon: decay of adamw's two moments
     eps: float = 1e-8  # adamw, muon: added to the square root of the second moment
     weight_decay: float = 0.01  # decoupled, per unit of learning rate

@@ -1,0 +1,122 @@
+"""`trainer.check_only`: looks at plug-ins, data, rewards and models before a run, and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from os.path import expanduser
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.config import Config, ConfigError, used_roles
+from megarl.config.validate.models import group_of, with_own_models
+from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import Prompts, Row
+from megarl.plugins import load_plugins
+from megarl.trainer.algorithm import make_algorithm
+from megarl.trainer.build import cached_folder, read_prompts
+from megarl.trainer.collectors import check_agents, check_rewards
+from megarl.trainer.reward_trial import RewardTrial
+from megarl.trainer.teachers import check_taught
+from megarl.weights.hf.folder import INDEX, SINGLE, open_hf
+
+
+class Faults:
+    """One sentence for each thing that would stop the run."""
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """A ValueError raised inside is collected, and the code after the block goes on."""
+        try:
+            yield
+        except ValueError as error:
+            self.sentences += error.sentences if isinstance(error, ConfigError) else [str(error)]
+
+
+def main(config: Config) -> int:
+    """Print what was looked at.  Raises ConfigError with a sentence for each fault.
+
+    Of a run whose data and models are all on another machine only plug-ins and rewards are looked at.
+    """
+    faults, console = Faults(), Console(soft_wrap=True)
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False)
+
+    with faults.collect():
+        load_plugins(config.algorithm.plugins)
+        with faults.collect():
+            check_rewards(config)
+        with faults.collect():
+            make_algorithm(config)
+    files = [*config.data.train_files, *config.data.val_files]
+    folders = {role: cached_folder(_path(config, role)) for role in with_own_models(config, _roles(config))}
+    if not any(folders.values()) and not any(Path(expanduser(file)).exists() for file in files):
+        say("data and models of this run are not on this machine: they were not looked at")
+    else:
+        for role, folder in folders.items():
+            with faults.collect():
+                say(_model(config, role, folder))
+        with faults.collect():
+            for line in _data(config, folders["actor"]):
+                say(line)
+    if faults.sentences:
+        raise ConfigError(*dict.fromkeys(faults.sentences))
+    say("nothing was found that would stop this run")
+    return 0
+
+
+def _path(config: Config, role: str) -> str:
+    return str((config.model if role == "actor" else config.role(role).model).path)
+
+
+def _roles(config: Config) -> tuple[str, ...]:
+    return tuple(used_roles(config, "train"))
+
+
+def _model(config: Config, role: str, folder: str | None) -> str:
+    """A line on a role's model.  Raises ValueError for weights that are not whole."""
+    path = _path(config, role)
+    if folder is None:
+        made = " (trainer.prepare makes it)" if config.trainer.prepare else ""
+        return f"{group_of(role)}.path={path}: not on this machine{made}, so it was not looked at"
+    if folder != path and not any((Path(folder) / name).exists() for name in (SINGLE, INDEX)):
+        return f"{group_of(role)}.path={path}: its weights are downloaded when the run starts"
+    with open_hf(folder) as found:
+        return f"{group_of(role)}.path={path}: {len(found.shapes):,} tensors"
+
+
+def _data(config: Config, folder: str | None) -> Iterator[str]:
+    """Lines on prompts and rewards.  Raises ValueError for a tokenizer, a row or a reward that stops a run."""
+    tokenizer = cached_folder(config.model.tokenizer_path)
+    if tokenizer is None or folder is None:
+        yield "without tokenizer and model no prompt was read"
+        return
+    here = deepcopy(config)
+    here.model.path, here.model.tokenizer_path = folder, tokenizer
+    load_tokenizer(tokenizer)
+    if reason := check_agents(here):
+        yield f"warning: {reason}"
+    rows: list[Row] = []
+    with RewardTrial(here) as trial:
+        for name, files in (("train", here.data.train_files), ("val", here.data.val_files)):
+            if files:
+                found = read_prompts(here, files, overlong=here.data.overlong_prompts)
+                if name == "train":
+                    check_taught(here, found.data_sources)
+                rows += found.some(here.reward.try_rows)
+                yield _prompts(f"data.{name}_files", files, found)
+        trial.check(rows)
+    if trial.is_tried:
+        yield f"rewards: tried on {len(rows)} rows"
+
+
+def _prompts(key: str, files: Sequence[str], found: Prompts) -> str:
+    more = f", {found.num_filtered:,} are too long and left out" if found.num_filtered else ""
+    more += f", {found.num_cut:,} are too long and cut" if found.num_cut else ""
+    return f"{key}=[{', '.join(files)}]: {len(found):,} prompts of up to {found.longest:,} tokens{more}"

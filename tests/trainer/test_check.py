@@ -1,0 +1,59 @@
+"""`trainer.check_only` says everything that would stop a run, at once, and starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ring_cases import make_parts, settings
+
+from megarl.cli import main
+
+CHECK = "trainer.check_only=true"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_parts(tmp_path_factory.mktemp("parts"))
+
+
+def test_what_was_looked_at_is_told_and_nothing_is_written(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *settings(parts, tmp_path, "fine", CHECK)]) == 0
+    told = capsys.readouterr().out
+    assert f"model.path={parts}/model: " in told
+    assert f"data.val_files=[{parts}/data/test.jsonl]: 20 prompts of up to 6 tokens" in told
+    assert "rewards: tried on 8 rows" in told
+    assert told.endswith("nothing was found that would stop this run\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_reward_is_tried(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, completion):\n    raise KeyError('no such unit')\n")
+    words = ["algorithm.adv_estimator=grpo", f"reward.fn={tmp_path}/mine.py:score", CHECK]
+    assert main(["train", *settings(parts, tmp_path, "raises", *words)]) == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert told.startswith(f"error: reward.fn={tmp_path}/mine.py:score: tried on {parts}/data/train.jsonl:1 with the ")
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = make_parts(tmp_path / "parts")
+    (broken / "model" / "model.safetensors").unlink()
+    (broken / "data" / "test.jsonl").write_text('{"question": 3}\n')
+    (broken / "loss.py").write_text("import no_such_module\n")
+    words = [f"algorithm.plugins=[{broken}/loss.py]", CHECK]
+    assert main(["train", *settings(broken, tmp_path, "broken", *words)]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert told[0].startswith(f"error: algorithm.plugins has '{broken}/loss.py', whose imports fail: No module named")
+    assert told[1].startswith(f"error: {broken}/model holds neither model.safetensors nor ")
+    assert told[2].startswith(f"error: {broken}/data/test.jsonl:1: no prompt; expected the key 'prompt'")
+    assert len(told) == 3
+
+
+def test_a_run_that_belongs_to_another_machine_is_laid_out_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "model=qwen2_5_7b", "layout=8x80", "data.train_files=[my_data.jsonl]", CHECK]) == 0
+    assert "data and models of this run are not on this machine: they were not looked at" in capsys.readouterr().out
