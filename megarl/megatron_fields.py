@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TRANSFORMER, WRAPPER = "override_transformer_config", "override_ddp_config"
-OVERRIDES = (TRANSFORMER, WRAPPER)
+OPTIMIZER = "override_optimizer_config"
+OVERRIDES = (TRANSFORMER, WRAPPER)  # of a role's layout; that of the optimizer is in its group of keys
 
 # Megatron's class -> its file; the fields of a base class count as its own.
 _CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -22,11 +23,15 @@ _CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
         ("TransformerConfig", "core/transformer/transformer_config.py"),
         ("ModelParallelConfig", "core/model_parallel_config.py"),
     ),
+    OPTIMIZER: (("OptimizerConfig", "core/optimizer/optimizer_config.py"),),
     WRAPPER: (("DistributedDataParallelConfig", "core/distributed/distributed_data_parallel_config.py"),),
 }
 _MODEL = "the model's config.json sets it"
 _PACKED = "packed rows of different lengths, and a loss per token, need the value that it has"
 _FUSED = "it is on wherever this machine has the kernel; only false can be set"
+_OPTIM = "expected {role}.optim"
+_DECOUPLED = "the gradient norm and the clipping read gradients in float32, where Megatron sums them"
+_UNUSED = "it would change nothing here"
 _GROUP = "expected {role}.megatron.{field}"
 
 
@@ -74,6 +79,27 @@ OWN: dict[str, dict[str, str]] = {
             "moe_pad_expert_input_to_capacity moe_expert_capacity_factor cp_comm_type",
             _PACKED,
         )
+    ),
+    OPTIMIZER: (
+        _each("optimizer lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps sgd_momentum", _OPTIM)
+        | _each("decoupled_lr decoupled_min_lr decoupled_weight_decay apply_wd_to_qk_layernorm", _OPTIM)
+        | _each(
+            "muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps "
+            "muon_tp_mode muon_extra_scale_factor",
+            "expected {role}.optim.name=muon, which has an implementation of its own",
+        )
+        | _each("clip_grad", "expected {role}.max_grad_norm")
+        | _each("use_distributed_optimizer overlap_param_gather", _GROUP)
+        | _each("bf16 fp16 params_dtype", "expected model.dtype")
+        | _each("fp8_recipe reuse_grad_buf_for_mxfp8_param_ag", "weights are trained in bfloat16 or float32")
+        | _each("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis", "only fp16 scales a loss")
+        | _each(
+            "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype exp_avg_dtype "
+            "exp_avg_sq_dtype",
+            _DECOUPLED,
+        )
+        | _each("overlap_param_gather_with_optimizer_step", "expected {role}.megatron.overlap_param_gather")
+        | _each("log_num_zeros_in_grad barrier_with_L1_time timers config_logger_dir", _UNUSED)
     ),
     WRAPPER: (
         _each("use_distributed_optimizer overlap_grad_reduce overlap_param_gather", _GROUP)

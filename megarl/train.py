@@ -104,7 +104,9 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     assert run.saver is not None, "the run has started"
     saver = run.saver
     totals = Totals(began, run.resumed_from.state["totals"] if run.resumed_from else {})
-    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks, run.timeline, run.token_log, run.audit)
+    files: dict[str, Any] = {"timeline": run.timeline, "tokens": run.token_log}
+    about: dict[str, Any] = {"audit": run.audit, "of_step": run.step_metrics}
+    log = RunLog(run.timer, run.trackers, totals, run.dir, trainer.num_ranks, **files, **about)
     times = SaveTimes(trainer, signals, first_step=run.first_step, num_steps=run.num_steps)
     signals.is_patient = True
     push(run.first_step, servers, totals)
@@ -241,6 +243,7 @@ def train_step(
         metrics |= servers.metrics(report) | {"checkpoint/failed": float(saver.failed)}
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=log.num_devices)
+    metrics |= log.of_step(step + 1, batch, metrics) if log.of_step else {}
     waited = metrics["timing_s/gen"] + metrics.get("timing_s/drain", 0.0)
     metrics["rollout/idle_share"] = waited / metrics["timing_s/step"]
     with timer("log"):

@@ -6,19 +6,23 @@ import pytest
 import torch
 from config_helpers import load, refusal
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import FAMILIES, tiny_model
 
 from megarl.layout import Layout
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.model import transformer_config
+from megarl.mcore.training.cpu_adam import check_cpu_adam
 from megarl.mcore.training.execution import ExecutionOptions
-from megarl.megatron_fields import FUSIONS, OVERRIDES, OWN, TRANSFORMER, WRAPPER, fault, fields
+from megarl.mcore.training.optimizer import OptimSettings
+from megarl.megatron_fields import FUSIONS, OPTIMIZER, OWN, TRANSFORMER, WRAPPER, fault, fields
+from megarl.trainer.build import optim_settings
 
-CLASSES = {TRANSFORMER: TransformerConfig, WRAPPER: DistributedDataParallelConfig}
+CLASSES = {TRANSFORMER: TransformerConfig, WRAPPER: DistributedDataParallelConfig, OPTIMIZER: OptimizerConfig}
 
 
-@pytest.mark.parametrize("group", OVERRIDES)
+@pytest.mark.parametrize("group", CLASSES)
 def test_the_fields_that_are_read_from_source_are_those_of_the_class(group: str) -> None:
     there = {field.name for field in dataclass_fields(CLASSES[group])}
     assert there <= fields(group).keys()
@@ -76,3 +80,49 @@ def test_other_roles_have_the_actors_fields_unless_they_have_their_own() -> None
 def test_a_fusion_can_be_switched_off_only() -> None:
     assert fault(TRANSFORMER, "apply_rope_fusion", False, "actor") == ""
     assert "wherever" in fault(TRANSFORMER, "apply_rope_fusion", True, "actor")
+
+
+ON_HOST = f"actor.optim.{OPTIMIZER}={{optimizer_cpu_offload:true,optimizer_offload_fraction:1.0}}"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("optimizer_cpu_ofload=true", "OptimizerConfig has no such field; did you mean optimizer_cpu_offload"),
+        ("pin_cpu_grads=3", "expected true or false"),
+        ("lr=0.1", "expected actor.optim"),
+        ("clip_grad=0.5", "expected actor.max_grad_norm"),
+        ("store_param_remainders=true", "the gradient norm and the clipping read gradients in float32"),
+        ("timers=x", "it would change nothing here"),
+    ],
+)
+def test_a_field_of_the_optimizer_that_cannot_be_set_is_refused_with_what_sets_it(word: str, told: str) -> None:
+    said = refusal(f"actor.optim.{OPTIMIZER}.{word}")
+    assert said.startswith(f"actor.optim.{OPTIMIZER}.{word}: ") and told in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("trainer.device=cpu", "needs a GPU's streams, and trainer.device=cpu has none"),
+        ("actor.optim.name=sgd", "expected actor.optim.name=adamw, it is sgd"),
+        (f"actor.optim.{OPTIMIZER}.optimizer_offload_fraction=0.5", "optimizer_offload_fraction=0.5: expected 1.0"),
+    ],
+)
+def test_what_megatrons_optimizer_on_the_host_needs_is_said(words: str, told: str) -> None:
+    assert told in refusal(ON_HOST, words)
+
+
+def test_megatrons_optimizer_on_the_host_is_refused_without_a_gpu_and_its_fields_are_handed_on() -> None:
+    """It asks for a stream of the GPU when it is made, so that it cannot even be made here."""
+    config = load(ON_HOST, f"actor.optim.{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true")
+    settings = OptimSettings(**optim_settings(config.actor, 10))
+    given = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
+    assert settings.override == given
+    built = OptimizerConfig(optimizer="adam", lr=settings.lr, **settings.override)
+    assert (built.optimizer_cpu_offload, built.optimizer_offload_fraction) == (True, 1.0)
+    assert config.critic.optim.override_optimizer_config == {}, "the critic's optimizer is its own"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU's streams, and there is no GPU"):
+            check_cpu_adam(settings.override, name="adamw", is_wrapped=True)
+    check_cpu_adam({}, name="muon", is_wrapped=False)

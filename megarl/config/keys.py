@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.config.schema import Config
-from megarl.megatron_fields import OVERRIDES
+from megarl.megatron_fields import OPTIMIZER, OVERRIDES
 
 _TYPE_NAMES = {
     int: "an integer",
@@ -25,6 +25,7 @@ FREE = (
     *("model.config", "critic.model.config", "ref.model.config"),
     *("reward.judge.request", "data.apply_chat_template_kwargs", "teachers.NAME.model.config"),
     *(f"{role}.megatron.{group}" for role in ("actor", "critic", "ref", "teachers.NAME") for group in OVERRIDES),
+    *(f"{role}.optim.{OPTIMIZER}" for role in ("actor", "critic")),
 )
 NAME = "NAME"  # stands for any name in a key of a mapping whose entries are groups of keys, such as teachers.NAME.coef
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}

@@ -28,6 +28,7 @@ class Role:
     overlap_grad_reduce: bool = False
     param_offload: bool = False  # weights and gradients are offloaded to host memory
     optimizer_offload: bool = False
+    optimizer_on_host: bool = False  # moments are there always, and adam runs there
     lora_rank: int = 0  # above 0 only adapters are trained
     local: bool = False  # layers without Transformer-Engine
     lora_targets: tuple[str, ...] = (ALL,)
@@ -82,6 +83,7 @@ class Job:
     overlap_grad_reduce: bool = True
     param_offload: bool = False
     optimizer_offload: bool = False
+    optimizer_on_host: bool = False
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = (ALL,)
     local: bool = False
@@ -129,7 +131,7 @@ class Job:
         return Role(
             "actor", self.hf, self.layout, self.num_ranks, self.first_rank, self.max_tokens, self.log_prob_tokens,
             self.recompute, self.optimizer, self.dtype, self.fsdp, self.overlap_grad_reduce, self.param_offload,
-            self.optimizer_offload, self.lora_rank, self.local, self.lora_targets,
+            self.optimizer_offload, self.optimizer_on_host, self.lora_rank, self.local, self.lora_targets,
         )  # fmt: skip
 
     @property

@@ -217,7 +217,7 @@ function tiles() {
   if (steps !== undefined) tile("Steps", short(steps), `of ${short(data.status.total_steps)}, ${duration(data.seconds)}`);
   middle("Time of a step", "timing_s/step", " s");
   middle("Tokens per second and device", "perf/throughput", "");
-  middle("Model FLOPs utilization", "perf/mfu", "");
+  middle("Model FLOPs utilization", "perf/mfu/actor", "");
   const gap = curveOf("rollout_corr/log_prob_gap_max")?.y.filter((value) => value !== null) ?? [];
   if (gap.length) tile("Largest log-prob gap", short(gap.reduce((a, b) => Math.max(a, b))), "server to trainer");
   change("Response length, tokens", "response_length/mean");

@@ -205,9 +205,19 @@ class Worker:
             )
             # Not finite on one rank is not finite on all, so all of them are here.
             where = [] if math.isfinite(step.grad_norm) else gather_json(first_bad_gradient(role.model))
-        plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in step.stats.items()}
+        plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in step.stats.items()} | self._peaks()
         numbers = {"stats": plain, "grad_norm": step.grad_norm, "lr": step.lr, "loss": step.loss}
         return numbers | {"made": step.made, "bad": step.bad and step.bad.details, "where": where}, {}
+
+    def _peaks(self) -> dict[str, list[Any]]:
+        """The largest GPU memory of this process since its start, in GiB, as statistics."""
+        if self.device.type != "cuda":
+            return {}
+        found = {
+            "allocated": torch.cuda.max_memory_allocated(self.device),
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+        }
+        return {f"perf/max_memory_{name}_gb": ["max", size / 1024**3, 1.0] for name, size in found.items()}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
         """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: of its first tokens only."""

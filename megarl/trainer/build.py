@@ -213,6 +213,7 @@ def optim_settings(role: Any, total_steps: int) -> dict[str, Any]:
         "decay_style": optim.lr_decay_style,
         "decay_steps": optim.lr_decay_steps or total_steps,
         "min_lr": optim.min_lr,
+        "override": dict(optim.override_optimizer_config),
     }
 
 

@@ -77,6 +77,7 @@ from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
 from megarl.trainer.servers.pushes import canary, canary_tokens, keeps_kv, push_settings
 from megarl.trainer.servers.server_manager import Push, ServerManager
+from megarl.trainer.step_metrics import StepMetrics
 from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
 
@@ -99,6 +100,7 @@ class Run:
     timeline: Timeline
     audit: Audit
     token_log: TokenLog | None
+    step_metrics: StepMetrics
     trackers: Trackers
     bad_numbers: BadNumbers
     saver: Saver | None = None  # set when there are roles to save
@@ -267,6 +269,9 @@ class Run:
         for group in self._groups.values():
             group.start()
             group.expect(predicted_s(config, group.device_name))
+        trained = {"actor": config.actor} | ({"critic": config.critic} if self.algorithm.critic else {})
+        names = {role: self._group_of(node).device_name for role, node in trained.items()}
+        self.step_metrics = StepMetrics(config, len(self.prompts), names)
         check_profile(config.trainer.profile, self.num_steps, self.groups)
         if lost := lost_at_an_end(config, self._group_of(config.actor).device_name, self.num_steps):
             warn(lost)

@@ -12,6 +12,7 @@ from megarl.metrics.timeline import Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers import Trackers
+from megarl.trainer.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RunLog:
     timeline: Timeline | None = None  # timeline.jsonl: stages and calls to ranks
     tokens: TokenLog | None = None  # tokens.jsonl: some of these completions token by token
     audit: Audit = field(default_factory=Audit)  # of reward.audit, over all evaluations
+    of_step: StepMetrics | None = None  # further numbers of a step, under verl's names
 
 
 class Totals:

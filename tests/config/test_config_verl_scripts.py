@@ -8,7 +8,7 @@ from config_helpers import refusal
 from verl_words import PROPERTY, SCRIPTS, paste, says_what_happens_instead, words_of
 
 from megarl.config import load_config
-from megarl.config.keys import is_reference
+from megarl.config.keys import FREE, is_reference
 from megarl.config.validate.values import value_of
 
 NINE_OF_TEN = 0.9
@@ -33,13 +33,15 @@ def test_nine_of_ten_words_are_taken_and_none_is_ignored(
     instead = [word for word in noted if says_what_happens_instead(word)]
     record_property(PROPERTY, (script, len(accepted), len(noted) - len(instead), len(instead), len(refused)))
     assert len(accepted) + len(noted) - len(instead) >= NINE_OF_TEN * len(words), [*instead, *refused]
-    given: dict[str, list[object]] = {}  # two words may set one key: what is filtered out is not cut
+    given: dict[tuple[str, object], list[object]] = {}  # two words may set one key: what is filtered out is not cut
     for word, settings in accepted.items():
         assert settings, f"{word} is taken, but sets nothing"
         for setting in settings:
-            given.setdefault(setting.key, []).append(setting.value)
-    for key, values in given.items():
-        assert value_of(config, key) in values or None in values or any(map(is_reference, values)), key
+            field = setting.place if setting.key in FREE else None
+            given.setdefault((setting.key, field), []).append(setting.value)
+    for (key, field), values in given.items():
+        found = value_of(config, key) if field is None else value_of(config, key)[field]
+        assert found in values or None in values or any(map(is_reference, values)), key
     for word, line in noted.items():
         assert len(line.partition(": ")[2]) > 10 or " has no " in line, word
     for word, sentence in refused.items():

@@ -30,7 +30,7 @@ class Pasted(NamedTuple):
 # Keys of which the line says that something else happens; the other lines say that it is so in any case, that the rest
 # of the command leaves the key without an effect, or that only the time changes.
 INSTEAD = (
-    *("rollout.name", "rollout.log_prob_*", "*.override_optimizer_config.*", "async_training.staleness_threshold"),
+    *("rollout.name", "rollout.log_prob_*", "async_training.staleness_threshold"),
     *("data.gen_batch_size", "algorithm.filter_groups.metric", "reward_model.micro_batch_size_per_gpu"),
     *("rollout.agent.num_workers", "trainer.log_val_generations", "model.enable_activation_offload"),
     "critic.forward_*",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -17,6 +18,14 @@ class Optim:
     lr_decay_style: str = "constant"  # constant | linear | cosine, after the warm-up
     lr_decay_steps: int | None = None  # steps until min_lr, warm-up included; null = the whole run
     min_lr: float = 0.0  # learning rate at the end of the decay
+    override_optimizer_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of Megatron's OptimizerConfig: {optimizer_cpu_offload:true,optimizer_offload_fraction:1.0}: on the host
+
+    @property
+    def on_host(self) -> bool:
+        """Whether adam runs on the host, where its moments are."""
+        return bool(self.override_optimizer_config.get("optimizer_cpu_offload"))
 
 
 @dataclass

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.megatron_fields import OVERRIDES, fault
+from megarl.megatron_fields import OPTIMIZER, OVERRIDES, fault
+
+FLAG, SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
 
 
 def invalid_overrides(config: Config, role: str) -> Iterator[str]:
@@ -18,3 +20,24 @@ def invalid_overrides(config: Config, role: str) -> Iterator[str]:
         for field, value in given.items():
             if why := fault(group, field, value, role):
                 yield f"{role}.megatron.{group}.{field}={show(value)}: {why}"
+    if role in ("actor", "critic"):
+        yield from _of_optimizer(config, role)
+
+
+def _of_optimizer(config: Config, role: str) -> Iterator[str]:
+    node = config.role(role)
+    given, place = node.optim.override_optimizer_config, f"{role}.optim.{OPTIMIZER}"
+    wrong = [(name, value, why) for name, value in given.items() if (why := fault(OPTIMIZER, name, value, role))]
+    yield from (f"{place}.{name}={show(value)}: {why}" for name, value, why in wrong)
+    if wrong or not node.optim.on_host:
+        return
+    key = f"{place}.{FLAG}=true"
+    if config.trainer.device == "cpu":
+        yield f"{key}: Megatron's HybridDeviceOptimizer needs a GPU's streams, and trainer.device=cpu has none"
+    if node.optim.name != "adamw":
+        yield f"{key}: expected {role}.optim.name=adamw, it is {node.optim.name}"
+    if node.strategy != "megatron":
+        yield f"{key}: expected {role}.strategy=megatron, it is {node.strategy}"
+    if given.get(SHARE) != 1:
+        share = show(given.get(SHARE, 0.0))
+        yield f"{place}.{SHARE}={share}: expected 1.0: the whole state is on the host, or with {FLAG}=false none"

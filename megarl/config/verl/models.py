@@ -8,9 +8,6 @@ from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, noth
 
 DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
 FUSED = "Megatron's fused kernels are used wherever this machine has them"
-_CPU_ADAM = (
-    "{role}.megatron.optimizer_offload=true: the state is in host memory between updates, and Adam runs on the GPU"
-)
 
 
 def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
@@ -62,11 +59,6 @@ def _checkpointing(key: str, value: Any, command: Command) -> Taken:  # noqa: AR
     group = "critic.megatron" if key.startswith("critic.") else "actor.megatron"
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return Taken(tuple((f"{group}.{name}", choice if value else None) for name, choice in full.items()))
-
-
-def _cpu_adam(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    role = key.partition(".")[0]
-    return Taken(((f"{role}.megatron.optimizer_offload", bool(value)),), _CPU_ADAM.format(role=role) if value else "")
 
 
 def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
@@ -131,9 +123,6 @@ RULES: dict[str, Rule] = {
     "*.optim.num_cycles": harmless(0.5, why="cosine is half a period", otherwise="expected 0.5"),
     "*.optim.optimizer": named("{role}.optim.name", {"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"}),
     "*.optim.optimizer_impl": harmless("torch.optim", why="Megatron's optimizer", otherwise="expected torch.optim"),
-    "*.optim.override_optimizer_config.optimizer_cpu_offload": _cpu_adam,
-    "*.optim.override_optimizer_config.optimizer_offload_fraction": nothing("the whole state, with optimizer_offload"),
-    "*.optim.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d": nothing("changes time only"),
     "*.optim.override_optimizer_config.use_precision_aware_optimizer": nothing(
         "master weights and moments are float32, as its defaults are"
     ),

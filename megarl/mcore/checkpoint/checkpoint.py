@@ -56,11 +56,13 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
         return
     if not optimizer.step_index:
         optimizer.inner.reload_model_params()  # the float32 master weights of bf16 weights
+        optimizer.weights_were_read()
         return
     optimizer.make_state()
     if isinstance(optimizer.inner, FsdpOptimizer):
         optimizer.inner.copy_weights()
     reader.fill(held_optimizer(optimizer, model, own=False))
+    optimizer.weights_were_read()
 
 
 def adapters_in(folder: Path) -> dict[str, Any] | None:

@@ -126,7 +126,8 @@ def _state_of(optimizer: Optimizer) -> Iterator[Any]:
         for group in part.optimizer.param_groups:
             for param in group["params"]:
                 yield param
-                yield from (x for x in part.optimizer.state[param].values() if isinstance(x, Tensor))
+                state = (x for x in part.optimizer.state[param].values() if isinstance(x, Tensor))
+                yield from (x for x in state if x.device == param.device)  # an optimizer on the host has them there
 
 
 def _distinct(tensors: Iterable[Any], seen: set[int]) -> Iterator[torch.UntypedStorage]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from megarl.layout import Layout
 from megarl.mcore.models.layers import check_trainable
 from megarl.mcore.models.low_rank import sum_expert_gradients
 from megarl.mcore.models.model import Model, unwrap
+from megarl.mcore.training.cpu_adam import check_cpu_adam, make_host_state, refresh_copies
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.gradient_check import uncounted_included
 from megarl.mcore.training.muon import Muon, muon_matrices
@@ -40,6 +42,7 @@ class OptimSettings:
     decay_style: str = "constant"  # constant | linear | cosine
     decay_steps: int = 1  # the step at which min_lr is reached
     min_lr: float = 0.0
+    override: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's OptimizerConfig
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
@@ -157,6 +160,8 @@ class Optimizer:
         chunks: list[Any] = list(model)
         config, wrapper = chunks[0].config, chunks[0].ddp_config
         _check_optimizer(settings.name, wrapper, has_adapters=_has_adapters(model))
+        is_wrapped = isinstance(chunks[0], DistributedDataParallel)
+        check_cpu_adam(settings.override, name=settings.name, is_wrapped=is_wrapped)
         self.inner: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam" if settings.name == "adamw" else "sgd",  # for muon only its groups are used
@@ -172,6 +177,7 @@ class Optimizer:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=wrapper.use_distributed_optimizer,
                 overlap_param_gather=wrapper.overlap_param_gather,
+                **settings.override,
             ),
             chunks,
             use_gloo_process_groups=False,
@@ -235,6 +241,9 @@ class Optimizer:
             if part.is_stub_optimizer:
                 continue
             inner = part.optimizer
+            if isinstance(inner, HybridDeviceOptimizer):
+                make_host_state(inner, self.step_index)
+                continue
             if part.init_state_fn is not None:
                 part.init_state_fn(inner)
             for group in inner.param_groups:
@@ -242,6 +251,10 @@ class Optimizer:
                     group["step"] = self.step_index
                 for param in group["params"] if isinstance(inner, torch.optim.Adam) else ():
                     inner.state[param]["step"] = torch.tensor(float(self.step_index))
+
+    def weights_were_read(self) -> None:
+        """To be called after weights were read into the parameters, and master weights into theirs."""
+        refresh_copies(self.parts)
 
     @property
     def lr(self) -> float:
@@ -287,8 +300,8 @@ def _distributed_runs(part: Any) -> Iterator[tuple[nn.Parameter, int, int, dict[
 
 
 def _large(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Without step counters."""
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    """Without step counters, and without the host's copy of the parameter itself."""
+    return {n: x for n, x in state.items() if isinstance(x, Tensor) and x.ndim and n != "master_param"}
 
 
 def _momentum_buffers(optimizer: torch.optim.Optimizer, _: Any = None) -> None:

@@ -78,7 +78,8 @@ def with_adapters(memory: Memory, role: Role, stage: int) -> Memory:
     own = trained(role, stage)
     width = 4 if role.dtype == "float32" else 2
     learnt = part_of(own, role.layout, role.num_ranks) if role.layout.use_distributed_optimizer else own.total
-    moments = 4 * MOMENTS[role.optimizer or "adamw"] + (0 if role.dtype == "float32" else 4)
+    of_adam = 0 if role.optimizer_on_host else 4 * MOMENTS[role.optimizer or "adamw"]
+    moments = of_adam + (0 if role.dtype == "float32" else 4)
     return memory._replace(
         weights=memory.weights + width * own.total, gradients=4 * own.total, optimizer=moments * learnt
     )

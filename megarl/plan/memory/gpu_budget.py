@@ -70,6 +70,7 @@ def work_of(role: Role) -> Work:
         dtype=role.dtype,
         optimizer=role.optimizer,
         fsdp=role.fsdp,
+        on_host=role.optimizer_on_host,
         local=role.local,
     )
 

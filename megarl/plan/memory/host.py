@@ -5,6 +5,8 @@ Not counted: Python's processes, servers (but for routing replay), rewards, and 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.layout import Layout
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import routes, support, taught
@@ -42,6 +44,9 @@ def _of_machine(job: Job, role: Role) -> GpuBudget:
         memory = fullest(other)
         weights += ranks * memory.weights * (other.param_offload or job.shared)
         optimizer += ranks * memory.optimizer * (other.optimizer_offload or job.shared)
+        if other.optimizer_on_host:  # the moments, and as much again: a copy of the weights, and their gradients
+            on_gpu = fullest(replace(other, optimizer_on_host=False)).optimizer
+            optimizer += ranks * 2 * (on_gpu - memory.optimizer)
         if other.optimizer and job.async_save:
             copies += saved_bytes(other) * ranks // other.num_ranks
         if other.name == "actor":

@@ -6,7 +6,8 @@ are between 5 % below and 21 % above the prediction (plan_*, rows of kind memory
     weights       2 bytes per parameter (4 in float32)
     gradients     4 bytes per parameter
     optimizer     a float32 copy of the weights, and adamw's two moments: 12 bytes per parameter (8 in float32, except
-                  with fsdp), divided by the data- and context-parallel ranks if use_distributed_optimizer is set
+                  with fsdp; with adam on the host the copy alone), divided by the data- and context-parallel ranks if
+                  use_distributed_optimizer is set
     gathered      strategy fsdp divides all three in the same way, except for what is unsharded at a time: weights of
                   two layers and of everything outside layers (embedding, norm, head), and float32 gradients of one of
                   these
@@ -76,6 +77,7 @@ class Work:
     dtype: str = "bfloat16"
     optimizer: str | None = "adamw"  # None: a reference, which is not trained
     fsdp: bool = False  # strategy=fsdp: each data-parallel rank keeps a shard of everything
+    on_host: bool = False  # moments are in host memory, where adam runs; master weights of bfloat16 stay on the GPU
     local: bool = False  # layers without Transformer-Engine, which keep more activations than its fused layers
 
 
@@ -90,7 +92,7 @@ def of_stage_bytes(hf: HFConfig, layout: Layout, stage: int, work: Work, role: s
     if work.optimizer is None:
         return Memory(weights, 0, 0, activations, gathered)
     copy = 0 if work.dtype == "float32" and not work.fsdp else 4
-    moments = 4 * MOMENTS[work.optimizer] + copy
+    moments = (0 if work.on_host else 4 * MOMENTS[work.optimizer]) + copy
     learnt = part if layout.use_distributed_optimizer else held
     return Memory(weights, 4 * held, moments * learnt, activations, gathered)
 

@@ -125,4 +125,6 @@ def _optimizer(machine: Machine) -> float:
     is_shared = role.layout.use_distributed_optimizer or role.fsdp
     learnt = part_of(parameters, role.layout, role.num_ranks) if is_shared else parameters.total
     each = 4 + 2 * 4 * (MOMENTS[role.optimizer or "adamw"] + 1) + machine.width
+    if role.optimizer_on_host:  # gradients go there and weights come back; its memory is taken to be as fast: a guess
+        return learnt * (each + 4 + 4) / job.gpu.host_bandwidth
     return learnt * each / (job.gpu.memory_bandwidth * constants.memory)

@@ -47,6 +47,17 @@ def test_every_role_that_is_offloaded_counts_on_each_rank():
     assert host_budget(replace(beside, gpus_per_node=4))["total"] == max(both.values())
 
 
+def test_adam_on_the_host_has_its_moments_a_copy_and_gradients_there():
+    own = job(num_ranks=4, shared=False)
+    there = replace(own, optimizer_on_host=True)
+    learnt = fullest(own.actor).optimizer // 12  # a float32 copy and two moments of each parameter
+    assert fullest(there.actor).optimizer == 4 * learnt, "the copy stays on the GPU"
+    assert host_budget(there) == {"optimizer": 4 * 16 * learnt, "total": 4 * 16 * learnt}
+    assert saved_bytes(there.actor) == saved_bytes(own.actor)
+    taught = replace(own, lora_rank=8), replace(there, lora_rank=8)
+    assert fullest(taught[0].actor).optimizer == 3 * fullest(taught[1].actor).optimizer
+
+
 def test_a_save_needs_no_gradients_and_gathers_only_with_fsdp():
     own = job(param_offload=True, optimizer_offload=True)
     found = gpu_budgets(own)["save"]

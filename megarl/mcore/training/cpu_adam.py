@@ -1,0 +1,49 @@
+"""Megarl's part in Megatron's HybridDeviceOptimizer, which keeps moments on the host and updates weights there.
+
+`optim.override_optimizer_config={optimizer_cpu_offload:true,optimizer_offload_fraction:1.0}`.  Each parameter that it
+trains has a copy on the host with the moments; a step brings the gradient there and the new values back.  It needs
+streams of a GPU, so this file was only read against Megatron-Core 0.16.1's source, and never ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
+
+FLAG, SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
+
+
+def check_cpu_adam(fields: Mapping[str, Any], *, name: str, is_wrapped: bool) -> None:
+    """Raises ValueError for an optimizer on the host that cannot be made.  `is_wrapped`: by Megatron's DDP."""
+    if not fields.get(FLAG):
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(f"{FLAG}=true: Megatron's HybridDeviceOptimizer needs a GPU's streams, and there is no GPU")
+    if name != "adamw" or not is_wrapped:
+        raise ValueError(f"{FLAG}=true: expected optim.name=adamw and strategy=megatron")
+
+
+def host_copies(part: Any) -> dict[Tensor, Tensor]:
+    """The parameters that a part of Megatron's optimizer trains on the host -> their copies there."""
+    inner = part.optimizer  # None: the rank has nothing to train
+    return dict(inner.gpu_params_map_cpu_copy) if isinstance(inner, HybridDeviceOptimizer) else {}
+
+
+def refresh_copies(parts: list[Any]) -> None:
+    """Copy the parameters to the host, after a checkpoint or a model's folder was read into them."""
+    for part in parts:
+        for param, copy in host_copies(part).items():
+            copy.data.copy_(param.detach())
+
+
+def make_host_state(inner: HybridDeviceOptimizer, step: int) -> None:
+    """Zero moments of all copies, as after `step` steps; Megatron's own way makes a step with random gradients."""
+    for optimizer in inner.cpu_optimizers:
+        for copy in (copy for group in optimizer.param_groups for copy in group["params"]):
+            zeros = {name: torch.zeros_like(copy) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[copy] = {"step": torch.tensor(float(step)), **zeros}
+    inner._sync_sub_optimizers_state_to_hdo()
