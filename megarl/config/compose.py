@@ -59,8 +59,11 @@ def load_config(
     if choose_engine is not None and config.rollout.engine == AUTO:
         config.rollout.engine = choose_engine(config)
 
+    given = {setting.key for layer in layers for setting in layer.settings}
+    if "trainer.recipe" not in given:  # the configuration of a run, which is a recipe too, has that of the run
+        config.trainer.recipe = typed.recipe
     said = [warning for layer in layers for warning in layer.warnings]
-    if command == "sft" and not any(setting.key == LR for layer in layers for setting in layer.settings):
+    if command == "sft" and LR not in given:
         config.actor.optim.lr = _supervised_lr(config)
 
     def failing(words: list[str]) -> set[str]:

@@ -494,16 +494,17 @@ function settings() {
   if (!data.settings.length) return;
   const box = section("settings", "Settings");
   const compares = data.other !== null;
-  let which = compares ? "differs" : "changed";
+  let which = compares ? "differs" : data.recipe ? "own" : "changed";
   let word = "";
   const body = make("tbody");
-  const titles = ["key", "value", "default", ...(compares ? [data.other] : [])];
+  const titles = ["key", "value", "default", ...(data.recipe ? [data.recipe] : []), ...(compares ? [data.other] : [])];
   const show = () => {
     const rows = data.settings.filter((row) => (which === "all" || row[which]) && row.key.includes(word));
     body.replaceChildren(...rows.map(settingRow));
     if (!rows.length) body.append(make("tr", {}, make("td", { className: "soft", colSpan: titles.length }, "None.")));
   };
   const options = [["changed", "other than the default"], ["all", "all"]];
+  if (data.recipe) options.unshift(["own", `other than in recipe ${data.recipe}`]);
   if (compares) options.unshift(["differs", `other than in ${data.other}`]);
   const search = make("input", { type: "search", placeholder: "part of a key" });
   search.setAttribute("aria-label", "part of a key");
@@ -519,6 +520,7 @@ function settingRow(row) {
   return make("tr", { className: row.differs ? "differs" : "" },
     make("td", { className: "key" }, row.key, make("small", {}, row.meaning)),
     cell("value", row.value), make("td", { className: "value soft", "data-label": "default" }, row.default || "–"),
+    data.recipe === null ? null : cell("recipe", row.recipe),
     data.other === null ? null : cell(data.other, row.other));
 }
 

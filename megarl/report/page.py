@@ -83,6 +83,7 @@ def data_of(run: RunFolder, against: RunFolder | None = None, failure: str = "")
     other_config = against.config if against else {}
     return {
         "name": run.name,
+        "recipe": run.config.get("trainer", {}).get("recipe"),
         "other": _name_beside(against, run) if against else None,
         "made_by": f"megarl {__version__}",
         "seconds": run.seconds,

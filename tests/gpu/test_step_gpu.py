@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from step_cases import (
+    ADAMW,
     FAMILIES,
     GRADIENT_ERROR,
     LOG_PROB_ERROR,
@@ -63,3 +65,9 @@ def test_transformer_engine_is_as_near_to_float32_as_local_layers(
     assert gradient_error(got, exact[family]) < 1.5 * gradient_error(rounded[family], exact[family])
     assert log_prob_error(got, exact[family]) < 1.5 * log_prob_error(rounded[family], exact[family])
     assert_steps_by_its_gradient(got, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_megatrons_adam_on_the_host_makes_the_same_step(folders: dict[str, str], dtype: str) -> None:
+    on_host = replace(ADAMW, override={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
+    assert_steps_by_its_gradient(one_step(folders["qwen3"], dtype, settings=on_host), dtype)

@@ -47,7 +47,9 @@ def write_families(root: Path) -> dict[str, str]:
     return {family: str(root / family) for family in FAMILIES}
 
 
-def one_step(folder: str, dtype: str = "float32", transformer_impl: str = "local") -> dict[str, Any]:
+def one_step(
+    folder: str, dtype: str = "float32", transformer_impl: str = "local", settings: OptimSettings = ADAMW
+) -> dict[str, Any]:
     """Log-probs, gradient, and the weights before and after AdamW's first step, all in host memory.
 
     Needs Megatron's groups of one rank; uses its GPU if there is one.
@@ -57,7 +59,7 @@ def one_step(folder: str, dtype: str = "float32", transformer_impl: str = "local
     model = build_model(hf, LAYOUT, dtype=dtype, engine=engine)
     load_hf(model, folder, hf)
     model = wrap_for_training(model, LAYOUT, engine)
-    optimizer = Optimizer(model, ADAMW)
+    optimizer = Optimizer(model, settings)
     batch, loss = make_step(hf["vocab_size"], NUM_SEQUENCES), LOSSES["actor"]
     micros = micro_batches(batch.keep_columns(*loss.columns), [NUM_SEQUENCES // 2] * 2)
     outputs = Outputs(LAYOUT, hf["vocab_size"], names=("log_probs", "entropy"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from report_cases import sample
 
-from megarl.config import Config, resolved, to_yaml
+from megarl.config import Config, load_config, resolved, to_yaml
 from megarl.config.settings import read_yaml
 from megarl.report import curves
 from megarl.report.curves import groups_of, stages_of, thinned
@@ -78,10 +79,22 @@ def test_settings_that_follow_another_key_are_not_changed_ones(tmp_path):
     found = settings_of(read_yaml(tmp_path / "a.yaml"), read_yaml(tmp_path / "b.yaml"))
     rows = {row["key"]: row for row in found}
     lr = rows["actor.optim.lr"]
-    assert lr["meaning"] == "peak learning rate" and lr["value"] == "0.5" and lr["changed"]
+    assert lr["meaning"].startswith("peak learning rate") and lr["value"] == "0.5" and lr["changed"]
     assert [row["key"] for row in found if row["differs"]] == ["actor.optim.lr", "trainer.test_freq"]
     assert [row["key"] for row in found if row["changed"]] == ["actor.optim.lr"]
     assert rows["trainer.test_freq"]["other"] == "3"
+
+
+def test_settings_of_a_run_stand_beside_those_of_its_recipe():
+    config, _ = load_config(["recipe=quickstart_grpo", "rollout.n=3"])
+    assert config.trainer.recipe == "quickstart_grpo"
+    found = {row["key"]: row for row in settings_of(asdict(config), {})}
+    of_recipe = load_config(["recipe=quickstart_grpo"])[0].rollout.n
+    assert (found["rollout.n"]["value"], found["rollout.n"]["recipe"]) == ("3", str(of_recipe))
+    own = {key for key, row in found.items() if row["own"]}
+    assert own == {"rollout.n"}
+    gone = settings_of({"trainer": {"recipe": "no/such.yaml", "seed": 1}}, {})
+    assert [(row["recipe"], row["own"]) for row in gone] == [(None, False)] * 2
 
 
 def test_without_another_run_no_setting_differs():

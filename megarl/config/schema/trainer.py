@@ -28,6 +28,7 @@ class Published:
 @dataclass
 class Trainer:
     project_name: str = "megarl"  # project in the trackers
+    recipe: str | None = None  # the recipe of the command, set by itself: the run's page shows what differs from it
     experiment_name: str = "run"  # the run's folder inside default_local_dir
     default_local_dir: str = "runs"  # folder of all runs
     total_training_steps: int | None = None  # iterations; null = total_epochs
