@@ -271,7 +271,9 @@ def _run_several(name: str, words: list[str]) -> int:
 def _stopped(config: Config, error: Exception) -> int:
     """Print one sentence, and write the traceback and the ranks' reports to logs/failure.txt of the run."""
     where = write_report(error, config.trainer.run_dir / "logs" / "failure.txt")
-    _complain(f"the run stopped: {error}\n{where}; the same command goes on from the last checkpoint")
+    is_saved = any((config.trainer.run_dir / "checkpoints").glob("step_*/manifest.json"))
+    again = "goes on from the last checkpoint" if is_saved else "begins anew, as there is no checkpoint yet"
+    _complain(f"the run stopped: {error}\n{where}; the same command {again}")
     return EXIT_FAILED
 
 

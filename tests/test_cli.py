@@ -102,7 +102,7 @@ def test_a_full_disk_is_a_sentence_though_the_report_cannot_be_written(train, tm
     assert said[-2] == "the run stopped: [Errno 28] No space left on device"
     elsewhere = f"{tempfile.gettempdir()}/megarl_failure_"
     assert said[-1].startswith(f"{report} could not be written (File too large); {elsewhere}")
-    assert said[-1].endswith("(File too large); the same command goes on from the last checkpoint")
+    assert said[-1].endswith("(File too large); the same command begins anew, as there is no checkpoint yet")
     assert not report.exists()
 
 

@@ -49,7 +49,7 @@ def parse(words: list[str]) -> Request:
         else:
             keep[SETTINGS[key]] = int(value)
     if len(rest) != 2 or rest[0] not in VERBS:
-        raise ValueError(f"megarl checkpoint {' '.join(rest)}: expected {'|'.join(VERBS)} and a folder")
+        raise ValueError(f"{' '.join(['megarl', 'checkpoint', *rest])}: expected {'|'.join(VERBS)} and a folder")
     if rest[0] != "prune" and (keep or flags):
         raise ValueError(f"megarl checkpoint {rest[0]}: keep=, every=, best= and --dry-run belong to prune")
     return Request(rest[0], Path(rest[1]), keep, bool(flags))

@@ -120,7 +120,7 @@ CAUSES = (
         "give the path of a folder; without a network download it elsewhere first",
     ),
     Cause(
-        r"RewardError: ([^\n]+)",
+        r"RewardError: ([^\n]+)|: (reward [^\n]+, sample [^\n]+)",
         "a reward failed: {0}",
         "mend the reward for the row that the sentence names, or let reward.on_error count such a sample otherwise",
     ),

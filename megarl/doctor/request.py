@@ -23,6 +23,8 @@ def parse(words: list[str]) -> tuple[Request, list[str]]:
             if not folder:
                 raise ValueError("megarl doctor --run: expected the folder of a run, such as runs/quickstart")
             run = Path(folder)
+        elif word.startswith("--") and option not in ("--json", "--config"):
+            raise ValueError(f"there is no option {option}; expected --json, --run RUN, --config FILE or key=value")
         elif word != "--json":
             settings.append(word)
     if run is not None and settings:

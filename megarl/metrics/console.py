@@ -77,7 +77,7 @@ class ConsoleTracker:
         fields: dict[str, Any] = {"step": min(self._step + 1, self._total), "count": count, "eta": self.eta}
         self._progress.update(self._task, description=name, completed=done, total=total or None, **fields)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002
         self._progress.stop()
 
     @property

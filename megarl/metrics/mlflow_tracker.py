@@ -15,6 +15,7 @@ from megarl.metrics.run import Run
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 DATABASE = "mlflow.db"
+LAST_STEP = "megarl.last_step"  # a tag of the run
 _ARTIFACTS = "mlflow_artifacts"
 _MOST_PARAMS = 100  # of one call
 _MOST_NAME, _MOST_TEXT = 250, 6000  # characters
@@ -27,17 +28,19 @@ class MlflowTracker:
     """
 
     def __init__(self, run: Run) -> None:
-        from mlflow.entities import Metric, Param  # optional, and slow to import
+        from mlflow.entities import Metric, Param, RunTag  # optional, and slow to import
         from mlflow.tracking import MlflowClient
 
         folder = run.run_dir.resolve()
         address = os.environ.get(ADDRESS) or f"sqlite:///{folder / DATABASE}"
-        self._client, self._metric = MlflowClient(address), Metric
+        self._client, self._metric, self._tag = MlflowClient(address), Metric, RunTag
+        self._known_step = -1  # up to this one an earlier run has logged
         artifacts = None if os.environ.get(ADDRESS) else (folder / _ARTIFACTS).as_uri()
         id_file = run.run_dir / "mlflow_id"
         if run.resume_step is not None and id_file.exists():
             self._id = id_file.read_text()
             self._client.update_run(self._id, status="RUNNING")
+            self._known_step = int(self._client.get_run(self._id).data.tags.get(LAST_STEP, -1))
         else:
             known = self._client.get_experiment_by_name(run.project)
             experiment = known.experiment_id if known else self._client.create_experiment(run.project, artifacts)
@@ -50,15 +53,24 @@ class MlflowTracker:
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._is_known(step, metrics):
+            return
         now = int(time.time() * 1000)
         rows = [self._metric(_name(name), float(value), now, step) for name, value in metrics.items()]
-        self._client.log_batch(self._id, metrics=rows)
+        self._client.log_batch(self._id, metrics=rows, tags=[self._tag(LAST_STEP, str(step))])
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, error: BaseException | None = None) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+
+    def _is_known(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the run before, from whose save this one resumes, has logged these numbers already."""
+        if step > self._known_step or not metrics:
+            return False
+        history = self._client.get_metric_history(self._id, _name(next(iter(metrics))))
+        return any(number.step == step for number in history)
 
 
 def _name(text: str) -> str:

@@ -46,7 +46,7 @@ class PrometheusTracker:
         if name != self._stage:
             self._stage, self._since = name, time.time()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002
         self._server.shutdown()
         self._server.server_close()
 

@@ -41,7 +41,7 @@ class StatusTracker:
         self._written = now
         self._write({"done": done, "total": total} if total else {})
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002
         self.stage("ended")
 
     def _write(self, progress: Mapping[str, int]) -> None:

@@ -41,7 +41,8 @@ class Tracker(Protocol):
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
         """The current stage of the running step and its progress; total 0 if unknown."""
 
-    def close(self) -> None: ...
+    def close(self, error: BaseException | None = None) -> None:
+        """`error`: with which the run ends; None: it has done all that it was to do."""
 
 
 class Quiet:
@@ -50,7 +51,7 @@ class Quiet:
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Does nothing: nothing is open."""
 
 
@@ -102,7 +103,7 @@ class TensorBoardTracker(Quiet):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002
         self._writer.close()
 
 
@@ -135,10 +136,10 @@ class WandbTracker(Quiet):
         is_evaluated = any(name.startswith(OF_EVALUATION) for name in metrics)
         self._run.log({**metrics, **(self._tables() if is_evaluated else {})}, step=step)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         if tables := self._tables():
             self._run.log(tables, step=self._step)
-        self._run.finish()
+        self._run.finish(exit_code=0 if error is None else 1)
 
     def _tables(self) -> dict[str, Any]:
         """{} without new samples."""
@@ -174,13 +175,16 @@ class Trackers:
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
         self._each(lambda tracker: tracker.stage(name, done, total), f"show {name}")
 
-    def close(self) -> None:
-        """Close all trackers, also after failures, and log the number of failures of each."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all trackers, also after failures, and log the number of failures of each.
+
+        `error`: with which the run ends; None: it has done all that it was to do.
+        """
         for name, tracker in self._trackers.items():
             try:
-                tracker.close()
-            except Exception as error:  # the next one still has to be closed
-                log.warning("trainer.logger %s did not close: %s", name, one_line(error))
+                tracker.close(error)
+            except Exception as fault:  # the next one still has to be closed
+                log.warning("trainer.logger %s did not close: %s", name, one_line(fault))
         for name, count in self._failures.items():
             log.warning("trainer.logger %s failed %d times", name, count)
 

@@ -29,6 +29,11 @@ class RunFolder:
     def require_metrics(self) -> None:
         """Raises ValueError, one sentence, for a folder without metrics."""
         if not (self.path / METRICS).is_file():
+            if self.status:
+                raise ValueError(
+                    f"{self.path}: the run has no {METRICS}, as it ended before its first step; "
+                    f"megarl doctor --run {self.path} says why"
+                )
             raise ValueError(f"{self.path}: no {METRICS} there; expected the folder of a run, such as runs/quickstart")
 
     @cached_property

@@ -30,7 +30,9 @@ def parse(words: list[str]) -> Request:
         else:
             folders.append(Path(word))
     if len(folders) != 1:
-        raise ValueError(f"megarl report {' '.join(words)}: expected the folder of one run, such as runs/quickstart")
+        raise ValueError(
+            f"{' '.join(['megarl', 'report', *words])}: expected the folder of one run, such as runs/quickstart"
+        )
     return Request(folders[0], against)
 
 

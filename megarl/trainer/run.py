@@ -153,6 +153,7 @@ class Run:
         self.first_step = self.finished_steps = self.resumed_from.step if self.resumed_from else 0
         self.generated_with = generated_with(config, greedy=self.algorithm.wants_greedy)
         self._groups: dict[tuple[Layout, int, int], Group] = {}  # layout, first rank, ranks
+        self._error: BaseException | None = None  # with which it ends
         self._stack = ExitStack()
 
     def _read(self, trial: RewardTrial | None = None) -> None:
@@ -211,12 +212,14 @@ class Run:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
+            self._error = error
             self._stack.close()
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._error = error
         try:
             if self.saver is not None and isinstance(error, _LEAVE_RANKS_WELL):
                 self.saver.settle()
@@ -244,7 +247,7 @@ class Run:
         self.timeline = Timeline(self.dir, lambda: [c for group in self._groups.values() for c in group.take_calls()])
         self.token_log = make_token_log(config)
         self.trackers = start_trackers(config, self.num_steps, resume_step)
-        self._stack.callback(self.trackers.close)
+        self._stack.callback(lambda: self.trackers.close(self._error))
         self.timer = Timer(on_stage=self.trackers.stage)
 
         self.trackers.stage("starting ranks")

@@ -228,8 +228,10 @@ def _train(
             saver.finish()
             trackers.stage("writing the model")
             actor.export(folder / "hf")
-    finally:
-        trackers.close()
+    except BaseException as error:
+        trackers.close(error)
+        raise
+    trackers.close()
     summary = {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
     return summary | ({"val_loss": state.get("val_loss")} if held_out is not None else {})
 

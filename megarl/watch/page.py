@@ -16,6 +16,7 @@ from megarl.watch.follow import Run
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # of a curve
 TEXT = 100  # characters of a prompt or an answer
+SENTENCE = 1000  # of advice, or of why a run has ended
 CURVES = (("val", "val/score", ".3f"), *COLUMNS, ("s/step", "timing_s/step", ".2f"))
 SERVERS = (
     ("hold the weights", "push/servers", ".0f"),
@@ -34,6 +35,7 @@ FAULTS = (  # counts, which are 0 in a run without faults
     ("failed requests", "rollout/failed_requests"),
     ("collector restarts", "rollout/collector_restarts"),
     ("groups lost", "rollout/lost"),
+    ("unscored", "reward/unscored"),
     ("saves failed", "checkpoint/failed"),
     ("steps skipped", "trainer/skipped_steps"),
     ("rollbacks", "trainer/rollbacks"),
@@ -46,7 +48,10 @@ def page(run: Run, *, is_running: bool, now: float | None = None) -> RenderableT
     """`is_running`: a process trains in the folder.  `now`: seconds since 1970."""
     parts: list[RenderableType] = [_head(run, is_running=is_running, now=time.time() if now is None else now)]
     parts += [table for table in (_curves(run), _stages(run), _servers(run), _samples(run)) if table.row_count]
-    parts += [Text(f"advice at step {row['step']}: {plain(row['advice'])}", "yellow") for row in list(run.advice)[-3:]]
+    parts += [
+        Text(f"advice at step {row['step']}: {plain(row['advice'], SENTENCE)}", "yellow")
+        for row in list(run.advice)[-3:]
+    ]
     if faults := list(_faults(run)):
         parts.append(Text(f"faults: {', '.join(faults)}", "red"))
     return Group(*parts)
@@ -84,7 +89,7 @@ def _head(run: Run, *, is_running: bool, now: float) -> Text:
     if end is not None and end["error"] is None:
         head.append(f"has finished its {total} steps", "green")
     else:
-        why = f"{end['error']}: {plain(end['why'])}" if end else "killed"
+        why = f"{end['error']}: {plain(end['why'], SENTENCE)}" if end else "killed"
         head.append(f"ended after step {step}/{total}: {why}; see `megarl doctor --run {run.folder}`", "red")
     return head
 

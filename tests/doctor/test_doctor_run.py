@@ -217,6 +217,10 @@ WORDS = {
     "the servers ended: no server is left; server 0 ended": "ServerDied: no server is left; server 0 ended",
     "the collector of completions ended: after 3 restarts": "CollectorError: after 3 restarts",
     "a reward failed: sample 3 of prompt 7": "megarl.rewards.pool.RewardError: sample 3 of prompt 7",
+    "a reward failed: reward r.py:bad, sample eval-0#0: KeyError 'a'": (
+        "RuntimeError: every prompt of the evaluation was lost; the first: "
+        "reward r.py:bad, sample eval-0#0: KeyError 'a'"
+    ),
 }
 
 

@@ -79,16 +79,27 @@ def test_mlflow_holds_metrics_and_configuration_and_a_resumed_run_goes_on_with_i
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     trackers = make(["mlflow"], tmp_path)
     trackers.log(1, METRICS | {"val-core/gsm8k/acc/mean@8": 0.5, "off": float("nan")})
-    trackers.close()
-    trackers = make(["mlflow"], tmp_path, resume_step=1)
+    trackers.log(1, {"val/score": 0.5})
     trackers.log(2, METRICS)
+    trackers.close(RuntimeError("killed"))
     client = MlflowClient(f"sqlite:///{tmp_path}/run/mlflow.db")
     run_id = (tmp_path / "run" / "mlflow_id").read_text()
     (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
-    assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "try", "RUNNING")
+    assert (run.info.run_id, run.info.run_name, run.info.status) == (run_id, "try", "FAILED")
+    trackers = make(["mlflow"], tmp_path, resume_step=1)
+    assert client.get_run(run_id).info.status == "RUNNING"
+    for step in (2, 3):
+        trackers.log(step, METRICS)
+        trackers.log(step, {"val/score": 0.75})
     assert run.data.params == {"actor.optim.lr": "1e-06"}
     assert run.data.metrics["val-core/gsm8k/acc/mean_8"] == 0.5, "MLflow's names have no @"
-    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "actor/pg_loss")] == [(1, -0.5), (2, -0.5)]
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "actor/pg_loss")] == [
+        (1, -0.5),
+        (2, -0.5),
+        (3, -0.5),
+    ]
+    scores = client.get_metric_history(run_id, "val/score")
+    assert [(m.step, m.value) for m in scores] == [(1, 0.5), (2, 0.75), (3, 0.75)], "what was there is there once"
     trackers.close()
     assert client.get_run(run_id).info.status == "FINISHED"
     assert "lr: 1.0e-06" in (tmp_path / "run/mlflow_artifacts" / run_id / "artifacts/config.yaml").read_text()
@@ -110,7 +121,7 @@ class Broken(Quiet):
     def log(self, step, metrics) -> None:
         raise OSError("disk full\nsecond line")
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         Broken.closed += 1
 
 

@@ -104,7 +104,7 @@ def test_a_killed_run_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "megarl watch : expected the folder of one run, such as runs/quickstart"),
+        ([], "megarl watch: expected the folder of one run, such as runs/quickstart"),
         (["a", "--every=0"], "megarl watch --every 0: expected seconds, 0.1 to 3600"),
         (["a", "--fast"], "there is no option --fast; expected --every SECONDS, --once, --debug or --help"),
         (["nothing"], "nothing: no status.json there; expected the folder of a run, such as runs/quickstart"),
