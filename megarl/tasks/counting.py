@@ -1,4 +1,7 @@
-"""Counting of a letter in a word: "b:abbcaba=" is "3"."""
+"""Counting of a letter in a word, aloud: "b:abbcaba=" is "0122233", the count after each letter; it is 3 in the end.
+
+A tiny model that is to give the last digit at once does not learn it; with the counts on the way, each step is easy.
+"""
 
 import random
 
@@ -9,14 +12,13 @@ def problem(rng: random.Random) -> tuple[str, str]:
     """A prompt and its right answer."""
     word = "".join(rng.choices("abc", k=7))
     letter = rng.choice("abc")
-    return f"{letter}:{word}=", str(word.count(letter))
+    return f"{letter}:{word}=", "".join(str(word[:end].count(letter)) for end in range(1, len(word) + 1))
 
 
 def mistake(prompt: str, answer: str) -> str:
-    """What a careless person answers, who does not look at the last three letters: "b:abbcaba=" gives "2"."""
-    letter, word = prompt.rstrip("=").split(":")
-    return str(word[:-3].count(letter))
+    """What a careless person answers, who does not look at the last three letters: "b:abbcaba=" gives "0122222"."""
+    return answer[:-3] + answer[-4] * 3
 
 
 if __name__ == "__main__":
-    prepare(problem, mistake, careless=0.6)
+    prepare(problem, mistake)

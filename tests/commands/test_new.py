@@ -89,7 +89,7 @@ def test_the_run_of_a_project_goes_through_the_whole_ring(tmp_path: Path) -> Non
     folder = tmp_path / "mine"
     main(["new", str(folder), "--task", "counting"])
     task = folder / "task.py"
-    task.write_text(task.read_text().replace("(problem, mistake, ", "(problem, mistake, num_sft=512, num_test=32, "))
+    task.write_text(task.read_text().replace("(problem, mistake)", "(problem, mistake, num_sft=512, num_test=32)"))
     (folder / "cold_start.yaml").write_text("recipe: own_task_sft\nsft: {epochs: 2}\n")
     done = run("bash", str(folder / "run.sh"), "trainer.total_training_steps=2", "rollout.n=4", folder=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

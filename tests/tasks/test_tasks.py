@@ -22,7 +22,11 @@ def added(prompt: str) -> str:
 
 def counted(prompt: str) -> str:
     letter, word = prompt.rstrip("=").split(":")
-    return str(len([each for each in word if each == letter]))
+    out, so_far = "", 0
+    for each in word:
+        so_far += each == letter
+        out += str(so_far)
+    return out
 
 
 def sorted_by_hand(prompt: str) -> str:
@@ -48,7 +52,7 @@ REFERENCE: dict[str, Callable[[str], str]] = {
 }
 MISTAKES = {
     "addition": [("347+8=", "355", "345"), ("342+6=", "348", "348"), ("195+5=", "200", "190")],
-    "counting": [("b:abbcaba=", "3", "2"), ("a:abcabca=", "3", "2")],
+    "counting": [("b:abbcaba=", "0122233", "0122222"), ("a:abcabca=", "1112223", "1112222")],
     "sorting": [("52841=", "12458", "24581"), ("3120=", "0123", "1230")],
     "spell_backward": [("melon=", "nolem", "nelom"), ("bada=", "adab", "aadb")],
 }
