@@ -24,7 +24,7 @@ from megarl.commands import checkpoint as saves
 from megarl.commands import new as new_project
 from megarl.commands.this_machine import placed
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
-from megarl.config.describe import Description, description
+from megarl.config.describe import Description, described
 from megarl.convert import request as convert_request
 from megarl.doctor import request as doctor_request
 from megarl.plan.command import request as plan_request
@@ -326,7 +326,7 @@ def _help(words: list[str], console: Console) -> None:
         return REQUESTS[name].print_help(console)
     if name != "config" or not keys:
         return _print_command(console, name, COMMANDS[name])
-    for found in [description(key) for key in keys]:
+    for found in [found for key in keys for found in described(key)]:
         _print_key(console, found)
 
 

@@ -155,6 +155,9 @@ def test_each_command_has_a_page_of_its_own(name, capsys):
 def test_help_explains_a_key_or_names_the_nearest(capsys):
     assert call("config", "--help", "algorithm.lam") == 0
     assert "gae: 0 trusts the critic" in capsys.readouterr().out
+    assert call("config", "--help", "trainer.profile") == 0
+    told = capsys.readouterr().out
+    assert "trainer.profile.steps" in told and "trainer.profile.ranks" in told, "a group has all its keys"
     assert call("config", "--help", "algorithm.lamb") == 2
     assert "did you mean algorithm.lam?" in capsys.readouterr().err
 

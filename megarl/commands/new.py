@@ -54,7 +54,10 @@ def main(request: Request) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "the folder is not empty" if folder.is_dir() else "it is a file"
         raise ValueError(f"megarl new {folder}: {what}; expected a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"megarl new {folder}: {error.strerror}; expected a folder that can be made") from None
     source = files("megarl.tasks")
     for name, template in COPIES.items():
         text = source.joinpath(template.format(task=request.task)).read_text()

@@ -64,6 +64,11 @@ def description(key: str) -> Description:
     return descriptions()[general(key)]
 
 
+def described(key: str) -> list[Description]:
+    """A key, or all keys of a group.  Raises ConfigError if there is neither."""
+    return [found for name, found in descriptions().items() if name.startswith(f"{key}.")] or [description(key)]
+
+
 def _walk(node: Any, prefix: str) -> list[Description]:
     kinds, meanings = get_type_hints(type(node)), _meanings(type(node))
     out: list[Description] = []

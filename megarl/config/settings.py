@@ -208,7 +208,8 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
             else:
                 value, rank = _switched(key, leaf)
                 if isinstance(value, str) and type_of(found.key) == list[str] and found.key.endswith("_files"):
-                    warnings.append(f"{found.key}={value}: taken for one file; several are written [a,b]")
+                    shown = value if value.isprintable() else repr(value)
+                    warnings.append(f"{found.key}={shown}: taken for one file; several are written [a,b]")
                 ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
     settings = tuple(setting for _, setting in sorted(ranked, key=lambda pair: pair[0]))  # else in the order written
     return Layer(settings, words, tuple(warnings), tuple(faults.sentences), command)

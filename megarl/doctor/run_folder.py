@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megarl.doctor.causes import Source, known_cause
 from megarl.metrics.plots import Series
+from megarl.metrics.status import STOPS
 from megarl.report.folder import METRICS, RunFolder
 from megarl.trainer.checkpoint.checkpoint import folders_under, step_of
 from megarl.trainer.owner import has_owner
@@ -24,7 +25,6 @@ TAIL_BYTES = 2**16  # of a log that is searched
 MAX_LOGS = 64
 MEMORY_EVENTS = Path("/sys/fs/cgroup/memory.events")
 FULL_BYTES = 2**20  # of free disk: with less a run cannot write its log
-_ASKED_TO_STOP = ("Terminated", "KeyboardInterrupt")
 _LOG = re.compile(r"[\w./@+-]+\.log")
 _SLOW = 5.0  # times the median of a stage's seconds, after which it is said to be late
 _LATE_S = 60.0  # but not before this
@@ -52,7 +52,7 @@ def explain(folder: Path) -> Explanation:
         return Explanation(FINISHED, done, f"{folder}/report.html shows what it did", signs)
     if end is None and run.status:
         return _killed(run)._replace(evidence=signs)
-    if end is not None and end["error"] in _ASKED_TO_STOP:
+    if end is not None and end["error"] in STOPS:
         how = end["why"] or "Ctrl-C ended it"
         return Explanation(STOPPED, how, _again(folder), signs)
     return _failed(run, signs)
@@ -80,18 +80,20 @@ def _killed(run: RunFolder) -> Explanation:
         free = f"`df -h {run.path}` shows what is free; {_again(run.path)}"
         return Explanation(KILLED, f"the disk is full, and the driver ended {where}, without a word", free)
     cause = f"the driver (pid {status['pid']} on {status['host']}) was killed {where}"
-    if status["host"] == socket.gethostname() and (kills := _out_of_memory_kills()):
-        cause += f"; in this container the kernel has killed {kills} processes because memory ran out"
+    kills = _out_of_memory_kills() if status["host"] == socket.gethostname() else None
+    if kills is not None:
+        cause += f"; in this container the kernel has killed {kills or 'no'} processes because memory ran out"
     look = (
         "`dmesg -T | grep -i 'killed process'`, or the scheduler's record (sacct, kubectl describe pod), tells by whom"
     )
     return Explanation(KILLED, cause, f"{look}; {_again(run.path)}")
 
 
-def _out_of_memory_kills() -> int:
+def _out_of_memory_kills() -> int | None:
+    """None: not known here."""
     text = MEMORY_EVENTS.read_text() if MEMORY_EVENTS.is_file() else ""
     found = re.search(r"^oom_kill (\d+)", text, re.M)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found else None
 
 
 def _failed(run: RunFolder, signs: tuple[str, ...]) -> Explanation:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.metrics.run import Run
+from megarl.metrics.status import is_stop
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 DATABASE = "mlflow.db"
@@ -63,7 +64,8 @@ class MlflowTracker:
         """Does nothing."""
 
     def close(self, error: BaseException | None = None) -> None:
-        self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
+        end = "FINISHED" if error is None else "KILLED" if is_stop(error) else "FAILED"
+        self._client.set_terminated(self._id, end)
 
     def _is_known(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether the run before, from whose save this one resumes, has logged these numbers already."""

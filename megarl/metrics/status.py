@@ -14,6 +14,7 @@ from typing import Any
 from megarl.metrics.run import Run
 
 FILE = "status.json"
+STOPS = ("Terminated", "KeyboardInterrupt")  # kinds of an end that somebody asked for, by SIGTERM or Ctrl-C
 _REFRESH_S = 1.0  # between two writes of the same stage
 
 
@@ -74,6 +75,11 @@ def _replace(path: Path, status: Mapping[str, Any]) -> None:
     other = path.with_name(FILE + ".part")
     other.write_text(json.dumps(status) + "\n")
     os.replace(other, path)
+
+
+def is_stop(error: BaseException) -> bool:
+    """Whether somebody asked the run to end with this."""
+    return type(error).__name__ in STOPS
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:

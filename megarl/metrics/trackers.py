@@ -25,7 +25,7 @@ from megarl.metrics.mlflow_tracker import MlflowTracker
 from megarl.metrics.prometheus import PrometheusTracker
 from megarl.metrics.report import SAMPLES
 from megarl.metrics.run import Run
-from megarl.metrics.status import StatusTracker
+from megarl.metrics.status import StatusTracker, is_stop
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "ground_truth", "reward")
 TABLE_ROWS = 64  # of a table of samples: the last ones
@@ -139,7 +139,7 @@ class WandbTracker(Quiet):
     def close(self, error: BaseException | None = None) -> None:
         if tables := self._tables():
             self._run.log(tables, step=self._step)
-        self._run.finish(exit_code=0 if error is None else 1)
+        self._run.finish(exit_code=0 if error is None or is_stop(error) else 1)
 
     def _tables(self) -> dict[str, Any]:
         """{} without new samples."""

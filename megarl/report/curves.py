@@ -77,6 +77,8 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("Tokens per second and device", ("perf/throughput",)),
             Panel("Model FLOPs utilization", ("perf/mfu*", "*/mfu")),
+            Panel("GPU memory at its fullest, GB", ("perf/max_memory_*",)),
+            Panel("Host memory, GB", ("perf/cpu_memory_used_gb",)),
             Panel("Seconds per step", ("timing_s/step",)),
             Panel("Push of the weights, seconds", ("timing_s/push/*",)),
             Panel("Share of the step outside all stages", ("perf/unaccounted",)),

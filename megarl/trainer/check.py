@@ -48,8 +48,10 @@ def main(config: Config) -> int:
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
+    is_loaded = False
     with faults.collect():
         load_plugins(config.algorithm.plugins)
+        is_loaded = True
         with faults.collect():
             check_rewards(config)
         with faults.collect():
@@ -63,7 +65,7 @@ def main(config: Config) -> int:
             with faults.collect():
                 say(_model(config, role, folder))
         with faults.collect():
-            for line in _data(config, folders["actor"]):
+            for line in _data(config, folders["actor"], faults, tries=is_loaded):
                 say(line)
     if faults.sentences:
         raise ConfigError(*dict.fromkeys(faults.sentences))
@@ -91,28 +93,37 @@ def _model(config: Config, role: str, folder: str | None) -> str:
         return f"{group_of(role)}.path={path}: {len(found.shapes):,} tensors"
 
 
-def _data(config: Config, folder: str | None) -> Iterator[str]:
-    """Lines on prompts and rewards.  Raises ValueError for a tokenizer, a row or a reward that stops a run."""
+def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
+    """Lines on prompts and rewards.  Raises ValueError for a tokenizer that stops a run.
+
+    Files, rows and rewards that do are among the faults.  `tries`: rewards are tried, as their plug-ins have loaded.
+    """
     tokenizer = cached_folder(config.model.tokenizer_path)
     if tokenizer is None or folder is None:
         yield "without tokenizer and model no prompt was read"
         return
     here = deepcopy(config)
     here.model.path, here.model.tokenizer_path = folder, tokenizer
+    here.reward.try_rows *= tries
     load_tokenizer(tokenizer)
     if reason := check_agents(here):
         yield f"warning: {reason}"
     rows: list[Row] = []
     with RewardTrial(here) as trial:
         for name, files in (("train", here.data.train_files), ("val", here.data.val_files)):
-            if files:
-                found = read_prompts(here, files, overlong=here.data.overlong_prompts)
-                if name == "train":
+            found: Prompts | None = None
+            with faults.collect():
+                found = read_prompts(here, files, overlong=here.data.overlong_prompts) if files else None
+            if found is None:
+                continue
+            if name == "train":
+                with faults.collect():
                     check_taught(here, found.data_sources)
-                rows += found.some(here.reward.try_rows)
-                yield _prompts(f"data.{name}_files", files, found)
-        trial.check(rows)
-    if trial.is_tried:
+            rows += found.some(here.reward.try_rows)
+            yield _prompts(f"data.{name}_files", files, found)
+        with faults.collect():
+            trial.check(rows)
+    if trial.is_tried and rows:
         yield f"rewards: tried on {len(rows)} rows"
 
 

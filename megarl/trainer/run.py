@@ -231,6 +231,8 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=True)
         if self.resumed_from is not None:
             announce(self.resumed_from, config, self.num_steps)
+        elif (self.dir / "summary.json").exists():
+            warn(f"{self.dir}: the finished run there is replaced; another trainer.experiment_name keeps it")
         drop_after(self.dir / ROLLBACKS, self.first_step)
         data, gone = self.prompts.fingerprint, left_out(self.dir)
         ledger, waiting = take_over(self.resumed_from, data, self.generated_with, warn, gone)

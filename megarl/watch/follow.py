@@ -12,7 +12,7 @@ from megarl.metrics.report import SAMPLES
 from megarl.metrics.status import read_status
 from megarl.metrics.timeline import TIMELINE
 
-KEPT = 8  # last lines of files of which only the end is shown
+KEPT = 128  # last lines of files of which only the end is shown
 METRICS = "metrics.jsonl"
 
 

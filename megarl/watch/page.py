@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import mean
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megarl.metrics.console import COLUMNS, STEPS_OF_ETA, clock_text
+from megarl.metrics.status import STOPS
 from megarl.watch.follow import Run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -18,6 +20,11 @@ WIDTH = 40  # of a curve
 TEXT = 100  # characters of a prompt or an answer
 SENTENCE = 1000  # of advice, or of why a run has ended
 CURVES = (("val", "val/score", ".3f"), *COLUMNS, ("s/step", "timing_s/step", ".2f"))
+DEVICES = (  # of the trainer; a CPU has none of the first two
+    ("MFU of the actor", "perf/mfu/actor", ".1%"),
+    ("GPU memory, GB", "perf/max_memory_reserved_gb", ".1f"),
+    ("host memory, GB", "perf/cpu_memory_used_gb", ".1f"),
+)
 SERVERS = (
     ("hold the weights", "push/servers", ".0f"),
     ("idle", "rollout/servers_idle_share", ".0%"),
@@ -47,7 +54,8 @@ _MAX_RANKS = 4
 def page(run: Run, *, is_running: bool, now: float | None = None) -> RenderableType:
     """`is_running`: a process trains in the folder.  `now`: seconds since 1970."""
     parts: list[RenderableType] = [_head(run, is_running=is_running, now=time.time() if now is None else now)]
-    parts += [table for table in (_curves(run), _stages(run), _servers(run), _samples(run)) if table.row_count]
+    numbers = (_numbers(run, "trainer", DEVICES), _numbers(run, "servers", SERVERS))
+    parts += [table for table in (_curves(run), _stages(run), *numbers, _samples(run)) if table.row_count]
     parts += [
         Text(f"advice at step {row['step']}: {plain(row['advice'], SENTENCE)}", "yellow")
         for row in list(run.advice)[-3:]
@@ -88,6 +96,8 @@ def _head(run: Run, *, is_running: bool, now: float) -> Text:
     end = status.get("end")
     if end is not None and end["error"] is None:
         head.append(f"has finished its {total} steps", "green")
+    elif end is not None and end["error"] in STOPS:
+        head.append(f"was stopped after step {step}/{total}: {plain(end['why'], SENTENCE)}", "yellow")
     else:
         why = f"{end['error']}: {plain(end['why'], SENTENCE)}" if end else "killed"
         head.append(f"ended after step {step}/{total}: {why}; see `megarl doctor --run {run.folder}`", "red")
@@ -131,9 +141,10 @@ def _slowest(run: Run) -> Iterator[str]:
         yield f"{plain(name)}: {value:.2f}"
 
 
-def _servers(run: Run) -> Table:
-    known = [(label, f"{value:{style}}") for label, name, style in SERVERS if (value := run.last(name)) is not None]
-    table = _table("servers", *(label for label, _ in known))
+def _numbers(run: Run, title: str, which: Sequence[tuple[str, str, str]]) -> Table:
+    """One row of those that the run has; no row without any."""
+    known = [(label, f"{value:{style}}") for label, name, style in which if (value := run.last(name)) is not None]
+    table = _table(title, *(label for label, _ in known))
     if known:
         table.add_row("", *(value for _, value in known))
     return table
@@ -141,7 +152,11 @@ def _servers(run: Run) -> Table:
 
 def _samples(run: Run) -> Table:
     table = _table("step", "reward", "prompt", "answer")
-    for row in list(run.samples)[-3:]:
+    by_prompt: dict[str, dict[str, Any]] = {}  # the last answer to each, the latest at the end
+    for row in run.samples:
+        by_prompt.pop(row["uid"], None)
+        by_prompt[row["uid"]] = row
+    for row in list(by_prompt.values())[-3:]:
         prompt, answer = plain(row["prompt"], TEXT // 2), plain(row["completion"])
         table.add_row(str(row["step"]), f"{row['reward']:.3g}", Text(prompt), Text(answer))
     return table

@@ -121,7 +121,8 @@ def check(fn: Loss, step: Batch, micro_batches: list[list[int]], dtype: torch.dt
     assert merged.keys() == stats.keys()
     for name, stat in stats.items():
         assert merged[name].kind == stat.kind
-        assert merged[name].result() == pytest.approx(stat.result(), rel=1e-6, abs=1e-9)
+        # A mean near 0 of numbers near 1 keeps their rounding.
+        assert merged[name].result() == pytest.approx(stat.result(), rel=1e-6, abs=max(1e-9, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -134,7 +134,7 @@ def test_pruning_does_not_delete_the_last_hope(run: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "megarl checkpoint : expected verify|list|prune and a folder"),
+        ([], "megarl checkpoint: expected verify|list|prune and a folder"),
         (["verify"], "megarl checkpoint verify: expected verify|list|prune and a folder"),
         (["look", "x"], "megarl checkpoint look x: expected verify|list|prune and a folder"),
         (["verify", "x", "--fast"], "there is no option --fast; expected --dry-run, --debug or --help"),

@@ -82,6 +82,11 @@ def test_without_the_command_in_the_path_a_run_is_refused_in_a_sentence(tmp_path
     assert done.stderr == "run.sh: there is no command megarl; activate its environment first\n"
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "/proc/mine", "--task", "sorting"]) == 2
+    assert capsys.readouterr().err.startswith("error: megarl new /proc/mine: ")
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_the_run_of_a_project_goes_through_the_whole_ring(tmp_path: Path) -> None:

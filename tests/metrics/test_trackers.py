@@ -100,7 +100,9 @@ def test_mlflow_holds_metrics_and_configuration_and_a_resumed_run_goes_on_with_i
     ]
     scores = client.get_metric_history(run_id, "val/score")
     assert [(m.step, m.value) for m in scores] == [(1, 0.5), (2, 0.75), (3, 0.75)], "what was there is there once"
-    trackers.close()
+    trackers.close(KeyboardInterrupt())
+    assert client.get_run(run_id).info.status == "KILLED", "somebody stopped it"
+    make(["mlflow"], tmp_path, resume_step=3).close()
     assert client.get_run(run_id).info.status == "FINISHED"
     assert "lr: 1.0e-06" in (tmp_path / "run/mlflow_artifacts" / run_id / "artifacts/config.yaml").read_text()
 

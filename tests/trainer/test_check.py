@@ -51,6 +51,33 @@ def test_all_faults_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(told) == 3
 
 
+def test_a_missing_file_hides_no_fault_of_the_others_and_none_of_the_rewards(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, completion):\n    raise KeyError('no such unit')\n")
+    words = ["algorithm.adv_estimator=grpo", f"reward.fn={tmp_path}/mine.py:score", CHECK]
+    words += [f"data.train_files=[{tmp_path}/missing.jsonl]"]
+    assert main(["train", *settings(parts, tmp_path, "missing", *words)]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 2
+    assert "missing.jsonl" in told[0]
+    assert told[1].startswith(
+        f"error: reward.fn={tmp_path}/mine.py:score: tried on {parts}/data/test.jsonl:1 with the "
+    )
+
+
+def test_a_model_that_is_only_a_name_yet_is_no_fault(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model.path=nobody/nothing", "model.tokenizer_path=nobody/nothing", CHECK]
+    assert main(["train", *settings(parts, tmp_path, "named", *words)]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "model.path=nobody/nothing: its config.json is not on this machine; layout and memory were not planned" in told
+    )
+    assert "model.path=nobody/nothing: not on this machine, so it was not looked at" in told
+
+
 def test_a_run_that_belongs_to_another_machine_is_laid_out_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

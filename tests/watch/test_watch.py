@@ -96,6 +96,38 @@ def test_a_run_that_has_ended_is_one_page(
     assert ("megarl doctor --run" in head) is (error is not None)
 
 
+def test_a_run_that_somebody_stopped_has_not_failed(tmp_path: Path):
+    folder = started(tmp_path / "try", 3)
+    with pytest.raises(KeyboardInterrupt), end_noted(folder):
+        raise KeyboardInterrupt("step 3 is saved")
+    run = Run(folder)
+    run.look()
+    assert text_of(run, is_running=False).startswith("try  was stopped after step 3/60: step 3 is saved")
+
+
+def test_the_last_samples_are_of_different_prompts(tmp_path: Path):
+    folder = started(tmp_path / "try", 2)
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
+    for uid in "abc":
+        rows = [sample | {"uid": uid, "prompt": f"prompt {uid}", "completion": f"{uid}{i}"} for i in range(5)]
+        append_lines(folder / "samples.jsonl", rows)
+    run = Run(folder)
+    run.look()
+    shown = text_of(run, is_running=True)
+    assert all(f"prompt {uid}" in shown and f"{uid}4" in shown for uid in "abc")
+
+
+def test_the_trainers_numbers_are_shown_where_it_has_some(tmp_path: Path):
+    folder = started(tmp_path / "try", 2)
+    run = Run(folder)
+    run.look()
+    assert "MFU" not in text_of(run, is_running=True)
+    append_lines(folder / "metrics.jsonl", [{"step": 3, "perf/mfu/actor": 0.412, "perf/max_memory_reserved_gb": 61.3}])
+    run.look()
+    shown = text_of(run, is_running=True)
+    assert "41.2%" in shown and "61.3" in shown and "host memory" not in shown
+
+
 def test_a_killed_run_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["watch", str(started(tmp_path / "try", 3))]) == 0
     assert capsys.readouterr().out.startswith("try  ended after step 3/60: killed; see `megarl doctor --run ")

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, layout_of, used_roles
+from megarl.config.validate.models import group_of
 from megarl.layout import Layout
 from megarl.plan.command.show import LOCAL, memory_table, plain_table
-from megarl.plan.from_config import job_of, numbers_of_model
+from megarl.plan.from_config import is_only_a_name, job_of, numbers_of_model
 from megarl.plan.gpus import GPUS
 from megarl.plan.memory.count import of_stage, whole
 from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer, local_totals
@@ -49,8 +50,15 @@ class Seat:
 
 
 def report(config: Config, console: Console | None = None) -> None:
-    """Print the report for the roles of `megarl train`."""
+    """Print the report for the roles of `megarl train`; of a model that is only a name yet it is a line."""
     console = console or Console(soft_wrap=True)
+    if role := next((role for role in used_roles(config, "train") if is_only_a_name(config, role)), None):
+        path = (config.model if role == "actor" else config.role(role).model).path
+        line = (
+            f"{group_of(role)}.path={path}: its config.json is not on this machine; layout and memory were not planned"
+        )
+        console.print(f"{line} (model=PRESET has the sizes of known models)", markup=False, highlight=False)
+        return
     seats, job = seats_of(config), job_of(config, GPUS["h100"])  # the trainer's memory is the same on every type of GPU
     budgets, local = gpu_budgets_of_trainer(job), local_totals(job)
     console.print(_layouts(seats))
