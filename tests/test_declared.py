@@ -50,7 +50,7 @@ PROGRAM = """
 import sys
 from megarl.config import ConfigError, load_config
 
-base = ["data.train_files=a.jsonl", "model.path=m", "algorithm.policy_loss_fn=coil", "reward.fn=silence"]
+base = ["data.train_files=[a.jsonl]", "model.path=m", "algorithm.policy_loss_fn=coil", "reward.fn=silence"]
 config, warnings = load_config([*base, "algorithm.policy_loss_args.strength=0.5", "actor.clip_ratio_low=0.3"])
 print(*warnings)
 for words in ([], ["algorithm.policy_loss_args.strength=0.5", "algorithm.policy_loss_args.tau=1"]):

@@ -167,10 +167,19 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
 
     writer = settings.make_writer(pool, tokenizer, scorer.score, settings.piece_tokens)
 
+    told = False
+
+    def tell_reward_error() -> None:
+        nonlocal told
+        if scorer.first_error and not told:
+            told = True
+            outbox.put(("reward error", scorer.first_error))
+
     async def one(order: Order) -> None:
         group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
+        tell_reward_error()  # before its group: a run may end with that
         outbox.put(("group", order.number, pack(group)))
 
     async def let_go(url: str, num_slots: int) -> None:
@@ -178,11 +187,8 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         outbox.put(("left", url))
 
     async def beat() -> None:
-        told = False
         while True:
-            if scorer.first_error and not told:
-                told = True
-                outbox.put(("reward error", scorer.first_error))
+            tell_reward_error()
             outbox.put(("beat", pool.counters() | writer.counters()))
             faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
             await asyncio.sleep(HEARTBEAT_S)

@@ -256,6 +256,8 @@ class Collectors:
             share.process.ask_to_end()
         for share in self._shares:
             share.process.end()
+        with self._news:
+            self._warn_of_reward()  # nobody may have waited since it came
 
     # ---- what the threads of the collectors call, and `wait`
 
@@ -308,12 +310,15 @@ class Collectors:
             if opened is not None:
                 min(free, key=lambda share: share.load / len(share.live)).give(opened)
 
-    def _look(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _warn_of_reward(self) -> None:
         if self._reward_error and not self._has_warned:
             self._has_warned = True
             self._warn(self._reward_error)
+
+    def _look(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._warn_of_reward()
         for share in self._shares:
             share.look(self._heartbeat_s)
         now = time.monotonic()
