@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 TRANSFORMER, WRAPPER = "override_transformer_config", "override_ddp_config"
 OPTIMIZER = "override_optimizer_config"
+CPU_OFFLOAD, OFFLOAD_FRACTION = "optimizer_cpu_offload", "optimizer_offload_fraction"  # fields of OPTIMIZER
 OVERRIDES = (TRANSFORMER, WRAPPER)  # of a role's layout; that of the optimizer is in its group of keys
 
 # Megatron's class -> its file; the fields of a base class count as its own.

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import Config, layout_of, model_config
 from megarl.config.resolve import micro_batch_keys
-from megarl.config.validate.models import group_of
+from megarl.config.validate.models import group_of, model_of
 from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role, TimeLimits
@@ -164,7 +164,7 @@ def role_of(config: Config, name: str) -> Role:
 
 def is_only_a_name(config: Config, role: str) -> bool:
     """Whether a role's model is the name of a repository on the hub, org/name, of which nothing is here."""
-    path = str((config.model if role == "actor" else config.role(role).model).path)
+    path = model_of(config, role).path
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not Path(path).exists() and not model_config(config, role)
 
 
@@ -172,10 +172,8 @@ def numbers_of_model(config: Config, role: str) -> dict[str, Any]:
     """The role's config.json.  Raises: ValueError if it is not known yet or the model is not supported."""
     hf = model_config(config, role)
     if not hf:
-        key, path = group_of(role), config.model.path if role == "actor" else config.role(role).model.path
-        raise ValueError(
-            f"{key}.path={path}: its config.json is not here; expected a folder that has one, or model=PRESET"
-        )
+        where = f"{group_of(role)}.path={model_of(config, role).path}"
+        raise ValueError(f"{where}: its config.json is not here; expected a folder that has one, or model=PRESET")
     check(hf)
     return hf
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.config import Config, ConfigError, used_roles
-from megarl.config.validate.models import group_of, with_own_models
+from megarl.config.validate.models import group_of, model_of, with_own_models
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts, Row
 from megarl.plugins import load_plugins
@@ -57,7 +57,7 @@ def main(config: Config) -> int:
         with faults.collect():
             make_algorithm(config)
     files = [*config.data.train_files, *config.data.val_files]
-    folders = {role: cached_folder(_path(config, role)) for role in with_own_models(config, _roles(config))}
+    folders = {role: cached_folder(model_of(config, role).path) for role in with_own_models(config, _roles(config))}
     if not any(folders.values()) and not any(Path(expanduser(file)).exists() for file in files):
         say("data and models of this run are not on this machine: they were not looked at")
     else:
@@ -73,17 +73,13 @@ def main(config: Config) -> int:
     return 0
 
 
-def _path(config: Config, role: str) -> str:
-    return str((config.model if role == "actor" else config.role(role).model).path)
-
-
 def _roles(config: Config) -> tuple[str, ...]:
     return tuple(used_roles(config, "train"))
 
 
 def _model(config: Config, role: str, folder: str | None) -> str:
     """A line on a role's model.  Raises ValueError for weights that are not whole."""
-    path = _path(config, role)
+    path = model_of(config, role).path
     if folder is None:
         made = " (trainer.prepare makes it)" if config.trainer.prepare else ""
         return f"{group_of(role)}.path={path}: not on this machine{made}, so it was not looked at"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.megatron_fields import CPU_OFFLOAD
+
 
 @dataclass
 class Optim:
@@ -25,7 +27,7 @@ class Optim:
     @property
     def on_host(self) -> bool:
         """Whether adam runs on the host, where its moments are."""
-        return bool(self.override_optimizer_config.get("optimizer_cpu_offload"))
+        return bool(self.override_optimizer_config.get(CPU_OFFLOAD))
 
 
 @dataclass

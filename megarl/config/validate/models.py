@@ -30,9 +30,14 @@ def group_of(role: str) -> str:
     return "model" if role == "actor" else f"{role}.model"
 
 
+def model_of(config: Config, role: str) -> Any:
+    """The group of keys that `group_of` names."""
+    return config.model if role == "actor" else config.role(role).model
+
+
 def model_config(config: Config, role: str) -> dict[str, Any]:
     """config.json of a role's model, from its folder if it exists, else from model.config; {} if neither exists."""
-    node = _node(config, role)
+    node = model_of(config, role)
     file = _file(node.path)
     if file is None:
         return node.config
@@ -54,7 +59,7 @@ def config_of_folder(path: str) -> dict[str, Any]:
 def invalid_numbers(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     """One sentence for each field of these roles' models that is of another type than a layout can be checked with."""
     for role in with_own_models(config, roles):
-        path, given = _node(config, role).path, not has_folder(config, role)
+        path, given = model_of(config, role).path, not has_folder(config, role)
         place = f"{group_of(role)}.config." if given else f"{group_of(role)}.path={path}: its config.json says "
         try:
             yield from (f"{place}{sentence}" for sentence in invalid_fields(model_config(config, role)))
@@ -66,14 +71,14 @@ def with_own_models(config: Config, roles: tuple[str, ...]) -> tuple[str, ...]:
     """Of the roles with one and the same model the first."""
     first: dict[str, str] = {}
     for role in roles:
-        node = _node(config, role)
+        node = model_of(config, role)
         first.setdefault(node.path if has_folder(config, role) else f"{node.path} {node.config}", role)
     return tuple(first.values())
 
 
 def has_folder(config: Config, role: str) -> bool:
     """Does the config.json of a role's model exist?"""
-    return _file(_node(config, role).path) is not None
+    return _file(model_of(config, role).path) is not None
 
 
 def model_numbers(config: Config, role: str) -> ModelNumbers:
@@ -83,7 +88,7 @@ def model_numbers(config: Config, role: str) -> ModelNumbers:
 
 def contradictions(config: Config, role: str) -> Iterator[str]:
     """One sentence if model.config and the folder are different models."""
-    node, found = _node(config, role), model_config(config, role)
+    node, found = model_of(config, role), model_config(config, role)
     for key in SHAPE.split():
         given = node.config.get(key)
         if key in found and given is not None and found[key] != given:
@@ -99,7 +104,7 @@ def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     for role in with_own_models(config, roles):
         if model_config(config, role).get(RANDOM_WEIGHTS) is True:
             said = "its weights are random, for benchmarks/bench_ring.py only"
-            yield f"{group_of(role)}.path={_node(config, role).path}: {said}; expected a model"
+            yield f"{group_of(role)}.path={model_of(config, role).path}: {said}; expected a model"
 
 
 def beyond_megatron(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
@@ -107,14 +112,14 @@ def beyond_megatron(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     for role in with_own_models(config, roles):
         kind = model_config(config, role).get("model_type")
         if missing := MISSING.get(str(kind)):
-            yield f"{group_of(role)}.path={_node(config, role).path}: it is of model_type {kind}, and {missing}"
+            yield f"{group_of(role)}.path={model_of(config, role).path}: it is of model_type {kind}, and {missing}"
 
 
 def of_more_than_text(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     """One sentence for each model that reads images, videos or sounds."""
     for role in with_own_models(config, roles):
         if sentence := more_than_text(model_config(config, role)):
-            yield f"{group_of(role)}.path={_node(config, role).path}: {sentence}"
+            yield f"{group_of(role)}.path={model_of(config, role).path}: {sentence}"
 
 
 def more_than_text(hf: dict[str, Any]) -> str:
@@ -139,9 +144,9 @@ def vocabularies(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if role == "ref" and config.full_kl:
             yield f"ref.model.path={config.ref.model.path}: {said}; {config.full_kl} needs the same number"
         elif theirs < ours and role in config.teacher_roles and (whole := config.divergence_of_vocabulary):
-            yield f"{role}.model.path={_node(config, role).path}: {said}; {whole} needs at least as many"
+            yield f"{role}.model.path={model_of(config, role).path}: {said}; {whole} needs at least as many"
         elif theirs < ours and not _is_padding(config, theirs, ours):
-            yield f"{role}.model.path={_node(config, role).path}: {said}; expected a model that knows them all"
+            yield f"{role}.model.path={model_of(config, role).path}: {said}; expected a model that knows them all"
 
 
 def _is_padding(config: Config, smaller: int, larger: int) -> bool:
@@ -170,7 +175,7 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
         known = model_numbers(config, role).max_position_embeddings
         name, longest = longest_sequence(config, command)
         if known is not None and longest > known:
-            said = f"{group_of(role)}.path={_node(config, role).path} knows {known} positions"
+            said = f"{group_of(role)}.path={model_of(config, role).path} knows {known} positions"
             yield f"{name}={longest}: {said} (max_position_embeddings); expected at most {known}"
 
 
@@ -179,10 +184,6 @@ def longest_sequence(config: Config, command: str) -> tuple[str, int]:
     if command == "sft":
         return "sft.max_length", config.sft.max_length
     return config.longest
-
-
-def _node(config: Config, role: str) -> Any:
-    return config.model if role == "actor" else config.role(role).model
 
 
 def _file(path: str) -> Path | None:

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.megatron_fields import OPTIMIZER, OVERRIDES, fault
-
-FLAG, SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
+from megarl.megatron_fields import CPU_OFFLOAD, OFFLOAD_FRACTION, OPTIMIZER, OVERRIDES, fault
 
 
 def invalid_overrides(config: Config, role: str) -> Iterator[str]:
@@ -31,13 +29,14 @@ def _of_optimizer(config: Config, role: str) -> Iterator[str]:
     yield from (f"{place}.{name}={show(value)}: {why}" for name, value, why in wrong)
     if wrong or not node.optim.on_host:
         return
-    key = f"{place}.{FLAG}=true"
+    key = f"{place}.{CPU_OFFLOAD}=true"
     if config.trainer.device == "cpu":
         yield f"{key}: Megatron's HybridDeviceOptimizer needs a GPU's streams, and trainer.device=cpu has none"
     if node.optim.name != "adamw":
         yield f"{key}: expected {role}.optim.name=adamw, it is {node.optim.name}"
     if node.strategy != "megatron":
         yield f"{key}: expected {role}.strategy=megatron, it is {node.strategy}"
-    if given.get(SHARE) != 1:
-        share = show(given.get(SHARE, 0.0))
-        yield f"{place}.{SHARE}={share}: expected 1.0: the whole state is on the host, or with {FLAG}=false none"
+    if given.get(OFFLOAD_FRACTION) != 1:
+        share = show(given.get(OFFLOAD_FRACTION, 0.0))
+        whole = f"the whole state is on the host, or with {CPU_OFFLOAD}=false none"
+        yield f"{place}.{OFFLOAD_FRACTION}={share}: expected 1.0: {whole}"

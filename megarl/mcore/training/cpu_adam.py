@@ -14,17 +14,19 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-FLAG, SHARE = "optimizer_cpu_offload", "optimizer_offload_fraction"
+from megarl.megatron_fields import CPU_OFFLOAD
 
 
 def check_cpu_adam(fields: Mapping[str, Any], *, name: str, is_wrapped: bool) -> None:
     """Raises ValueError for an optimizer on the host that cannot be made.  `is_wrapped`: by Megatron's DDP."""
-    if not fields.get(FLAG):
+    if not fields.get(CPU_OFFLOAD):
         return
     if not torch.cuda.is_available():
-        raise ValueError(f"{FLAG}=true: Megatron's HybridDeviceOptimizer needs a GPU's streams, and there is no GPU")
+        raise ValueError(
+            f"{CPU_OFFLOAD}=true: Megatron's HybridDeviceOptimizer needs a GPU's streams, and there is no GPU"
+        )
     if name != "adamw" or not is_wrapped:
-        raise ValueError(f"{FLAG}=true: expected optim.name=adamw and strategy=megatron")
+        raise ValueError(f"{CPU_OFFLOAD}=true: expected optim.name=adamw and strategy=megatron")
 
 
 def host_copies(part: Any) -> dict[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, layout_of, used_roles
-from megarl.config.validate.models import group_of
+from megarl.config.validate.models import group_of, model_of
 from megarl.layout import Layout
 from megarl.plan.command.show import LOCAL, memory_table, plain_table
 from megarl.plan.from_config import is_only_a_name, job_of, numbers_of_model
@@ -53,10 +53,8 @@ def report(config: Config, console: Console | None = None) -> None:
     """Print the report for the roles of `megarl train`; of a model that is only a name yet it is a line."""
     console = console or Console(soft_wrap=True)
     if role := next((role for role in used_roles(config, "train") if is_only_a_name(config, role)), None):
-        path = (config.model if role == "actor" else config.role(role).model).path
-        line = (
-            f"{group_of(role)}.path={path}: its config.json is not on this machine; layout and memory were not planned"
-        )
+        where = f"{group_of(role)}.path={model_of(config, role).path}"
+        line = f"{where}: its config.json is not on this machine; layout and memory were not planned"
         console.print(f"{line} (model=PRESET has the sizes of known models)", markup=False, highlight=False)
         return
     seats, job = seats_of(config), job_of(config, GPUS["h100"])  # the trainer's memory is the same on every type of GPU

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from megarl.config import Config, load_config
-from megarl.config.validate.models import group_of
+from megarl.config.validate.models import group_of, model_of
 from megarl.data.tiny import write_tiny_model
 from megarl.trainer.sft import sft
 
@@ -42,7 +42,7 @@ def cold_start(
     ]
     training, _ = load_config([*words, *same], command="sft")
     made = training.trainer.run_dir / "hf"
-    path = (config.model if role == "actor" else config.role(role).model).path
+    path = model_of(config, role).path
     if Path(path) != made:
         raise ValueError(f"{group_of(role)}.path={path}: there is no model; the recipe's own is {made}")
     console = Console()
