@@ -44,7 +44,7 @@ setup(
         "psutil>=5.9",  # needed by megatron-core's checkpoints, which do not declare it
         "einops>=0.7",  # needed by megatron-core, which does not declare it
         "numpy>=1.26",
-        "transformers>=5.0,<6",
+        "transformers>=5.19,<6",  # earlier ones ignore fields of config.json: rotary_dim, swiglu_limit
         "tokenizers>=0.20",
         "safetensors>=0.4",
         "jinja2>=3.1",  # chat templates

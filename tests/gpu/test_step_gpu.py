@@ -19,6 +19,7 @@ from step_cases import (
     write_families,
 )
 
+from megarl.layout import Layout
 from megarl.mcore.training.execution import has_transformer_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
@@ -67,7 +68,11 @@ def test_transformer_engine_is_as_near_to_float32_as_local_layers(
     assert_steps_by_its_gradient(got, "bfloat16")
 
 
+@pytest.mark.parametrize("is_distributed", [False, True], ids=["whole", "distributed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_megatrons_adam_on_the_host_makes_the_same_step(folders: dict[str, str], dtype: str) -> None:
+def test_megatrons_adam_on_the_host_makes_the_same_step(
+    folders: dict[str, str], dtype: str, *, is_distributed: bool
+) -> None:
     on_host = replace(ADAMW, override={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
-    assert_steps_by_its_gradient(one_step(folders["qwen3"], dtype, settings=on_host), dtype)
+    layout = Layout(use_distributed_optimizer=is_distributed)
+    assert_steps_by_its_gradient(one_step(folders["qwen3"], dtype, settings=on_host, layout=layout), dtype)

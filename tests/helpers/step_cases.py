@@ -48,7 +48,11 @@ def write_families(root: Path) -> dict[str, str]:
 
 
 def one_step(
-    folder: str, dtype: str = "float32", transformer_impl: str = "local", settings: OptimSettings = ADAMW
+    folder: str,
+    dtype: str = "float32",
+    transformer_impl: str = "local",
+    settings: OptimSettings = ADAMW,
+    layout: Layout = LAYOUT,
 ) -> dict[str, Any]:
     """Log-probs, gradient, and the weights before and after AdamW's first step, all in host memory.
 
@@ -56,13 +60,13 @@ def one_step(
     """
     device, hf = device_for("auto"), read_hf_config(folder)
     engine = ExecutionOptions(transformer_impl=transformer_impl)
-    model = build_model(hf, LAYOUT, dtype=dtype, engine=engine)
+    model = build_model(hf, layout, dtype=dtype, engine=engine)
     load_hf(model, folder, hf)
-    model = wrap_for_training(model, LAYOUT, engine)
+    model = wrap_for_training(model, layout, engine)
     optimizer = Optimizer(model, settings)
     batch, loss = make_step(hf["vocab_size"], NUM_SEQUENCES), LOSSES["actor"]
     micros = micro_batches(batch.keep_columns(*loss.columns), [NUM_SEQUENCES // 2] * 2)
-    outputs = Outputs(LAYOUT, hf["vocab_size"], names=("log_probs", "entropy"))
+    outputs = Outputs(layout, hf["vocab_size"], names=("log_probs", "entropy"))
     columns = forward_only(model, micros, outputs, device)
     optimizer.zero_grad()
     backward(model, micros, outputs, loss, num_tokens=batch.num_tokens, device=device)

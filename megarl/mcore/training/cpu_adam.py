@@ -2,7 +2,7 @@
 
 `optim.override_optimizer_config={optimizer_cpu_offload:true,optimizer_offload_fraction:1.0}`.  Each parameter that it
 trains has a copy on the host with the moments; a step brings the gradient there and the new values back.  It needs
-streams of a GPU, so this file was only read against Megatron-Core 0.16.1's source, and never ran.
+streams of a GPU: tests/gpu runs it, in one process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,18 @@ def check_cpu_adam(fields: Mapping[str, Any], *, name: str, is_wrapped: bool) ->
         )
     if name != "adamw" or not is_wrapped:
         raise ValueError(f"{CPU_OFFLOAD}=true: expected optim.name=adamw and strategy=megatron")
+
+
+def match_trained(part: Any) -> None:
+    """Make it train what its part of Megatron's optimizer steps.
+
+    Without the distributed optimizer, which does the same for its shards, Megatron puts float32 copies of bfloat16
+    parameters into its groups after it was made (optimizer.py:680), and its first step does not know them.
+    """
+    inner = part.optimizer
+    trained = {param for group in inner.param_groups for param in group["params"]}
+    if trained != inner.param_to_inner_param.keys():
+        part.optimizer = HybridDeviceOptimizer(inner.param_groups, **inner.defaults)
 
 
 def host_copies(part: Any) -> dict[Tensor, Tensor]:

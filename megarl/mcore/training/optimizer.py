@@ -20,7 +20,7 @@ from megarl.layout import Layout
 from megarl.mcore.models.layers import check_trainable
 from megarl.mcore.models.low_rank import sum_expert_gradients
 from megarl.mcore.models.model import Model, unwrap
-from megarl.mcore.training.cpu_adam import check_cpu_adam, make_host_state, refresh_copies
+from megarl.mcore.training.cpu_adam import check_cpu_adam, make_host_state, match_trained, refresh_copies
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.gradient_check import uncounted_included
 from megarl.mcore.training.muon import Muon, muon_matrices
@@ -182,6 +182,11 @@ class Optimizer:
             chunks,
             use_gloo_process_groups=False,
         )
+        for part in self.parts:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                match_trained(part)
+            elif not wrapper.use_megatron_fsdp:
+                _fuse_on_gpu(part.optimizer)
         if settings.name == "sgd":  # Megatron has no such function for it (optimizer/__init__:408)
             for part in self.parts:
                 part.init_state_fn = _momentum_buffers
@@ -250,7 +255,8 @@ class Optimizer:
                 if not isinstance(inner, torch.optim.Adam | torch.optim.SGD):  # those of Apex, Transformer-Engine; Muon
                     group["step"] = self.step_index
                 for param in group["params"] if isinstance(inner, torch.optim.Adam) else ():
-                    inner.state[param]["step"] = torch.tensor(float(self.step_index))
+                    device = param.device if group["fused"] else None
+                    inner.state[param]["step"] = torch.tensor(float(self.step_index), device=device)
 
     def weights_were_read(self) -> None:
         """To be called after weights were read into the parameters, and master weights into theirs."""
@@ -286,6 +292,16 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         self.inner.zero_grad()
+
+
+def _fuse_on_gpu(inner: torch.optim.Optimizer | None) -> None:
+    """Let torch's Adam update parameters on a GPU in one kernel; its default makes temporaries as large as all of them.
+
+    Megatron takes torch's where neither Apex nor Transformer-Engine is installed.
+    """
+    for group in inner.param_groups if isinstance(inner, torch.optim.Adam) else ():
+        if group["params"] and all(param.is_cuda for param in group["params"]):
+            group["fused"] = True
 
 
 def _distributed_runs(part: Any) -> Iterator[tuple[nn.Parameter, int, int, dict[str, Tensor]]]:
