@@ -106,11 +106,12 @@ def test_a_field_of_the_optimizer_that_cannot_be_set_is_refused_with_what_sets_i
     [
         ("trainer.device=cpu", "needs a GPU's streams, and trainer.device=cpu has none"),
         ("actor.optim.name=sgd", "expected actor.optim.name=adamw, it is sgd"),
+        ("model.dtype=float32 actor.megatron.use_distributed_optimizer=true", "expected model.dtype=bfloat16 or"),
         (f"actor.optim.{OPTIMIZER}.optimizer_offload_fraction=0.5", "optimizer_offload_fraction=0.5: expected 1.0"),
     ],
 )
 def test_what_megatrons_optimizer_on_the_host_needs_is_said(words: str, told: str) -> None:
-    assert told in refusal(ON_HOST, words)
+    assert told in refusal(ON_HOST, *words.split())
 
 
 def test_megatrons_optimizer_on_the_host_is_refused_without_a_gpu_and_its_fields_are_handed_on() -> None:

@@ -68,8 +68,7 @@ def test_transformer_engine_is_as_near_to_float32_as_local_layers(
     assert_steps_by_its_gradient(got, "bfloat16")
 
 
-@pytest.mark.parametrize("is_distributed", [False, True], ids=["whole", "distributed"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "is_distributed"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_megatrons_adam_on_the_host_makes_the_same_step(
     folders: dict[str, str], dtype: str, *, is_distributed: bool
 ) -> None:

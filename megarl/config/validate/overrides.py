@@ -36,6 +36,9 @@ def _of_optimizer(config: Config, role: str) -> Iterator[str]:
         yield f"{key}: expected {role}.optim.name=adamw, it is {node.optim.name}"
     if node.strategy != "megatron":
         yield f"{key}: expected {role}.strategy=megatron, it is {node.strategy}"
+    if config.model.dtype == "float32" and node.megatron.use_distributed_optimizer:
+        # Megatron's shards of float32 parameters are views, which torch's optimizers refuse (distrib_optimizer.py:421).
+        yield f"{key}: expected model.dtype=bfloat16 or {role}.megatron.use_distributed_optimizer=false"
     if given.get(OFFLOAD_FRACTION) != 1:
         share = show(given.get(OFFLOAD_FRACTION, 0.0))
         whole = f"the whole state is on the host, or with {CPU_OFFLOAD}=false none"
