@@ -35,6 +35,7 @@ from megarl.servers.server_process import free_ports
 HOST = "127.0.0.1"
 # What an update of the actor is asked with: the header's length is a real one.
 ARGUMENTS = {"role": "actor", "temperature": 1.0, "names": ["log_probs", "entropy"], "reference": None}
+ARGUMENTS |= {"shares_prefixes": False}
 ARGUMENTS |= {"loss": asdict(ActorLoss()), "num_tokens": 1 << 20}
 
 

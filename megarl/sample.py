@@ -55,6 +55,9 @@ class Completion:
 # The column with the tokens that could be drawn for each token, because top-p or top-k left them; none: all of the
 # vocabulary.  It is ragged, so a batch has two columns for it: see ragged.py.
 SUPPORT = "sampling_support"
+# Columns of a teacher, which the policy's ranks compare with the whole vocabulary: the hidden state [N, H] before each
+# token; the ids [N, K] of which its log-probs are known.
+TEACHER_HIDDEN, TEACHER_IDS = "teacher_hidden", "teacher_ids"
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,7 @@ class MicroBatch:
 
     batch: Batch
     is_dummy: bool = False
+    shares_prefixes: bool = False  # its packed row has the tokens with which rows begin alike once
 
 
 @dataclass(frozen=True)

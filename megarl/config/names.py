@@ -69,6 +69,7 @@ STRATEGIES = ("megatron", "fsdp", "none")  # fsdp: Megatron-FSDP; none: a single
 DISPATCHERS = ("auto", "alltoall", "flex")  # Megatron refuses allgather for rows of different lengths
 TRANSFORMERS = ("auto", "local", "transformer_engine")
 ROUTER_REPLAYS = ("off", "old", "rollout")
+SHARES = ("auto", "on", "off")
 RECOMPUTE_GRANULARITIES = ("selective", "full")
 RECOMPUTE_METHODS = ("uniform", "block")
 PLACEMENTS = ("separate", "shared")

@@ -35,6 +35,23 @@ class RankPlan:
         return [self.indices[end - size : end] for end, size in zip(ends, self.micro_sizes, strict=True)]
 
 
+@dataclass(frozen=True)
+class Family:
+    """Sequences that are packed together, because a row that has them all needs fewer places."""
+
+    members: list[int]  # sequences of the batch
+    size: int  # places that they take together, at most
+    cost: int  # see `cost_of`
+
+
+def cost_of(lengths: np.ndarray, hidden_size: int) -> np.ndarray:
+    """The cost of sequences of these lengths: L * (12 * hidden_size + L).
+
+    Per token, the operations of the linear layers and of causal attention have the ratio 24 h^2 to 2 h L.
+    """
+    return lengths * (12 * hidden_size + lengths)
+
+
 def plan(
     lengths: Sequence[int],
     num_ranks: int,
@@ -42,12 +59,12 @@ def plan(
     max_tokens: int | None = None,
     max_sequences: int | None = None,
     hidden_size: int = 1024,
+    families: Sequence[Family] | None = None,
 ) -> list[RankPlan]:
     """Distribute sequences of these lengths over `num_ranks` ranks: few micro-batches first, then even costs.
 
     A micro-batch holds at most `max_tokens` tokens, or at most `max_sequences` sequences; give one of the two.
-    The cost of a sequence of length L is L * (12 * hidden_size + L): per token, the operations of the linear layers
-    and of causal attention have the ratio 24 h^2 to 2 h L.
+    `families`: of all sequences, none larger than a micro-batch; those of one stay together, and tokens are places.
     Raises ValueError if a single sequence exceeds `max_tokens`.
     """
     assert (max_tokens is None) != (max_sequences is None), "give max_tokens or max_sequences, not both"
@@ -58,17 +75,17 @@ def plan(
             "expected a limit of at least data.max_prompt_length + data.max_response_length, or of agent.max_tokens "
             "with agents"
         )
-    cost = size * (12 * hidden_size + size)
-    longest_first = np.argsort(-size, kind="stable")
+    cost, members = cost_of(size, hidden_size), [[index] for index in range(len(size))]
+    if families is not None:
+        members = [family.members for family in families]
+        size, cost = (np.asarray([getattr(x, name) for x in families], dtype=np.int64) for name in ("size", "cost"))
     if max_tokens is not None:
-        bins = _bins_by_tokens(longest_first, size, cost, num_ranks, max_tokens)
+        bins = _bins(np.argsort(-size, kind="stable"), size, cost, num_ranks, max_tokens)
     else:
         assert max_sequences is not None and max_sequences > 0, f"max_sequences is {max_sequences}, expected 1 or more"
-        num_bins = _round_up(-(-len(size) // max_sequences), num_ranks)
-        even = _even_bins(longest_first, np.ones_like(size), cost, num_bins, max_sequences)
-        assert even is not None, "sequences of weight 1 always fit"
-        bins = even
-    return _deal(bins, cost, num_ranks)
+        count = np.asarray([len(own) for own in members], dtype=np.int64)
+        bins = _bins(np.lexsort((-size, -count)), count, cost, num_ranks, max_sequences)
+    return _deal(bins, cost, members, num_ranks)
 
 
 def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence[int] | Tensor) -> Tensor:
@@ -82,18 +99,18 @@ def unpack(plans: Sequence[RankPlan], parts: Sequence[Tensor], lengths: Sequence
     return flat[torch.empty_like(places).index_copy(0, places, torch.arange(len(places)))]  # torch writes no uint16
 
 
-def _bins_by_tokens(
-    longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_ranks: int, max_tokens: int
+def _bins(
+    longest_first: np.ndarray, size: np.ndarray, cost: np.ndarray, num_ranks: int, capacity: int
 ) -> list[list[int]]:
     """The fewest bins, a multiple of the ranks, that `_even_bins` or `_best_fit` finds, with even costs if possible."""
-    fewest = _round_up(-(-int(size.sum()) // max_tokens), num_ranks)
-    if (even := _even_bins(longest_first, size, cost, fewest, max_tokens)) is not None:
+    fewest = _round_up(-(-int(size.sum()) // capacity), num_ranks)
+    if (even := _even_bins(longest_first, size, cost, fewest, capacity)) is not None:
         return even
-    tight = _best_fit(longest_first, size, max_tokens)
+    tight = _best_fit(longest_first, size, capacity)
     num_bins = _round_up(len(tight), num_ranks)
-    if num_bins > fewest and (even := _even_bins(longest_first, size, cost, num_bins, max_tokens)) is not None:
+    if num_bins > fewest and (even := _even_bins(longest_first, size, cost, num_bins, capacity)) is not None:
         return even
-    return _evened(tight + [[] for _ in range(num_bins - len(tight))], size, cost, max_tokens)
+    return _evened(tight + [[] for _ in range(num_bins - len(tight))], size, cost, capacity)
 
 
 def _best_fit(longest_first: np.ndarray, size: np.ndarray, capacity: int) -> list[list[int]]:
@@ -182,23 +199,23 @@ def _halves(
     return (one, other) if max(spent, other_spent) < below else None
 
 
-def _deal(bins: list[list[int]], cost: np.ndarray, num_ranks: int) -> list[RankPlan]:
+def _deal(bins: list[list[int]], cost: np.ndarray, members: list[list[int]], num_ranks: int) -> list[RankPlan]:
     """Bins of similar cost run at the same time; in each such round the rank with the lowest sum gets the costliest.
 
     Expensive rounds come first, so that a lack of memory shows at once.
     """
     prices = cost.tolist()
-    totals = [sum(prices[i] for i in members) for members in bins]
+    totals = [sum(prices[i] for i in chosen) for chosen in bins]
     dearest_first = sorted(range(len(bins)), key=lambda b: (-totals[b], b))
     rank_cost = [0] * num_ranks
     rank_bins: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(bins), num_ranks):
         cheapest_ranks = sorted(range(num_ranks), key=lambda r: (rank_cost[r], r))
         for rank, chosen in zip(cheapest_ranks, dearest_first[start : start + num_ranks], strict=True):
-            rank_bins[rank].append(sorted(bins[chosen]))
+            rank_bins[rank].append(sorted(index for i in bins[chosen] for index in members[i]))
             rank_cost[rank] += totals[chosen]
     return [
-        RankPlan([i for members in mine for i in members], [len(members) for members in mine]) for mine in rank_bins
+        RankPlan([i for together in mine for i in together], [len(together) for together in mine]) for mine in rank_bins
     ]
 
 

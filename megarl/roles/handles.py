@@ -16,6 +16,7 @@ from megarl.algo.spikes import Spikes
 from megarl.algo.step_columns import step_columns
 from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan, unpack
+from megarl.data.prefix_tree import CommonPrefixes, families
 from megarl.group import Group, Reply
 from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.sample import Batch, Stat, Stats, merge_stats
@@ -34,6 +35,7 @@ class Packing:
 
     max_tokens: int | None = 16384  # tokens per micro-batch
     max_sequences: int | None = None  # or sequences per micro-batch
+    share_prefixes: bool = False  # the tokens with which rows begin alike stand once in a row, where ranks can do that
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Role:
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
+    shares_prefixes: bool = field(default=False, init=False)  # it should, and the loaded model can
 
     def load(
         self,
@@ -117,6 +120,7 @@ class Role:
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
+        self.shares_prefixes = self.packing.share_prefixes and not router_replay and replies[0].result["can_share"]
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:
@@ -172,8 +176,8 @@ class Role:
         given = self._given(batch, [name for name in (self.inputs if inputs is None else inputs) if name not in names])
         plans = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
-        arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
-        arguments |= more
+        arguments: dict[str, Any] = {"role": self.name, "temperature": scale, "names": list(names), **more}
+        arguments |= {"reference": reference, "shares_prefixes": self.shares_prefixes}
         replies = self.group.call("columns", arguments, [_payload(batch, p, given) for p in plans])
         lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
         return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
@@ -182,16 +186,28 @@ class Role:
         missing = [name for name in inputs if name not in batch.columns]
         if missing:
             raise ValueError(f"role {self.name} reads the column {missing[0]} of tokens: expected a batch that has it")
-        return tuple(inputs)
+        shared = ("response_mask",) if inputs and self.shares_prefixes else ()  # says how much of a row can be
+        return (*inputs, *(name for name in shared if name in batch.columns))
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
         """Which samples each replica runs; all rows of one share a micro-batch."""
+        together = None
+        if self.shares_prefixes:
+            together = families(
+                batch,
+                CommonPrefixes.of(batch),
+                hidden_size=self.hidden_size,
+                max_size=self.packing.max_tokens,
+                max_members=self.packing.max_sequences,
+                num_parts=self.group.num_replicas,
+            )
         return plan(
             batch.sample_lengths.tolist(),
             self.group.num_replicas,
             max_tokens=self.packing.max_tokens,
             max_sequences=self.packing.max_sequences,
             hidden_size=self.hidden_size,
+            families=together,
         )
 
 
@@ -265,6 +281,7 @@ class Trainable(Role):
             "divergence": how.divergence,
             "num_tokens": batch.num_tokens,
             "limits": self.spikes and self.spikes.limits,
+            "shares_prefixes": self.shares_prefixes,
         }
         columns = (*how.loss.columns, *self._given(packed, self.inputs))
         replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])

@@ -120,7 +120,8 @@ class Worker:
         self.roles[arguments["role"]] = role
         sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
         role.offload_by_default()
-        return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine}, {}
+        can_share = self.device.type == "cpu" and self.layout.cp == 1  # tree_attention.py is for the CPU
+        return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine, "can_share": can_share}, {}
 
     def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Read the heads of a role's teachers, cut as its own."""
@@ -173,7 +174,7 @@ class Worker:
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """The columns `names` of every token of this replica's sequences: see `Outputs`, and ROUTED_EXPERTS."""
-        micros = micro_batches(*_unpack(tensors))
+        micros = micro_batches(*_unpack(tensors), shares_prefixes=arguments["shares_prefixes"])
         notes = ROUTED_EXPERTS in arguments["names"]
         with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
@@ -195,7 +196,7 @@ class Worker:
             step = train_step(
                 role.model,
                 role.optimizer,
-                micro_batches(*_unpack(tensors)),
+                micro_batches(*_unpack(tensors), shares_prefixes=arguments["shares_prefixes"]),
                 self._outputs(role, arguments),
                 role.loss(arguments["loss"]),
                 num_tokens=arguments["num_tokens"],

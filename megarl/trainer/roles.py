@@ -55,13 +55,13 @@ def make_roles(
     config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group], teachers: Teachers | None = None
 ) -> Roles:
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
-    temperature = config.rollout.temperature
+    temperature, shares = config.rollout.temperature, config.trainer.share_prefixes != "off"
     support = names_in_batch(SUPPORT) if config.narrows_sampling else ()
     experts = (ROUTED_EXPERTS,) if config.actor.router_replay != "off" else ()
     actor = Actor(
         "actor",
         group_of(config.actor),
-        Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu),
+        Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu, shares),
         temperature,
         inputs=(*support, *experts),
         update_settings=algorithm.actor,
@@ -71,14 +71,14 @@ def make_roles(
         critic = Critic(
             "critic",
             group_of(config.critic),
-            Packing(config.critic.ppo_max_token_len_per_gpu, config.critic.ppo_micro_batch_size_per_gpu),
+            Packing(config.critic.ppo_max_token_len_per_gpu, config.critic.ppo_micro_batch_size_per_gpu, shares),
             update_settings=algorithm.critic,
         )
     if config.uses_reference:
         reference = Reference(
             REFERENCE,
             group_of(config.ref),
-            Packing(config.ref.log_prob_max_token_len_per_gpu, config.ref.log_prob_micro_batch_size_per_gpu),
+            Packing(config.ref.log_prob_max_token_len_per_gpu, config.ref.log_prob_micro_batch_size_per_gpu, shares),
             temperature,
             inputs=support,
         )
@@ -88,7 +88,7 @@ def make_roles(
             "reward_model",
             group_of(config.ref),
             # Its sequences have one token more.
-            Packing(longest and longest + 1, config.ref.log_prob_micro_batch_size_per_gpu),
+            Packing(longest and longest + 1, config.ref.log_prob_micro_batch_size_per_gpu, shares),
             weight=config.reward.weights.get("model", 1.0) if len(names_of(config)) > 1 else 1.0,
         )
     made: list[tuple[Role | None, Any]] = [(actor, config.actor), (critic, config.critic), (reference, config.ref)]

@@ -185,7 +185,8 @@ def _make_teacher(
 ) -> Teacher | TeacherServers:
     keys = config.teachers[name]
     if f"teachers.{name}" in config.teachers_on_ranks:
-        packing = Packing(keys.log_prob_max_token_len_per_gpu, keys.log_prob_micro_batch_size_per_gpu)
+        limits = keys.log_prob_max_token_len_per_gpu, keys.log_prob_micro_batch_size_per_gpu
+        packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes != "off")
         return Teacher(f"teachers.{name}", group_of(keys), packing, config.rollout.temperature)
     concurrency, timeout_s = keys.server.concurrency, config.rollout.request_timeout_s
     if keys.server.urls:

@@ -47,12 +47,14 @@ class Rank:
 
     def update(self, name: str, step: int) -> dict[str, Any]:
         arguments = {"role": name, "temperature": 1.0, "loss": asdict(LOSS), "reference": None, "limits": None}
+        arguments |= {"shares_prefixes": False}
         payload, num_tokens = self._payload(step + 100 * (name != "first"))
         arguments |= {"num_tokens": num_tokens, "names": list(LOSS.outputs)}
         return self.worker.update(arguments, payload)[0]
 
     def columns(self, name: str) -> dict[str, Tensor]:
         arguments = {"role": name, "temperature": 1.0, "names": ["log_probs"], "reference": None}
+        arguments |= {"shares_prefixes": False}
         return self.worker.columns(arguments, self._payload(0)[0])[1]
 
     def adapters(self, name: str) -> dict[str, Tensor]:

@@ -74,7 +74,7 @@ def _payload(**columns: Tensor) -> dict[str, Tensor]:
 
 
 def _columns(worker: Worker, names: list[str], reference: str | None) -> dict[str, Tensor]:
-    arguments = {"role": "actor", "temperature": 0.9, "names": names, "reference": reference}
+    arguments = {"role": "actor", "temperature": 0.9, "names": names, "reference": reference, "shares_prefixes": False}
     return worker.columns(arguments, _payload())[1]
 
 
@@ -86,6 +86,7 @@ def _mean_kl(worker: Worker) -> float:
 def _update(worker: Worker, loss: ActorLoss, advantages: Tensor) -> Any:
     """The loss that the rank trained with."""
     arguments = {"role": "actor", "temperature": 0.9, "loss": asdict(loss), "num_tokens": 18, "limits": None}
+    arguments |= {"shares_prefixes": False}
     arguments |= {"names": list(loss.outputs), "reference": "ref" if "full_kl" in loss.outputs else None}
     every = {"response_mask": MASK, "weight": MASK / MASK.sum(), "old_log_probs": torch.zeros(18)}
     with mock.patch("megarl.roles.worker.train_step", side_effect=train_step) as step:

@@ -418,7 +418,7 @@ def test_a_sequence_longer_than_a_row_is_refused() -> None:
 def test_plain_numbers_travel_to_the_ranks() -> None:
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         return Reply(
-            {"parameters_per_rank": 7, "hidden_size": 16, "lacks_transformer_engine": False}
+            {"parameters_per_rank": 7, "hidden_size": 16, "lacks_transformer_engine": False, "can_share": False}
             if method == "load"
             else {"version": 3},
             {},

@@ -58,6 +58,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     yield from lora.contradictions(config)
     yield from _bad_numbers(config, command)
     yield from _profiles(config)
+    yield from _prefixes(config, roles)
     yield from _names(config)
 
 
@@ -119,6 +120,24 @@ def _profiles(config: Config) -> Iterator[str]:
     for key, is_asked in (("tool=nvtx", profile.tool == "nvtx"), ("memory=true", profile.memory)):
         if is_asked and trainer.device == "cpu":
             yield f"trainer.profile.{key}: trainer.device=cpu has no GPU; expected trainer.profile.tool=torch alone"
+
+
+def _prefixes(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    if config.trainer.share_prefixes != "on":
+        return
+    found = {
+        "trainer.device": (config.trainer.device, "cuda"),
+        "actor.router_replay": (config.actor.router_replay, ("old", "rollout")),
+    }
+    megatrons = [(role, config.role(role).megatron) for role in roles]
+    found |= {f"{r}.megatron.transformer_impl": (m.transformer_impl, "transformer_engine") for r, m in megatrons}
+    for key, (value, refused) in found.items():
+        if value in refused:
+            yield f"trainer.share_prefixes=on: it is not built for {key}={value}; expected auto or off"
+    for role, megatron in megatrons:
+        if megatron.context_parallel_size > 1:
+            key = f"{role}.megatron.context_parallel_size={megatron.context_parallel_size}"
+            yield f"trainer.share_prefixes=on: it is not built for {key}; expected auto or off"
 
 
 def _names(config: Config) -> Iterator[str]:

@@ -60,6 +60,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "actor.lora.push": names.LORA_PUSHES,
     "actor.router_replay": names.ROUTER_REPLAYS,
     "trainer.device": names.DEVICES,
+    "trainer.share_prefixes": names.SHARES,
     "trainer.profile.tool": names.PROFILERS,
     "trainer.on_nonfinite": names.ON_NONFINITE,
 } | {

@@ -22,6 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
+
 
 class Norm:
     """torch's RMSNorm or LayerNorm, marked so that Megatron sums its gradient over sequence-parallel ranks."""
@@ -108,9 +110,10 @@ def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's description of a packed row, with the pad plan computed once for all layers."""
+    """Megatron's description of a packed row, with the plan of its attention, computed once for all layers."""
 
     pad: PadPlan | None = None
+    tree: TreePlan | None = None  # of a row in which common prefixes stand once
 
 
 class SDPAttention(MegatronModule):
@@ -165,6 +168,9 @@ class SDPAttention(MegatronModule):
             return self._causal(q, k, v).permute(2, 0, 1, 3).flatten(2)
         if self.cp.size() > 1:
             return self._context_parallel(query, key, value, _lengths(packed_seq_params)).flatten(1)
+        if (tree := getattr(packed_seq_params, "tree", None)) is not None:
+            scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
+            return TreeAttention.apply(query, key, value, self.softmax_offset, tree, self.window, scale).flatten(1)
         pad = getattr(packed_seq_params, "pad", None) or pad_plan(_lengths(packed_seq_params), device=query.device)
         return self._packed(query, key, value, pad).flatten(1)
 

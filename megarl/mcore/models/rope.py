@@ -116,11 +116,23 @@ def _yarn_factor(factor: float, settings: Mapping[str, Any]) -> float:
     return sharper(over) / sharper(under) if over and under else sharper(1.0)
 
 
+def with_positions(ends: Tensor, positions: Tensor) -> Tensor:
+    """The cumulative lengths of a row, with the positions [T/cp] of this rank's tokens in their sequences.
+
+    Megatron hands a row's ends, and nothing else of it, to its rotary embedding.
+    """
+    ends.positions = positions  # type: ignore[attr-defined]
+    return ends
+
+
 def packed_angles(angles: Tensor, ends: Tensor, num_tokens: int, *, cp: int, rank: int) -> Tensor:
     """Angles [longest, ...] of positions -> [num_tokens, ...]: angles of a row's tokens on one context-parallel rank.
 
-    `ends` [B + 1] are the row's cumulative lengths; of each sequence the rank holds chunks rank and 2cp-1-rank of 2cp.
+    `ends` [B + 1] are the row's cumulative lengths, if possible `with_positions`; of each sequence the rank holds
+    chunks rank and 2cp-1-rank of 2cp.
     """
+    if (positions := getattr(ends, "positions", None)) is not None:
+        return angles[positions]
     sizes = (ends[1:] - ends[:-1]) // cp
     starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes, output_size=num_tokens)
     at = torch.arange(num_tokens, device=ends.device) - starts

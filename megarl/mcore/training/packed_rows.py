@@ -16,12 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.layout import Layout
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.models.attention import PackedParams, pad_plan, zigzag
+from megarl.mcore.models.rope import with_positions
+from megarl.mcore.models.tree_attention import TreePlan
 from megarl.sample import Batch, MicroBatch
 
 
@@ -54,6 +58,8 @@ class PackedRow:
 
 def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
     """Pack a micro-batch and take this rank's context-parallel slice."""
+    if micro.shares_prefixes:
+        return _make_tree_row(micro, layout, device)
     batch, lengths = micro.batch, micro.batch.lengths
     padded = padded_lengths(lengths.tolist(), layout)
     sizes = torch.tensor(padded)
@@ -68,29 +74,82 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     sources = torch.full((total,), -1).index_copy(0, at, torch.arange(batch.num_tokens))[own]
     predicted = torch.nonzero(inside > 0).squeeze(1)
     following = torch.full((batch.num_tokens + 1,), -1).index_copy(0, predicted - 1, predicted)  # the last: of padding
-    targets = following[sources]
     positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
+    return _row(
+        micro,
+        device,
+        sources=sources,
+        targets=following[sources],
+        positions=positions[own],
+        ends=ends,
+        longest=max(padded),
+        plan={"pad": pad_plan(padded, device=device) if layout.cp == 1 else None},
+        predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded),
+        predicted=predicted,
+        num_own_tokens=int((sources >= 0).sum()),
+    )
+
+
+def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
+    """A row in which the tokens with which rows begin alike stand once."""
+    assert layout.cp == 1, "common prefixes are not cut over context-parallel ranks"
+    batch = micro.batch
+    tree = PrefixTree.of(batch, CommonPrefixes.of(batch))
+    plan = TreePlan.of(tree, device)
+    padding = padded_lengths([tree.num_places], layout)[0] - tree.num_places
+    predicted = torch.nonzero(tree.predicts >= 0).squeeze(1)
+    return _row(
+        micro,
+        device,
+        sources=F.pad(tree.sources, (0, padding), value=-1),
+        targets=F.pad(tree.targets, (0, padding), value=-1),
+        positions=F.pad(torch.from_numpy(tree.place_positions), (0, padding)),
+        ends=torch.tensor([tree.num_places + padding]),
+        longest=plan.longest,
+        plan={"tree": plan},
+        predicts=tree.predicts[predicted],
+        predicted=predicted,
+        num_own_tokens=batch.num_tokens,  # a common token stands for those of all its rows
+    )
+
+
+def _row(
+    micro: MicroBatch,
+    device: torch.device,
+    *,
+    sources: Tensor,
+    targets: Tensor,
+    positions: Tensor,
+    ends: Tensor,
+    longest: int,
+    plan: dict[str, Any],
+    predicts: Tensor,
+    predicted: Tensor,
+    num_own_tokens: int,
+) -> PackedRow:
+    """`sources`, `targets`, `positions` [T/cp] of this rank's places; `plan`: that of attention, by its name."""
+    batch = micro.batch
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
-    longest = max(padded)
+    cu_seqlens = with_positions(cu_seqlens, positions.to(device))
     packed = PackedParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        pad=pad_plan(padded, device=device) if layout.cp == 1 else None,
+        **plan,
     )
     return PackedRow(
         tokens=_at(batch.tokens, sources)[None].to(device),
-        positions=positions[own][None].to(device),
+        positions=positions[None].to(device),
         labels=_at(batch.tokens, targets).to(device),
         targets=targets.to(device),
         support=Support.of(batch, targets),
         packed=packed,
-        predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded).to(device),
+        predicts=predicts.to(device),
         predicted=predicted.to(device),
         num_tokens=batch.num_tokens,
-        num_own_tokens=0 if micro.is_dummy else int((sources >= 0).sum()),
+        num_own_tokens=0 if micro.is_dummy else num_own_tokens,
     )
 
 
@@ -153,12 +212,13 @@ def gather_context(x: Tensor) -> Tensor:
     return x if ps.get_context_parallel_world_size() == 1 else _GatherContext.apply(x)
 
 
-def micro_batches(batch: Batch, micro_sizes: Sequence[int]) -> list[MicroBatch]:
+def micro_batches(batch: Batch, micro_sizes: Sequence[int], *, shares_prefixes: bool = False) -> list[MicroBatch]:
     """The first micro_sizes[0] samples with all their rows, then the next, ...; a size of 0 is a dummy."""
     assert sum(micro_sizes) == batch.num_sequences, f"{sum(micro_sizes)} of {batch.num_sequences} samples are packed"
     out, first = [], 0
     for size in micro_sizes:
-        out.append(MicroBatch(batch.select(range(first, first + size))) if size else dummy(batch))
+        own = MicroBatch(batch.select(range(first, first + size)), shares_prefixes=shares_prefixes) if size else None
+        out.append(own or dummy(batch))
         first += size
     return out
 

@@ -32,15 +32,23 @@ from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_ro
 from megarl.mcore.training.router_replay import Routing
 from megarl.ragged import names_in_batch
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import SUPPORT, Batch, LossOutput, MicroBatch, Stats, merge_stats
+from megarl.sample import (
+    SUPPORT,
+    TEACHER_HIDDEN,
+    TEACHER_IDS,
+    Batch,
+    LossOutput,
+    MicroBatch,
+    Stats,
+    merge_stats,
+)
 
 Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]
 
 HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the logits of each token
 TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
-TEACHER, TEACHER_HIDDEN = "teacher", "teacher_hidden"  # columns of a batch: see TeacherStates
-TEACHER_IDS = "teacher_ids"  # the column [N, K] of a batch that says of which tokens OF_IDS is
+TEACHER = "teacher"  # the column of a batch that says which teacher's TEACHER_HIDDEN is: see TeacherStates
 # Columns that the model's side of a step reads, and no loss.
 MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, *names_in_batch(SUPPORT))
 

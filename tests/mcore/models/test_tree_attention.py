@@ -1,0 +1,104 @@
+"""Attention over prefix trees against one masked softmax, forwards and backwards, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
+from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
+from megarl.sample import Batch
+
+ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10)
+SIZES = st.sampled_from([(2, 2, 8, 8), (4, 2, 8, 8), (4, 1, 6, 4), (2, 2, 4, 6)])  # heads of q, of k; sizes of k, of v
+
+
+def tree_of(rows: list[list[int]]) -> PrefixTree:
+    batch = Batch(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
+    return PrefixTree.of(batch, CommonPrefixes.of(batch))
+
+
+def sees(tree: PrefixTree, window: int | None) -> Tensor:
+    """[T, T] bool: slow reference, place by place."""
+    at, found = tree.place_positions, torch.zeros(tree.num_places, tree.num_places, dtype=torch.bool)
+    for node, (first, length) in enumerate(zip(tree.places.tolist(), tree.lengths.tolist(), strict=True)):
+        for place in range(first, first + length):
+            found[place, first : place + 1] = True
+            above = int(tree.parents[node])
+            while above >= 0:
+                begin = tree.places[above]
+                found[place, begin : begin + tree.lengths[above] - 1] = True
+                above = int(tree.parents[above])
+    if window is not None:
+        found &= torch.from_numpy(at[:, None] - at < window)
+    return found
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor, scale: float) -> Tensor:
+    times = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+    scores = torch.einsum("qnd,knd->qnk", q, k) * scale
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1).expand(len(q), -1, 1)], -1)
+    return torch.einsum("qnk,knd->qnd", scores.softmax(-1)[..., : len(k)], v)
+
+
+@given(
+    rows=ROWS,
+    sizes=SIZES,
+    window=st.none() | st.integers(1, 9),
+    has_sinks=st.booleans(),
+    padding=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_it_is_one_masked_softmax_and_so_are_its_gradients(
+    rows: list[list[int]],
+    sizes: tuple[int, int, int, int],
+    window: int | None,
+    has_sinks: bool,  # noqa: FBT001
+    padding: int,
+    seed: int,
+) -> None:
+    tree, g = tree_of(rows), torch.Generator().manual_seed(seed)
+    heads, of_keys, wide, of_values = sizes
+    places = tree.num_places + padding
+    shapes = [(places, heads, wide), (places, of_keys, wide), (places, of_keys, of_values)]
+    inputs = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    sinks = torch.randn(heads, generator=g, dtype=torch.float64).requires_grad_() if has_sinks else None
+    leaves = [*inputs, *([sinks] if sinks is not None else [])]
+
+    got = TreeAttention.apply(*inputs, sinks, TreePlan.of(tree, torch.device("cpu")), window, 0.3)
+    used = [x[: tree.num_places] for x in inputs]
+    expected = reference(*used, sinks, sees(tree, window), 0.3)
+    torch.testing.assert_close(got[: tree.num_places], expected, rtol=1e-10, atol=1e-10)
+    assert not got[tree.num_places :].any()
+
+    up = torch.randn(expected.shape, generator=g, dtype=torch.float64)
+    ours = torch.autograd.grad(got[: tree.num_places], leaves, up)
+    theirs = torch.autograd.grad(expected, leaves, up)
+    for mine, slow in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, slow, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_other_types_are_as_near_as_their_rounding(dtype: torch.dtype, close: float) -> None:
+    g = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, 9, (40,), generator=g).tolist()
+    tree = tree_of([[*prompt, *torch.randint(0, 9, (n,), generator=g).tolist()] for n in (30, 3, 17, 60)])
+    exact = [torch.randn(tree.num_places, n, 16, generator=g, dtype=torch.float64) for n in (4, 2, 2)]
+    got = TreeAttention.apply(*(x.to(dtype) for x in exact), None, TreePlan.of(tree, torch.device("cpu")), None, 0.25)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), reference(*exact, None, sees(tree, None), 0.25), rtol=close, atol=close)
+
+
+def test_parts_of_similar_size_share_a_call() -> None:
+    g = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 1000, (n,), generator=g).tolist() for n in (20, 21, 300)]
+    rows = [[*prompt, *torch.randint(0, 1000, (30,), generator=g).tolist()] for prompt in prompts for _ in range(4)]
+    calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
+    assert [call.shape for call in calls if call.is_causal] == [(14, 31, 31), (1, 300, 300)]
+    assert [call.shape for call in calls if not call.is_causal] == [(2, 124, 20), (1, 124, 299)]
