@@ -1,9 +1,13 @@
-"""The quickstart's work here and in TRL, in turns: GRPO on the same tiny model and prompts, tokens per second.
+"""The quickstart's work here and in TRL, in turns: GRPO on the same tiny model and prompts.
 
     python benchmarks/bench_peer.py --make-environment    once: an environment of its own for TRL (benchmarks/peer.txt)
-    python benchmarks/bench_peer.py                       three rounds of every way
-    python benchmarks/bench_peer.py --quick               one short run of each
+    python benchmarks/bench_peer.py                       three rounds of every way, in each of three works
+    python benchmarks/bench_peer.py --works small         one of them
+    python benchmarks/bench_peer.py --quick               one short run of each way
 
+`small`: prompts of 6 and answers of 16 tokens, `long`: 64 and 64; tokens per second after the start.  `whole`: the
+quickstart's 60 iterations from the same cold start, seconds of the whole command with all that the recipe does.
+It begins on a quiet machine: it waits for a load below 0.3, ten minutes at most, and says the load that it found.
 Both in float32 on the same two cores, never at once, the same batches, answers of one length, and as many optimizer
 steps.  Each side may choose how it uses the cores; its faster way counts.  A way that dies is reported and left out.
 """
@@ -19,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -40,6 +45,12 @@ PYTHON_VARIABLE = "MEGARL_TRL_PYTHON"
 DEFAULT_ENVIRONMENT = Path.home() / ".cache" / "megarl" / "trl"
 CORES = 2
 TIMEOUT_S, END_S = 900.0, 30.0
+QUIET_LOAD, QUIET_S = 0.3, 600.0
+WORKS: dict[str, dict[str, Any]] = {
+    "small": {"new_tokens": 16},
+    "long": {"new_tokens": 64, "prompt_tokens": 64},
+    "whole": {"new_tokens": 6, "learns": True, "iterations": 60, "warmup": 0},
+}
 STAGES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
 
 
@@ -92,11 +103,17 @@ LEGEND = (
 
 def megarl_command(work: Work, way: Way, name: str) -> list[str]:
     """`megarl train` for the work; its run's folder is work.folder/runs/name."""
+    if work.learns:  # nothing but where it stands
+        where = {"trainer.n_gpus_per_node": way.processes, "trainer.experiment_name": name}
+        where |= {"trainer.total_training_steps": work.iterations}
+        words = [f"{key}={value}" for key, value in where.items()]
+        return [sys.executable, "-m", "megarl", "train", "recipe=quickstart_grpo", *words, *way.overrides]
     settings = {
         "model.path": work.model,
         "data.train_files": f"[{work.data}]",
         "data.val_files": "[]",
         "data.train_batch_size": work.prompts,
+        **({"data.max_prompt_length": work.prompt_tokens} if work.prompt_tokens else {}),
         "data.max_response_length": work.new_tokens,
         "rollout.n": work.n,
         "actor.ppo_epochs": work.epochs,
@@ -168,15 +185,19 @@ def _check_count(what: str, found: float, wanted: float) -> None:
 
 def run_side(work: Work, way: Way, python: Path, name: str) -> dict[str, Any]:
     """One run of one side, on the same cores as every other."""
-    folder = Path(work.folder)
+    folder, begun = Path(work.folder), time.perf_counter()
     if way.side == "megarl":
         execute(megarl_command(work, way, name), folder / f"{name}.log", {"PYTHONPATH": str(ROOT)})
+        if work.learns:
+            return {"command_s": time.perf_counter() - begun}
         return read_megarl(work, list(read_lines(folder / "runs" / name / "metrics.jsonl")))
     task, out = folder / f"{name}.json", folder / f"{name}_out.json"
     threads = work.threads // way.processes
     said = asdict(work) | {"model": work.model, "data": work.data, "out": str(out), "threads": threads}
     task.write_text(json.dumps(said))
     execute(trl_command(python, way, task), folder / f"{name}.log", {"OMP_NUM_THREADS": str(threads)})
+    if work.learns:
+        return {"command_s": time.perf_counter() - begun}
     return read_trl(work, json.loads(out.read_text()))
 
 
@@ -244,7 +265,8 @@ def measure(work: Work, ways: Sequence[Way], python: Path, rounds: int) -> tuple
                 continue
             versions |= found.pop("versions", {})
             rows.append(row | found)
-            sys.stderr.write(f"round {number + 1}: {way.name}: {found['tokens/s']:,.0f} tokens/s\n")
+            said = f"{found['command_s']:.1f} s" if work.learns else f"{found['tokens/s']:,.0f} tokens/s"
+            sys.stderr.write(f"round {number + 1}: {way.name}: {said}\n")
     return rows, versions
 
 
@@ -265,6 +287,17 @@ def ratios(rows: Sequence[dict[str, Any]], flops: float, rate: float) -> dict[st
     return out | {"peer": statistics.median(ours["tokens/s"] / theirs["tokens/s"] for ours, theirs in pairs)}
 
 
+def whole_ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of each side's way with the best median: seconds of the command; last, TRL's by ours."""
+    rows = [row | ({"tokens/s": 1 / row["command_s"]} if "command_s" in row else {}) for row in rows]
+    best = {side: _best(rows, side) for side in ("megarl", "trl")}
+    if not all(best.values()):
+        return {}
+    seconds = {f"{side}_s": statistics.median(row["command_s"] for row in mine) for side, mine in best.items()}
+    pairs = zip(best["megarl"], best["trl"], strict=True)
+    return seconds | {"peer": statistics.median(theirs["command_s"] / ours["command_s"] for ours, theirs in pairs)}
+
+
 def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
     failed = {row["way"] for row in rows if row["side"] == side and "failed" in row}
     ways: dict[str, list[dict[str, Any]]] = {}
@@ -274,6 +307,16 @@ def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
     return max(ways.values(), key=lambda mine: statistics.median(row["tokens/s"] for row in mine), default=[])
 
 
+def wait_until_quiet(limit_s: float = QUIET_S, pause_s: float = 5.0) -> str:
+    """Wait for a low load; what is to be said of it, "" if the machine was quiet."""
+    deadline = time.monotonic() + limit_s
+    while (load := os.getloadavg()[0]) >= QUIET_LOAD:
+        if time.monotonic() >= deadline:
+            return f"the machine was not quiet after {limit_s:.0f} s of waiting: its load was {load:.1f}"
+        time.sleep(pause_s)
+    return ""
+
+
 def work(options: argparse.Namespace) -> Result | None:
     if options.device != "cpu":
         raise ValueError(f"--device {options.device}: the quickstart's work is a CPU's; expected --device cpu")
@@ -281,26 +324,44 @@ def work(options: argparse.Namespace) -> Result | None:
         make_environment(DEFAULT_ENVIRONMENT)
         return None
     python = trl_python()
-    iterations, warmup, rounds = (4, 1, 1) if options.quick else (options.iterations + 3, 3, options.rounds)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < CORES:
         raise ValueError(f"{len(cores)} core: expected {CORES}, for both sides to share")
     os.sched_setaffinity(0, cores[:CORES])  # what is started inherits it
+    result = Result("peer", "cpu", {}, notes=[CHOICES, LEGEND], title="Beside TRL")
     try:
-        with tempfile.TemporaryDirectory(prefix="bench_peer_") as folder:
-            job = Work(folder, options.new_tokens, iterations, warmup, CORES)
-            job.write()
-            rate = matmul_rate("cpu", torch.float32, threads=CORES)
-            rows, versions = measure(job, WAYS, python, rounds)
-            flops = job.flops()
+        result.notes += filter(None, ["" if options.quick else wait_until_quiet()])
+        rate = matmul_rate("cpu", torch.float32, threads=CORES)
+        for name in options.works:
+            _add_work(result, name, options, python, rate)
     finally:
         os.sched_setaffinity(0, cores)
-    for row in (row for row in rows if "failed" not in row):
+    return result
+
+
+def _add_work(result: Result, name: str, options: argparse.Namespace, python: Path, rate: float) -> None:
+    """The rounds of one work; its ratios are called peer, of `small`, or peer_NAME."""
+    usual = {"iterations": options.iterations + 3, "warmup": 3} | WORKS[name]
+    if options.quick:
+        usual |= {"iterations": 4, "warmup": 0 if usual.get("learns") else 1}
+    with tempfile.TemporaryDirectory(prefix="bench_peer_") as folder:
+        job = Work(folder, threads=CORES, **usual)
+        job.write()
+        rows, versions = measure(job, WAYS, python, 1 if options.quick else options.rounds)
+        flops = 0.0 if job.learns else job.flops()
+    for row in (row for row in rows if "iteration_s" in row):
         row["of the rate"] = flops / row["iteration_s"] / rate
-    configuration = {key: value for key, value in asdict(job).items() if key != "folder"}
-    configuration |= {"rounds": rounds, "gflop of an iteration": flops / 1e9}
-    configuration["TRL's side"] = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return Result("peer", "cpu", configuration, rows, ratios(rows, flops, rate), [CHOICES, LEGEND], title="Beside TRL")
+    result.rows += [{"work": name, **row} for row in rows]
+    found = whole_ratios(rows) if job.learns else ratios(rows, flops, rate)
+    end = "" if name == "small" else f"_{name}"
+    result.ratios |= {f"{key}{end}": value for key, value in found.items()}
+    result.configuration |= {f"{name}: {key}": value for key, value in asdict(job).items() if key != "folder"}
+    result.configuration |= {
+        "rounds": 1 if options.quick else options.rounds,
+        f"{name}: gflop of an iteration": flops / 1e9,
+    }
+    if versions:
+        result.configuration["TRL's side"] = ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 # ---- TRL's environment
@@ -340,7 +401,7 @@ def pins() -> dict[str, str]:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--make-environment", action="store_true", help=f"TRL into {DEFAULT_ENVIRONMENT}, and end")
-    made.add_argument("--new-tokens", type=int, default=16, help="of every answer (default 16)")
+    made.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), help="default: all")
     made.add_argument("--iterations", type=int, default=15, help="that the clock counts, of a run (default 15)")
     made.add_argument("--rounds", type=int, default=3, help="runs of each way (default 3)")
     return arguments(made)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+import string
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megarl.config import load_config
 from megarl.data.arithmetic import write_task
 from megarl.data.tiny import write_tiny_model
-from megarl.trainer.recipes.quickstart import MODEL, TASK
+from megarl.trainer.recipes.quickstart import MODEL, TASK, prepare
 
 # No side has to be told to go on: what ends an answer is a token behind the last one that the model can write.
 END = "<never written>"
@@ -26,6 +30,10 @@ class Work:
     iterations: int
     warmup: int  # iterations before the clock counts
     threads: int  # cores, on either side
+    prompt_tokens: int = 0  # random digits; 0: the quickstart's sums, of 6
+    learns: bool = (
+        False  # the quickstart itself: its cold start, its reward, answers that end where the model ends them
+    )
     prompts: int = 64  # of an iteration
     n: int = 8  # answers to each
     epochs: int = 2  # optimizer steps of an iteration
@@ -34,11 +42,11 @@ class Work:
 
     @property
     def model(self) -> str:
-        return f"{self.folder}/model"
+        return f"{self.folder}/runs/quickstart_sft/hf" if self.learns else f"{self.folder}/model"
 
     @property
     def data(self) -> str:
-        return f"{self.folder}/data/train.jsonl"
+        return f"{self.folder}/{'runs/quickstart_data' if self.learns else 'data'}/train.jsonl"
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -50,8 +58,17 @@ class Work:
         return self.tokens_per_iteration * (self.iterations - self.warmup)
 
     def write(self) -> None:
-        """The model with random weights, and the prompts of the quickstart."""
+        """The model and the prompts."""
+        if self.learns:
+            with chdir(self.folder):
+                prepare(load_config(["recipe=quickstart_grpo", "actor.megatron.tensor_model_parallel_size=1"])[0])
+            return
         write_task(f"{self.folder}/data", **TASK)
+        if self.prompt_tokens:
+            draw = random.Random(0)
+            prompts = ["".join(draw.choices(string.digits, k=self.prompt_tokens)) for _ in range(4096)]
+            rows = [{"prompt": prompt, "ground_truth": "", "data_source": "digits"} for prompt in prompts]
+            Path(self.data).write_text("".join(json.dumps(row) + "\n" for row in rows))
         write_tiny_model(self.model, **MODEL)
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         _end_nowhere(Path(self.model), tokenizer)
