@@ -45,7 +45,7 @@ def test_two_lives_of_a_run_that_runs_ahead_train_every_visit_once(parts: Path, 
     assert (last.folder / ROLLOUTS).is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dynamic_sampling_that_runs_ahead_settles_every_visit_once(parts: Path, tmp_path: Path) -> None:
     run = tmp_path / "killed"
     more = ["rollout.ahead=2", "trainer.total_training_steps=6", "trainer.save_freq=2", "rollout.n=2"]
@@ -72,7 +72,7 @@ def test_what_runs_ahead_in_order_and_drains_is_the_same_to_the_bit(parts: Path,
         assert len({version for version, _, _ in sample["versions"]}) == 1, "no completion sees two versions"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_shared_gpus_a_completion_may_last_several_turns(parts: Path, tmp_path: Path) -> None:
     """A turn ends when an iteration is finished; what other completions have by then is kept, with its version."""
     more = ["rollout.placement=shared", "rollout.turn_s=0.01", "rollout.max_running_requests=8"]

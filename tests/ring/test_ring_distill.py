@@ -138,6 +138,7 @@ def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likelies
     assert (run / "logs/teacher_odd/server_0.log").exists()
 
 
+@pytest.mark.long
 def test_log_probs_as_reward_beside_the_run_s_own_with_adapters(parts: Path, tmp_path: Path) -> None:
     more = [
         *teachers(parts),
@@ -156,6 +157,7 @@ def test_log_probs_as_reward_beside_the_run_s_own_with_adapters(parts: Path, tmp
     assert not steps(run, "distill/divergence")
 
 
+@pytest.mark.long
 def test_every_row_of_an_episode_is_taught_also_ahead(parts: Path, tmp_path: Path) -> None:
     more = [*ALONE, *teachers(parts), f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80", "rollout.ahead=1"]
     assert main(["train", *settings(parts, tmp_path, "chat", *more, "trainer.total_training_steps=4")]) == 0

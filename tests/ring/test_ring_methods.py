@@ -75,7 +75,7 @@ def estimated(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return batches
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_remax_full_kl_correction_and_dynamic_sampling_together(
     parts: Path, tmp_path: Path, estimated: list[Batch]
 ) -> None:
@@ -126,7 +126,7 @@ def test_remax_full_kl_correction_and_dynamic_sampling_together(
     assert len(estimated) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gdpo_compares_several_rewards_against_the_servers_policy(parts: Path, tmp_path: Path) -> None:
     """Rewards of a plug-in, one iteration ahead; bypass with rejection; groups that are alike are left out."""
     correction = "algorithm.rollout_correction"
@@ -192,7 +192,7 @@ def test_the_documents_loss_and_estimator_run_as_they_are_printed(parts: Path, t
     assert all(grad > 0 for grad in steps(run, "actor/grad_norm").values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_optimal_token_baseline_and_a_straight_through_full_kl(
     parts: Path, tmp_path: Path, estimated: list[Batch]
 ) -> None:

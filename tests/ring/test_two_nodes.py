@@ -61,7 +61,7 @@ def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Pr
     return sorted((p for p in found if "torch.distributed.run" not in p.cmdline()), key=psutil.Process.create_time)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay(
     parts: Path, whole: Path, tmp_path: Path
