@@ -14,13 +14,14 @@ from spawn import run_ranks
 
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.data.packing import plan
+from megarl.data.prefix_tree import CommonPrefixes, families
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
-from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.ragged import Ragged, names_in_batch
 from megarl.sample import SUPPORT, Batch, LossOutput
@@ -72,6 +73,29 @@ def make_step(vocab_size: int, num_sequences: int = 13) -> Batch:
     return Batch(torch.randint(0, vocab_size, (n,), generator=g), lengths, columns)
 
 
+def make_alike_step(vocab_size: int) -> Batch:
+    """Like `make_step`, with groups whose rows begin alike and part again later, equal rows, and one inside another."""
+    g = torch.Generator().manual_seed(5)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(0, vocab_size, (length,), generator=g).tolist()
+
+    rows = []
+    for of_prompt, answers in ((7, 4), (5, 1), (12, 3), (3, 2)):
+        prompt, history = draw(of_prompt), draw(6)
+        rows += [[*prompt, *(history if i % 2 else []), *draw(1 + 2 * i)] for i in range(answers)]
+    rows += [list(rows[0]), rows[1][:9], draw(2)]
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=g).tolist()]
+    lengths = torch.tensor([len(row) for row in rows])
+    n = int(lengths.sum())
+    inside = torch.cat([torch.arange(len(row)) for row in rows])
+    mask = ((torch.rand(n, generator=g) < 0.6) & (inside > 4)).float()
+    columns = {name: torch.randn(n, generator=g) for name in ("advantages", "values", "returns")}
+    columns |= {name: -2.5 + 0.3 * torch.randn(n, generator=g) for name in ("old_log_probs", "ref_log_probs")}
+    columns |= {"response_mask": mask, "weight": mask / mask.sum()}
+    return Batch(torch.tensor(sum(rows, [])), lengths, columns)
+
+
 @dataclass(frozen=True)
 class Case:
     """An optimizer step, and what it is computed by."""
@@ -83,6 +107,8 @@ class Case:
     optim: str = "sgd"
     num_steps: int = 0  # optimizer steps to take, the first by the gradient that is looked at
     narrowed: bool = False  # of some tokens only those of a support could be drawn
+    alike: bool = False  # rows begin alike
+    shares_prefixes: bool = False  # and what they have in common is computed once
 
 
 @dataclass(frozen=True)
@@ -125,12 +151,18 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
             fill_value_head(model)
         model = wrap_for_training(model, case.layout, engine)
         optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
-        batch, loss = make_step(hf["vocab_size"]), LOSSES[case.role]
+        batch, loss = (make_alike_step if case.alike else make_step)(hf["vocab_size"]), LOSSES[case.role]
         columns_read = loss.columns
         if case.narrowed:
-            batch, columns_read = with_support(batch, hf["vocab_size"]), (*loss.columns, *names_in_batch(SUPPORT))
-        part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=case.max_tokens)[where.replica]
-        micros = micro_batches(batch.select(part.indices).keep_columns(*columns_read), part.micro_sizes)
+            batch = with_support(batch, hf["vocab_size"])
+            columns_read = (*loss.columns, "response_mask", *names_in_batch(SUPPORT))
+        how_packed: dict[str, Any] = {"max_tokens": case.max_tokens}
+        if case.shares_prefixes:
+            limits: dict[str, Any] = {"max_size": case.max_tokens, "max_members": None, "num_parts": where.num_replicas}
+            how_packed["families"] = families(batch, CommonPrefixes.of(batch), hidden_size=32, **limits)
+        part = plan(batch.lengths.tolist(), where.num_replicas, **how_packed)[where.replica]
+        own = batch.select(part.indices).keep_columns(*columns_read)
+        micros = micro_batches(own, part.micro_sizes, shares_prefixes=case.shares_prefixes)
         outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])
         how = {"num_tokens": batch.num_tokens, "device": device, "reference": reference}
         columns = forward_only(model, micros, outputs, device, reference)
@@ -153,6 +185,7 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
             "columns": {n: torch.cat([c[n] for c in columns]) for n in columns[0]} if where.is_reporter else {},
             "stats": stats if where.is_reporter else {},
             "num_micros": len(micros),
+            "num_places": sum(make_row(micro, case.layout, device).tokens.numel() for micro in micros),
         }
     finally:
         destroy_groups()
