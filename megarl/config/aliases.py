@@ -19,6 +19,7 @@ PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
 RENAMED: dict[str, tuple[str, int | str | None]] = {
     "actor.policy_loss.loss_mode": ("algorithm.policy_loss_fn", None),
     "algorithm.rollout_correction.rollout_is_batch_normalize": ("algorithm.rollout_correction.normalize", None),
+    "actor.use_prefix_grouper": ("trainer.share_prefixes", None),
     "data.truncation": ("data.overlong_prompts", None),
     "data.filter_overlong_prompts": ("data.overlong_prompts", None),
     "algorithm.gae_lambda": ("algorithm.lam", None),
@@ -74,6 +75,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
 
 # A switch of another document -> {its value: the value of our key, and whether that overrules other spellings of it}.
 SWITCHES: dict[str, dict[bool, tuple[str, bool]]] = {
+    "actor.use_prefix_grouper": {True: ("auto", True), False: ("off", True)},
     # What is filtered out is not cut, and what is not filtered may be.
     "data.filter_overlong_prompts": {True: ("filter", True), False: ("error", False)},
 }

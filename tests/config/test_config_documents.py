@@ -221,3 +221,23 @@ def test_the_engine_cpu_is_another_name_of_hf():
     assert load("rollout.engine=cpu") == load("rollout.engine=hf")
     assert from_yaml(to_yaml(load()).replace("engine: auto", "engine: cpu")) == load("rollout.engine=hf")
     assert description("rollout.engine").allowed == "auto | hf (or cpu) | sglang"
+
+
+@pytest.mark.parametrize(("value", "ours"), [("True", "auto"), ("False", "off")])
+def test_verls_grouper_of_prefixes_is_taken_with_its_meaning(value: str, ours: str) -> None:
+    config, _ = load_config(["recipe=quickstart", f"actor_rollout_ref.actor.use_prefix_grouper={value}"])
+    assert config.trainer.share_prefixes == ours
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("trainer.device=cuda", "trainer.device=cuda"),
+        ("actor.megatron.transformer_impl=transformer_engine", "actor.megatron.transformer_impl=transformer_engine"),
+        ("model=qwen3_moe_mini actor.router_replay=old", "actor.router_replay=old"),
+        ("actor.megatron.context_parallel_size=2", "actor.megatron.context_parallel_size=2"),
+    ],
+)
+def test_where_prefixes_are_not_shared_is_said(words: str, key: str) -> None:
+    said = refusal("recipe=quickstart", "trainer.n_gpus_per_node=4", "trainer.share_prefixes=on", *words.split())
+    assert f"trainer.share_prefixes=on: it is not built for {key}; expected auto or off" in said
