@@ -240,4 +240,5 @@ def test_verls_grouper_of_prefixes_is_taken_with_its_meaning(value: str, ours: s
 )
 def test_where_prefixes_are_not_shared_is_said(words: str, key: str) -> None:
     said = refusal("recipe=quickstart", "trainer.n_gpus_per_node=4", "trainer.share_prefixes=on", *words.split())
-    assert f"trainer.share_prefixes=on: it is not built for {key}; expected auto or off" in said
+    assert said.startswith(f"trainer.share_prefixes=on: it is not built for {key}")
+    assert said.endswith("; expected auto or off")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import isdir
 from pathlib import Path
+from typing import Any
 
 from megarl.config import names
 from megarl.config.schema import Config
@@ -125,19 +126,17 @@ def _profiles(config: Config) -> Iterator[str]:
 def _prefixes(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     if config.trainer.share_prefixes != "on":
         return
-    found = {
-        "trainer.device": (config.trainer.device, "cuda"),
-        "actor.router_replay": (config.actor.router_replay, ("old", "rollout")),
+    found: dict[str, tuple[Any, bool]] = {
+        "trainer.device": (config.trainer.device, config.trainer.device == "cuda"),
+        "actor.router_replay": (config.actor.router_replay, config.actor.router_replay != "off"),
     }
-    megatrons = [(role, config.role(role).megatron) for role in roles]
-    found |= {f"{r}.megatron.transformer_impl": (m.transformer_impl, "transformer_engine") for r, m in megatrons}
-    for key, (value, refused) in found.items():
-        if value in refused:
-            yield f"trainer.share_prefixes=on: it is not built for {key}={value}; expected auto or off"
-    for role, megatron in megatrons:
-        if megatron.context_parallel_size > 1:
-            key = f"{role}.megatron.context_parallel_size={megatron.context_parallel_size}"
-            yield f"trainer.share_prefixes=on: it is not built for {key}; expected auto or off"
+    for role in roles:
+        megatron, group = config.role(role).megatron, f"{role}.megatron"
+        impl, cp = megatron.transformer_impl, megatron.context_parallel_size
+        found[f"{group}.transformer_impl"] = (impl, impl == "transformer_engine")
+        found[f"{group}.context_parallel_size"] = (cp, cp > 1)
+    if missing := [f"{key}={value}" for key, (value, refused) in found.items() if refused]:
+        yield f"trainer.share_prefixes=on: it is not built for {', '.join(missing)}; expected auto or off"
 
 
 def _names(config: Config) -> Iterator[str]:
