@@ -233,8 +233,11 @@ def test_verls_grouper_of_prefixes_is_taken_with_its_meaning(value: str, ours: s
     ("words", "key"),
     [
         ("trainer.device=cuda", "trainer.device=cuda"),
-        ("actor.megatron.transformer_impl=transformer_engine", "actor.megatron.transformer_impl=transformer_engine"),
-        ("model=qwen3_moe_mini actor.router_replay=old", "actor.router_replay=old"),
+        ("trainer.device=auto actor.megatron.transformer_impl=transformer_engine", "actor.megatron.transformer_impl="),
+        (
+            "model=qwen3_moe_mini actor.megatron.sequence_parallel=true actor.router_replay=old",
+            "actor.router_replay=old",
+        ),
         ("actor.megatron.context_parallel_size=2", "actor.megatron.context_parallel_size=2"),
     ],
 )
