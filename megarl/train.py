@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from megarl.algo.advantages.estimate import estimate
-from megarl.algo.correction import correct
+from megarl.algo.correction import correct, leave_out_old
 from megarl.algo.finite import BadNumber
 from megarl.algo.kl import AdaptiveKL, FixedKL
 from megarl.config import Config
@@ -263,9 +263,15 @@ def learn(
         if algorithm.shuffle_rewards:
             batch = shuffle_rewards(batch, seed)
         batch, stats = algorithm.shape(batch)
-    with timer("old_log_prob"):
-        columns = roles.actor.columns(batch, algorithm.columns, reference=algorithm.reference)
-        batch = batch.with_columns(old_log_probs=columns.pop("log_probs"), **columns)
+    scored, later = algorithm.old_log_prob_share(step, len(groups)), None
+    stats["perf/old_log_prob_share"] = Stat("mean", scored)
+    if scored == 1:
+        with timer("old_log_prob"):
+            columns = roles.actor.columns(batch, algorithm.columns, reference=algorithm.reference)
+            batch = batch.with_columns(old_log_probs=columns.pop("log_probs"), **columns)
+    elif scored:
+        with timer("old_log_prob"):
+            later = roles.actor.later_old_log_probs(batch, seed=seed)
     if roles.reference and algorithm.reads_reference:
         with timer("ref"):
             batch = batch.with_columns(ref_log_probs=roles.reference.log_probs(batch))
@@ -278,15 +284,24 @@ def learn(
             batch = batch.with_columns(values=roles.critic.values(batch))
     with timer("adv"):
         batch, of_advantages = estimate(batch, kl_coef=algorithm.kl.value, **algorithm.advantages)
-        batch, of_rollout = correct(batch, algorithm.correction, version=step, max_age=algorithm.max_age)
-        stats |= of_advantages | of_rollout
+        batch, of_ages = leave_out_old(batch, version=step, max_age=algorithm.max_age)
+        stats |= of_advantages | of_ages
+        if scored == 1:
+            batch, of_rollout = correct(batch, algorithm.correction, version=step)
+            stats |= of_rollout
     if roles.critic:
         with timer("update_critic"):
-            stats |= roles.critic.update(batch, seed=seed)
+            _, of_critic = roles.critic.update(batch, seed=seed)
+            stats |= of_critic
     if step >= algorithm.critic_warmup:
         with timer("update_actor"):
             prepare = roles.teachers.read_step if roles.teachers else None
-            stats |= roles.actor.update(batch, seed=seed, prepare=prepare)
+            batch, of_actor = roles.actor.update(batch, seed=seed, prepare=prepare, later=later)
+            stats |= of_actor
+    if scored < 1:  # now all of them are known
+        with timer("adv"):
+            batch, of_rollout = correct(batch, algorithm.correction, version=step)
+            stats |= of_rollout
     return batch, stats
 
 

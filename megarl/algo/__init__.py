@@ -11,7 +11,7 @@ AGG_MODES.  README.md has a row for each entry; `megarl/declared.py` reads the d
 
 from megarl.algo.advantages.estimate import check_estimator_args, estimate
 from megarl.algo.aggregate import token_weights
-from megarl.algo.correction import Correction, correct
+from megarl.algo.correction import Correction, correct, leave_out_old
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.kl import KL_CONTROLLERS, AdaptiveKL, FixedKL, kl_estimate, make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
@@ -45,6 +45,7 @@ __all__ = [
     "estimate",
     "is_informative",
     "kl_estimate",
+    "leave_out_old",
     "load_plugins",
     "make_kl_controller",
     "overlong_filter",

@@ -93,9 +93,7 @@ class Correction:
             raise ValueError(f"algorithm.rollout_correction.{name}={getattr(self, name)}: {wanted}")
 
 
-def correct(
-    batch: Batch, how: Correction, *, version: int | None = None, max_age: int | None = None
-) -> tuple[Batch, Stats]:
+def correct(batch: Batch, how: Correction, *, version: int | None = None) -> tuple[Batch, Stats]:
     """Add `keep`, and with a level `rollout_weight`, to the batch; measure the gap with any settings.
 
     rho = exp(clamp(x, -20, 20)):  token x_t = d_t;  sequence x = sum_b m d;  geometric x = mean_b d
@@ -103,12 +101,13 @@ def correct(
     keep *= reject_low <= s <= reject_high,   s = rho, k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 of the token, or of
     the sequence: its rho, or the mean of its tokens' k
 
-    A token with weight 0 still counts in every denominator; a rejected token counts in none, nor does one that is
-    older than `max_age`.  The rho of a sequence is over all tokens that were sampled, whatever is rejected.
+    A token with weight 0 still counts in every denominator; a rejected token counts in none, nor does one that
+    `leave_out_old` took out before.  The rho of a sequence is over all tokens that were sampled, whatever is rejected.
+    Without a weight and a rejection the batch stays as it is, so that it may be measured after it was trained on.
     Papers: truncation, Ionides 2008, doi:10.1198/106186008X320456; masking, IcePop, arXiv:2510.18855.
 
     Args: batch: columns response_mask, old_log_probs, rollout_log_probs, and keep if tokens are rejected already.
-        version: of the weights in training, for statistics by age from the column versions; max_age: see `too_old`.
+        version: of the weights in training, for statistics by age from the column versions.
     Returns: the batch, with w = 0 at masked places and not normalised; statistics rollout_corr/*.
     Raises: ValueError for a missing column; NonFiniteError for a log-prob that is not finite.
     """
@@ -116,11 +115,6 @@ def correct(
     gap = _gap(batch, mask)
     keep = batch.columns["keep"] != 0 if "keep" in batch.columns else torch.ones_like(mask)
     stats = gap_stats(gap, mask, segment_ids, num)
-    if max_age is not None:
-        assert version is not None, "the age of a token needs the version in training"
-        old, was_live = too_old(batch, version, max_age), mask & keep
-        keep = keep & ~old
-        stats["rollout_corr/share_too_old"] = Stat("mean", float((was_live & old).sum()), float(was_live.sum()))
     live = mask & keep
     stays = _stays(gap, mask, segment_ids, num, how)
     cut = torch.zeros_like(mask)
@@ -140,13 +134,21 @@ def correct(
     return batch.with_columns(**columns), stats
 
 
-def too_old(batch: Batch, version: int, max_age: int) -> Tensor:
-    """[N] bool: the tokens that weights of before `version` - max_age generated; batch: the column versions.
+def leave_out_old(batch: Batch, *, version: int, max_age: int | None) -> tuple[Batch, Stats]:
+    """Take the tokens that weights of before `version` - max_age generated out of `keep`; max_age None: none of them.
 
     They are taken out of the loss, and nothing else is: a sample whose first tokens are too old still teaches its
     last ones and counts in its group.  To drop samples by age would drop the longest answers.
+
+    Args: batch: columns response_mask and versions, and keep if tokens are rejected already.
     """
-    return token_ages(batch.columns["versions"], version) > max_age
+    if max_age is None:
+        return batch, {}
+    mask = batch.columns["response_mask"] != 0
+    keep = batch.columns["keep"] != 0 if "keep" in batch.columns else torch.ones_like(mask)
+    old, live = token_ages(batch.columns["versions"], version) > max_age, mask & keep
+    share = Stat("mean", float((live & old).sum()), float(live.sum()))
+    return batch.with_columns(keep=(keep & ~old).float()), {"rollout_corr/share_too_old": share}
 
 
 def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int) -> Stats:

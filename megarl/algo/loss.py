@@ -27,6 +27,7 @@ from megarl.algo.tally import Tally
 from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.sample import Batch, LossOutput
 
+OLD = "old_log_probs"  # a column of the batch
 OWN_STATS = (
     *("pg_loss", "pg_loss_level", "drift_good", "drift_bad", "ppo_kl", "entropy", "kl_loss"),
     *("ratio_mean", "ratio_std", "ratio_min", "ratio_max"),
@@ -65,13 +66,16 @@ class ActorLoss:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The batch columns that a call needs, and those that the model's side of its outputs needs."""
+        """The batch columns that a call needs, and those that the model's side of its outputs needs.
+
+        At the weights with which the iteration began old_log_probs are the output log_probs, and may be left out.
+        """
         return (*self._own_columns, *(self.distillation.columns if self.distillation else ()))
 
     @property
     def _own_columns(self) -> tuple[str, ...]:
         """Those of one number per token."""
-        names = ["weight", "response_mask", "old_log_probs", "advantages"]
+        names = ["weight", "response_mask", OLD, "advantages"]
         if self.use_kl_loss and self.kl_loss_type != FULL:
             names.append("ref_log_probs")
         if self.use_rollout_weight:
@@ -128,18 +132,19 @@ class ActorLoss:
     def __call__(self, batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
         """The loss of one micro-batch and its statistics.
 
-        Args: batch: the columns of `self.columns`, [T]; outputs: those of `self.outputs`, [T]; "entropy" may be left
-            out if entropy_coeff is 0.
+        Args: batch: the columns of `self.columns`, [T]; without old_log_probs r is 1, with its gradient; outputs: those
+            of `self.outputs`, [T]; "entropy" may be left out if entropy_coeff is 0.
         Returns: loss [], in the graph of outputs even if no token is trainable; Stats with the weights of the loss.
         Raises: NonFiniteError if an unmasked entry is not finite.
         """
         mask = batch.columns["response_mask"] != 0
         segment_ids = batch.segment_ids.to(mask.device)  # lengths stay on the CPU when columns go to a GPU
-        given = {name: batch.columns[name] for name in self._own_columns if name != "response_mask"} | {
+        given = {OLD: outputs["log_probs"].detach(), **batch.columns}
+        given = {name: given[name] for name in self._own_columns if name != "response_mask"} | {
             name: outputs[name] for name in self._own_outputs if name in outputs
         }
         col = {name: clean(column, mask) for name, column in given.items()}
-        log_probs, old_log_probs, weight = col["log_probs"], col["old_log_probs"], col["weight"]
+        log_probs, old_log_probs, weight = col["log_probs"], col[OLD], col["weight"]
         tally = Tally(weight, mask, segment_ids)
         for name, column in given.items():
             tally.watch(name, column)

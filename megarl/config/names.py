@@ -15,6 +15,7 @@ LOSSES_WITHOUT_CLIP = tuple(name for name, loss in _LOSSES.items() if "clip_low"
 LOSSES_WITH_DUAL_CLIP = tuple(name for name, loss in _LOSSES.items() if "clip_c" in loss.settings)
 LOSSES_WITHOUT_RATIO = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_ratio", True))
 LOSSES_WITHOUT_OLD = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_old", True))
+LOSSES_WITH_SELECTION = tuple(name for name, loss in _LOSSES.items() if "selected" in loss.inputs)
 AGG_MODE_OF_LOSS = {name: loss.options["agg_mode"] for name, loss in _LOSSES.items() if "agg_mode" in loss.options}
 _CLIPS = constant("algo/hyperparameters.py", "CLIP_KEYS")
 POLICY_LOSS_ARGS: dict[str, dict[str, bool]] = {  # loss -> {its entry of algorithm.policy_loss_args: has it a default?}
@@ -35,6 +36,10 @@ ESTIMATORS_WITH_STD = tuple(  # may divide by the standard deviation of the grou
 ESTIMATORS_WITH_REWARD_WEIGHTS = tuple(
     name for name, estimator in _ESTIMATORS.items() if "reward_weights" in estimator.settings
 )
+
+# What the actor's forward pass at the start of an iteration computes, and an estimator reads.
+POLICY_COLUMNS = ("old_log_probs", "sum_pi_squared", "full_kl")
+READ_BY_ESTIMATOR = {name: set(estimator.inputs) for name, estimator in _ESTIMATORS.items()}
 
 _KL = declared("register_kl", "algo/kl.py")
 _FULL: str = constant("algo/registry.py", "FULL")

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megarl.config import names
+from megarl.config.old_log_probs import why_own_pass
 from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config, Optim
 from megarl.config.settings import Setting
@@ -213,6 +214,11 @@ TABLE = (
         lambda c: c.actor.clip_ratio_low is not None and c.actor.clip_ratio_high is not None,
     ),
     UnusedKeys(
+        "actor.old_log_prob_freq",
+        "each iteration makes a forward pass for its old log-probs; trainer.check_only=true says why",
+        lambda c: why_own_pass(c) is not None,
+    ),
+    UnusedKeys(
         "actor.loss_scale_factor",
         "actor.loss_agg_mode={c.actor.loss_agg_mode} has no constant",
         lambda c: not {c.actor.loss_agg_mode, c.critic.loss_agg_mode} & set(names.AGG_MODES_WITH_SCALE),
@@ -386,7 +392,7 @@ UNREAD = {
     "train": "sft.*",
     "sft": (
         "algorithm.* critic.* ref.* teachers.* distill.* rollout.* reward.* agent.* actor.ppo_mini_batch_size "
-        "actor.ppo_epochs actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
+        "actor.ppo_epochs actor.old_* actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
         "data.val_max_samples trainer.eval_beside trainer.keep_best trainer.critic_warmup trainer.prepare "
         "trainer.check_export trainer.published.* trainer.total_epochs trainer.check_only trainer.token_samples"

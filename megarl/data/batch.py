@@ -1,4 +1,4 @@
-"""Makes one ragged Batch from scored groups, and splits a Batch into the mini-batches of its optimizer steps."""
+"""Makes one ragged Batch from scored groups, and splits its samples into the mini-batches of its optimizer steps."""
 
 from __future__ import annotations
 
@@ -92,24 +92,24 @@ def sample_names(groups: Sequence[Sequence[Sample]]) -> list[str]:
     return [f"{sample.prompt.uid}#{at}" for group in groups for at, sample in enumerate(group)]
 
 
-def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> list[Batch]:
-    """The batches of the optimizer steps of one epoch: whole prompt groups, `prompts_per_step` of them in each.
+def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> list[list[int]]:
+    """The samples of each optimizer step of one epoch: whole prompt groups, `prompts_per_step` of them in each.
 
     If the number of groups is not a multiple, because rollouts were lost, the number of steps is rounded up and their
     sizes differ by at most one group, so that no step has only a few groups.
-    `seed` shuffles the groups (None: keeps their order); per_sequence["group"] keeps its numbers.
+    `seed` shuffles the groups (None: keeps their order).  A single step keeps their order too: its passes then pack
+    the sequences as those over the batch do, and compute the same bits.
     """
     assert prompts_per_step > 0, "a step needs at least one prompt"
-    group = batch.per_sequence["group"]
     members: dict[int, list[int]] = {}
-    for sample, index in enumerate(group.tolist()):
+    for sample, index in enumerate(batch.per_sequence["group"].tolist()):
         members.setdefault(index, []).append(sample)
     names = list(members)
-    if seed is not None:
-        names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
     num_steps = -(-len(names) // prompts_per_step)
+    if seed is not None and num_steps > 1:
+        names = [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
     steps = np.array_split(np.arange(len(names)), num_steps)
-    return [batch.select([sample for at in step for sample in members[names[at]]]) for step in steps]
+    return [[sample for at in step for sample in members[names[at]]] for step in steps]
 
 
 def _part(sample: Sample, key: str, name: str) -> float:

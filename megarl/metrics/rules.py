@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "moved_before_training",
         ("actor/first_ppo_kl",),
-        3,
+        1,  # it is exact, and may be measured every actor.old_log_prob_freq iterations only
         signals.away_from_0(0.01),
         "two passes over the same weights differ (actor/first_ppo_kl is not 0), so the ratio starts wrong; see "
         "model.dtype (with algorithm.rollout_correction.bypass=true it is the gap to the server, and may be)",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, layout_of, model_config
+from megarl.config.old_log_probs import pass_share
 from megarl.config.resolve import micro_batch_keys
 from megarl.config.validate.models import group_of, model_of
 from megarl.plan import server_args
@@ -63,6 +64,7 @@ def job_of(
         lora_rank=own.lora_rank,
         lora_targets=own.lora_targets,
         local=own.local,
+        old_share=pass_share(config),
         router_replay=actor.router_replay,
         most_drawn=_most_drawn(config, int(own.hf["vocab_size"])),
         pins_routes=rollout.engine != "hf",

@@ -87,7 +87,7 @@ class Job:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = (ALL,)
     local: bool = False
-    scores_old: bool = True  # a forward pass for the old log-probs
+    old_share: float = 1.0  # of the step's completions in a forward pass for the old log-probs alone
     router_replay: str = "off"  # off | old | rollout
     pins_routes: bool = True  # SGLang keeps the experts of tokens in host memory; our own server within its KV cache
     most_drawn: int = 0  # ids that could be drawn for a token, at most, which travel with it; 0: all, and none travel

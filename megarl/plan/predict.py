@@ -100,17 +100,18 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
     """Seconds of each stage that the run has."""
     roles = {role.name: (role, fullest(role)) for role in job.roles}
 
-    def pass_s(name: str) -> float:
+    def pass_s(name: str, share: float = 1.0) -> float:
         role, memory = roles[name]
-        return scoring(job, role, constants) + transfers.offload_of_call(job, role, memory, constants, learns=False)
+        offload = transfers.offload_of_call(job, role, memory, constants, learns=False)
+        return share * scoring(job, role, constants) + offload
 
     def update_s(name: str, seconds: float) -> float:
         role, memory = roles[name]
         return seconds + job.optimizer_steps * transfers.offload_of_call(job, role, memory, constants, learns=True)
 
     found = {"gen": written.seconds}
-    if job.scores_old:
-        found["old_log_prob"] = pass_s("actor")
+    if job.old_share:
+        found["old_log_prob"] = pass_s("actor", job.old_share)
     if job.reference:
         found["ref"] = pass_s("ref")
     if job.teachers:

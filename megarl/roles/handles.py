@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from megarl.algo.finite import BadNumber, stop
-from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.loss import OLD, ActorLoss, CriticLoss
 from megarl.algo.spikes import Spikes
 from megarl.algo.step_columns import step_columns
 from megarl.data.batch import mini_batches
-from megarl.data.packing import RankPlan, plan, unpack
+from megarl.data.packing import RankPlan, plan
 from megarl.data.prefix_tree import CommonPrefixes, families
 from megarl.group import Group, Reply
 from megarl.roles.bad_step import bad_number, of_ranks
+from megarl.roles.columns import payload, unpacked, with_values
 from megarl.sample import Batch, Stat, Stats, merge_stats
 
 
@@ -178,9 +179,8 @@ class Role:
         scale = self.temperature if temperature is None else temperature
         arguments: dict[str, Any] = {"role": self.name, "temperature": scale, "names": list(names), **more}
         arguments |= {"reference": reference, "shares_prefixes": self.shares_prefixes}
-        replies = self.group.call("columns", arguments, [_payload(batch, p, given) for p in plans])
-        lengths = batch.lengths.tolist()  # a replica without sequences answers without columns
-        return {n: unpack(plans, [r.tensors[n] for r in replies if n in r.tensors], lengths) for n in names}
+        replies = self.group.call("columns", arguments, [payload(batch, p, given) for p in plans])
+        return {name: unpacked(batch, plans, replies, name) for name in names}
 
     def _given(self, batch: Batch, inputs: Sequence[str]) -> tuple[str, ...]:
         missing = [name for name in inputs if name not in batch.columns]
@@ -220,30 +220,45 @@ class Trainable(Role):
     on_bad: Callable[[BadNumber], None] = stop  # called for a step that was not made; raises, or the next one comes
 
     def update(
-        self, batch: Batch, *, seed: int = 0, prepare: Callable[[Batch], Batch] | None = None
-    ) -> dict[str, Stat]:
+        self,
+        batch: Batch,
+        *,
+        seed: int = 0,
+        prepare: Callable[[Batch], Batch] | None = None,
+        later: Tensor | None = None,
+    ) -> tuple[Batch, Stats]:
         """Run all optimizer steps of a batch: epochs times mini-batches of whole prompt groups.
 
         `prepare` adds columns to the batch of each optimizer step, which would be too large for all at once.
         Statistics are merged over the steps; `first_ppo_kl` is `ppo_kl` of the first step alone.  A step without a
         trainable token is skipped and counted, and not prepared.  A step whose numbers are bad is not made either:
         `on_bad` is told, and it has no statistics.
+
+        A policy's batch may lack old_log_probs: those of the first step are the log-probs of its own forward pass, at
+        weights that have not moved, and those of the others are `later`: see Actor.later_old_log_probs.  The batch that
+        is returned has them.  Nothing was compared then, so `first_ppo_kl` is left out.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
         self._require_room(batch, how)
         batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # so that an error can name the sample
-        minis = (  # not a list: the columns of all epochs would take several times the memory of the batch
-            mini
-            for epoch in range(how.epochs)
-            for mini in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch)
-        )
-        stats = [self._step(mini, how, seed=seed * 1000 + i, prepare=prepare) for i, mini in enumerate(minis)]
+        notes = isinstance(how.loss, ActorLoss) and OLD not in batch.columns
+        stats: list[Stats] = []
+        for epoch in range(how.epochs):
+            for members in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch):
+                mini = batch.select(members)
+                noted, found = self._step(mini, how, seed=seed * 1000 + len(stats), prepare=prepare)
+                stats.append(found)
+                if notes and OLD not in batch.columns:
+                    assert later is not None or len(members) == batch.num_sequences, "others are not known any more"
+                    if noted is None:  # the step was not made
+                        noted = self._columns(mini, ("log_probs",))["log_probs"]
+                    batch = batch.with_columns(**{OLD: with_values(later, batch, members, noted)})
         merged = merge_stats(stats)
-        kl = f"{self.kind}/ppo_kl"
-        if kl in merged:  # the weights have not changed yet, so any difference does not come from training
+        kl, is_compared = f"{self.kind}/ppo_kl", how.bypass or not notes
+        if is_compared and kl in merged:  # the weights have not moved, so any difference does not come from training
             merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
-        return merged
+        return batch, merged
 
     def _require_room(self, batch: Batch, how: Update) -> None:
         """Raises ValueError for a sample whose rows have to share a micro-batch and do not fit into one."""
@@ -257,7 +272,11 @@ class Trainable(Role):
                 f"{longest}, or a loss with a ratio per token"
             )
 
-    def _step(self, batch: Batch, how: Update, *, seed: int, prepare: Callable[[Batch], Batch] | None) -> Stats:
+    def _step(
+        self, batch: Batch, how: Update, *, seed: int, prepare: Callable[[Batch], Batch] | None
+    ) -> tuple[Tensor | None, Stats]:
+        """An optimizer step: its statistics, and if it was made without old_log_probs the log-probs [N] before it."""
+        notes = ["log_probs"] if isinstance(how.loss, ActorLoss) and OLD not in batch.columns else []
         batch = step_columns(
             batch,
             loss=how.loss,
@@ -268,7 +287,7 @@ class Trainable(Role):
             bypass=how.bypass,
         )
         if not batch.columns["weight"].any():
-            return {f"{self.kind}/skipped_steps": Stat("sum", 1.0)}
+            return None, {f"{self.kind}/skipped_steps": Stat("sum", 1.0)}
         batch = prepare(batch) if prepare else batch
         packed = batch if how.loss.per_sequence else batch.by_row()
         plans = self._plan(packed)
@@ -282,15 +301,18 @@ class Trainable(Role):
             "num_tokens": batch.num_tokens,
             "limits": self.spikes and self.spikes.limits,
             "shares_prefixes": self.shares_prefixes,
+            "notes": notes,
         }
-        columns = (*how.loss.columns, *self._given(packed, self.inputs))
-        replies = self.group.call("update", arguments, [_payload(packed, p, columns) for p in plans])
+        read = [name for name in how.loss.columns if name != OLD or OLD in batch.columns]
+        columns = (*read, *self._given(packed, self.inputs))
+        replies = self.group.call("update", arguments, [payload(packed, p, columns) for p in plans])
         if not replies[0].result["made"]:
             self.on_bad(bad_number(self.name, self.spikes, replies, plans, packed, batch))
-            return {}
+            return None, {}
         if self.spikes is not None:
             self.spikes.add(replies[0].result["grad_norm"], replies[0].result["loss"])
-        return merge_stats([_stats(reply) for reply in replies]) | {
+        noted = unpacked(packed, plans, replies, "log_probs") if notes else None
+        return noted, merge_stats([_stats(reply) for reply in replies]) | {
             f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
             f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
             f"{self.kind}/skipped_steps": Stat("sum", 0.0),
@@ -334,6 +356,14 @@ class Actor(Trainable):
         """
         return self._columns(batch, names, reference=reference)
 
+    def later_old_log_probs(self, batch: Batch, *, seed: int) -> Tensor | None:
+        """[N] log-probs before an update with this seed, 0 where its first optimizer step gives them; None: it does so
+        for the whole batch."""
+        assert self.update_settings is not None, f"role {self.name} has no loss to train with"
+        _, *others = mini_batches(batch, self.update_settings.prompts_per_step, seed=seed * 1000)
+        rest = sorted(sample for members in others for sample in members)
+        return with_values(None, batch, rest, self.log_probs(batch.select(rest))) if rest else None
+
     def connect(self, settings: PushSettings) -> None:
         """Send the push settings to the ranks, once after `load`.  No server is contacted yet."""
         self.group.call("connect", {"role": self.name, "settings": asdict(settings)})
@@ -364,15 +394,6 @@ class Critic(Trainable):
     def values(self, batch: Batch) -> Tensor:
         """[N] values before each token of the batch."""
         return self._columns(batch, ("values",))["values"]
-
-
-def _payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str, Tensor]:
-    """The samples of a replica with these columns, in the order in which it runs them."""
-    mine = batch.keep_columns(*columns).select(part.indices)
-    sizes = torch.tensor(part.micro_sizes, dtype=torch.int64)
-    frame = {"tokens": mine.tokens.int(), "lengths": mine.lengths, "rows": mine.rows, "micro_sizes": sizes}
-    assert not frame.keys() & mine.columns.keys(), f"no column may be called {', '.join(frame)}"
-    return frame | dict(mine.columns)
 
 
 def _stats(reply: Reply) -> Stats:

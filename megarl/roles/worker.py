@@ -179,14 +179,12 @@ class Worker:
         with self.onloaded(arguments["role"], *_references(arguments)) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
             found = forward_only(role.model, micros, outputs, self.device, reference, notes_experts=notes)
-        if not self.rank_info.is_reporter:
-            return {}, {}
-        names = found[0] if found else {}
-        return {}, {name: _on_host([columns[name] for columns in found]) for name in names}
+        return {}, self._reported(found)
 
     def update(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """One optimizer step on this replica's share of a mini-batch, or the reason why it was not made.
 
+        `notes`: columns of its forward pass that come back, as `columns` gives them at the weights before the step.
         "bad": the first number of the replica's sequences that is not finite; "where": by rank, a parameter whose
         gradient is not, if the norm is not finite.
         """
@@ -203,12 +201,19 @@ class Worker:
                 device=self.device,
                 reference=self._reference(arguments),
                 limits=None if limits is None else Limits(**limits),
+                notes=arguments["notes"],
             )
             # Not finite on one rank is not finite on all, so all of them are here.
             where = [] if math.isfinite(step.grad_norm) else gather_json(first_bad_gradient(role.model))
         plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in step.stats.items()} | self._peaks()
         numbers = {"stats": plain, "grad_norm": step.grad_norm, "lr": step.lr, "loss": step.loss}
-        return numbers | {"made": step.made, "bad": step.bad and step.bad.details, "where": where}, {}
+        told = numbers | {"made": step.made, "bad": step.bad and step.bad.details, "where": where}
+        return told, self._reported(step.noted)
+
+    def _reported(self, found: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Columns of micro-batches, end to end; nothing from a rank of which the driver reads no columns."""
+        names = found[0] if found and self.rank_info.is_reporter else {}
+        return {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def _peaks(self) -> dict[str, list[Any]]:
         """The largest GPU memory of this process since its start, in GiB, as statistics."""

@@ -24,6 +24,7 @@ from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
 from megarl.config import Config, names, schema
+from megarl.config.old_log_probs import why_own_pass
 from megarl.config.settings import show
 from megarl.config.validate.algorithms import bypass_contradictions, other_layout
 from megarl.roles.handles import Update
@@ -52,7 +53,9 @@ class Algorithm:
     correction: Correction
     max_age: int | None  # of a token that counts, in pushes
     shaping: tuple[Shaping, ...]
-    columns: tuple[str, ...]  # computed by the actor's forward pass before the first optimizer step
+    columns: tuple[str, ...]  # computed by the actor's forward pass before the first optimizer step, where it makes one
+    why_own_pass: str | None  # why every iteration makes that pass; None: the first optimizer step gives old log-probs
+    old_log_prob_freq: int  # iterations between such passes all the same; 0: none is made
     reads_reference: bool  # the estimator, the KL penalty or the loss uses the reference's log-probs
     wants_greedy: bool  # the estimator uses the reward of a greedy completion of each prompt
     reward_parts: tuple[str, ...]  # components of the reward that the estimator gets separately
@@ -66,6 +69,14 @@ class Algorithm:
     def reference(self) -> str | None:
         """The role with which the actor's first pass computes a KL over the whole vocabulary; None: no such KL."""
         return REFERENCE if "full_kl" in self.columns else None
+
+    def old_log_prob_share(self, step: int, num_prompts: int) -> float:
+        """The share of the samples in a forward pass for old log-probs, in an iteration counted from 0, of so many
+        groups: all, or those that the first optimizer step leaves out, because it gives the others."""
+        is_due = self.old_log_prob_freq > 0 and step % self.old_log_prob_freq == 0
+        if self.why_own_pass is not None or is_due or step < self.critic_warmup:  # then there is no step
+            return 1.0
+        return max(0.0, 1 - self.actor.prompts_per_step / num_prompts)
 
     def shape(self, batch: Batch) -> tuple[Batch, Stats]:
         """Apply the penalty and the filter of overlong completions."""
@@ -90,6 +101,12 @@ def make_algorithm(config: Config) -> Algorithm:
         max_age=config.rollout.max_age,
         shaping=_shaping(config),
         columns=_first_pass(config, reads),
+        why_own_pass=why_own_pass(
+            config,
+            estimator_reads=asked,
+            loss_selects=POLICY_LOSSES[algorithm.policy_loss_fn].select is not None,
+        ),
+        old_log_prob_freq=config.actor.old_log_prob_freq,
         reads_reference="ref_log_probs" in reads | set(actor.loss.columns),
         wants_greedy="greedy_score" in reads,
         reward_parts=tuple(algorithm.reward_weights) if "reward_parts" in asked else (),

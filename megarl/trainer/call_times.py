@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from megarl.config import Config
 from megarl.plan.from_config import job_of
@@ -28,6 +29,7 @@ def predicted_s(config: Config, device: str) -> dict[str, float]:
     job = _job(config, device)
     if job is None:
         return {}
+    job = replace(job, old_share=1.0)  # single iterations have the pass over all completions, too
     stages = stage_times(job, training(job, None, CONSTANTS), serving.rollout(job, CONSTANTS), CONSTANTS)
     passes = {kind: stages[name] for name, kind in _PASSES.items() if name in stages}
     return passes | {kind: stages[name] / job.optimizer_steps for name, kind in _UPDATES.items() if name in stages}

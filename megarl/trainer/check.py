@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.config import Config, ConfigError, used_roles
+from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.validate.models import group_of, model_of, with_own_models
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts, Row
@@ -55,7 +56,8 @@ def main(config: Config) -> int:
         with faults.collect():
             check_rewards(config)
         with faults.collect():
-            make_algorithm(config)
+            algorithm = make_algorithm(config)
+            say(source_of_old_log_probs(config, algorithm.why_own_pass))
     files = [*config.data.train_files, *config.data.val_files]
     folders = {role: cached_folder(model_of(config, role).path) for role in with_own_models(config, _roles(config))}
     if not any(folders.values()) and not any(Path(expanduser(file)).exists() for file in files):

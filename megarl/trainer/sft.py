@@ -256,8 +256,9 @@ def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer
     """One optimizer step; returns its metrics, without those of the loss if it was skipped."""
     with timer("update"):
         batch = supervised(examples.take(batch_size))
-        stats = finalise(actor.update(batch, seed=step))
-    metrics = {ours: stats[name] for ours, name in METRICS.items() if name in stats}
+        _, stats = actor.update(batch, seed=step)
+        numbers = finalise(stats)
+    metrics = {ours: numbers[name] for ours, name in METRICS.items() if name in numbers}
     return metrics | timer.finish(num_tokens=batch.num_tokens)
 
 

@@ -69,7 +69,8 @@ class StepMetrics:
         for name, (role, stage, passes) in _STAGES.items():
             device, seconds = self._devices.get(role), metrics.get(f"timing_s/{stage}")
             if device is not None and seconds:
-                out[name] = mfu(device, batch, passes, seconds)
+                share = metrics["perf/old_log_prob_share"] if stage == "old_log_prob" else 1.0
+                out[name] = share * mfu(device, batch, passes, seconds)
         return out
 
 

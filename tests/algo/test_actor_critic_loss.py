@@ -96,6 +96,27 @@ def test_first_step_has_ratio_one_and_no_kl_exactly():
     assert out.stats["actor/ratio_min"].value == out.stats["actor/ratio_max"].value == 1.0
 
 
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo", "cispo", "dppo_kl", "sapo", "dro", "reinforce"])
+def test_without_old_log_probs_the_policy_is_the_old_one(policy_loss):
+    """To the bit, with the ratio's gradient."""
+    args = {"beta": 0.5} if policy_loss == "dro" else {}
+    fn = ActorLoss(policy_loss, args=args, use_kl_loss=True, kl_importance=True)
+    batch = weighted(random_packed([3, 5, 4], 7))
+    found = []
+    for old_names in ((), ("old_log_probs",)):
+        outputs = leaves(batch, *INPUTS[:2])
+        old = {name: outputs["log_probs"].detach() for name in old_names}
+        rest = {name: column for name, column in batch.columns.items() if name != "old_log_probs"}
+        out = fn(Batch(batch.tokens, batch.lengths, rest | old, batch.per_sequence), outputs)
+        out.loss.backward()
+        found.append((out.loss.item(), outputs["log_probs"].grad, out.stats))
+    (loss, gradient, stats), (other_loss, other_gradient, other_stats) = found
+    assert (loss, stats) == (other_loss, other_stats)
+    assert torch.equal(gradient, other_gradient) and gradient.abs().sum() > 0
+    assert stats["actor/ratio_min"].result() == stats["actor/ratio_max"].result() == 1
+    assert stats["actor/ppo_kl"].result() == 0
+
+
 def test_importance_multiplies_the_kl_and_its_gradient_unless_plus_owns_the_gradient():
     batch = two_tokens(old_log_probs=[0, -1.0, -1.0], advantages=[0, 0.0, 0.0], ref_log_probs=[0, -2.0, -3.0])
     new, r = [0.0, -1.5, -1.0], math.exp(-0.5)

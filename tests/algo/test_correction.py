@@ -7,7 +7,7 @@ from algo_reference import Packed, packs, random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.correction import Correction, correct, too_old
+from megarl.algo.correction import Correction, correct, leave_out_old
 from megarl.algo.finite import NonFiniteError
 from megarl.sample import Batch
 
@@ -122,18 +122,25 @@ AGED = BATCH.with_columns(versions=torch.tensor([-1, 5, 6, 2, -1, 7, 7], dtype=t
 )
 def test_tokens_that_are_too_old_leave_the_loss_by_hand(max_age, stays, share):
     mask = BATCH.columns["response_mask"] != 0
-    assert (~too_old(AGED, 7, max_age))[mask].tolist() == [bool(s) for s in stays]
-    out, stats = correct(AGED, Correction(), version=7, max_age=max_age)
-    assert out.columns["keep"][mask].tolist() == stays
+    young, stats = leave_out_old(AGED, version=7, max_age=max_age)
+    assert young.columns["keep"][mask].tolist() == stays
     assert stats["rollout_corr/share_too_old"].result() == pytest.approx(share)
+    out, stats = correct(young, Correction(), version=7)
+    assert out.columns["keep"][mask].tolist() == stays
     assert stats["rollout_corr/share_rejected"].result() == 0, "these are not the rejected ones"
+
+
+def test_without_a_limit_no_token_is_too_old():
+    out, stats = leave_out_old(AGED, version=7, max_age=None)
+    assert out is AGED and stats == {}
 
 
 def test_a_token_that_is_too_old_is_no_case_for_rejection_or_a_cut():
     how = Correction("token", 3.0, reject_by="ratio", reject_low=0.3)  # cuts the first token, rejects the second
-    out, stats = correct(AGED, how, version=7, max_age=1)  # the first and the third are too old
+    young, of_ages = leave_out_old(AGED, version=7, max_age=1)  # the first and the third are too old
+    out, stats = correct(young, how, version=7)
     assert (out.columns["keep"] * BATCH.columns["response_mask"]).tolist() == [0, 0, 0, 0, 0, 1, 1]
-    assert stats["rollout_corr/share_too_old"].result() == pytest.approx(2 / 5)
+    assert of_ages["rollout_corr/share_too_old"].result() == pytest.approx(2 / 5)
     assert stats["rollout_corr/share_rejected"].result() == pytest.approx(1 / 3)
     assert stats["rollout_corr/share_cut"].result() == 0
     assert stats["rollout_corr/ess"].result() == pytest.approx(8.75**2 / (5 * 24.3125)), "the gap is of all tokens"
@@ -141,13 +148,13 @@ def test_a_token_that_is_too_old_is_no_case_for_rejection_or_a_cut():
 
 def test_only_what_was_still_in_can_be_too_old():
     batch = AGED.with_columns(keep=torch.tensor([1.0, 0, 1, 1, 1, 1, 1]))
-    out, stats = correct(batch, Correction(), version=7, max_age=1)
+    out, stats = leave_out_old(batch, version=7, max_age=1)
     assert (out.columns["keep"] * BATCH.columns["response_mask"]).tolist() == [0, 0, 1, 0, 0, 1, 1]
     assert stats["rollout_corr/share_too_old"].result() == pytest.approx(1 / 4)
 
 
 def test_statistics_by_age_by_hand():
-    _, stats = correct(AGED, Correction("token", 3.0), version=7, max_age=2)
+    _, stats = correct(leave_out_old(AGED, version=7, max_age=2)[0], Correction("token", 3.0), version=7)
     numbers = {name.removeprefix("rollout_corr/"): stat.result() for name, stat in stats.items() if "age_" in name}
     expected = {
         "ess/age_0": 2.5**2 / (2 * 4.25),  # ratios 2 and 1/2

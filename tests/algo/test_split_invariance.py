@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
-from megarl.algo.correction import Correction, correct
+from megarl.algo.correction import Correction, correct, leave_out_old
 from megarl.algo.registry import PolicyLoss
 from megarl.algo.verl_compat.losses import DocumentedLoss
 from megarl.sample import Batch, Stats, merge_stats
@@ -146,7 +146,7 @@ def test_tokens_that_are_too_old_count_in_no_denominator_of_any_partition(mode, 
     young = (batch.columns["versions"] >= 4).double()
     steps = []
     for each, max_age in ((batch, 3), (batch.with_columns(response_mask=batch.columns["response_mask"] * young), None)):
-        corrected, _ = correct(each, Correction("token"), version=7, max_age=max_age)
+        corrected, _ = correct(leave_out_old(each, version=7, max_age=max_age)[0], Correction("token"), version=7)
         steps.append(step_columns(corrected, loss=fn.actor, agg_mode=mode, loss_scale_factor=16.0))
     one, other = (fn(step) for step in steps)
     assert one[0] == other[0]

@@ -40,6 +40,7 @@ SAMPLE = {
     *("reply: nan", "server slow", "reward: exit", "loss not finite", "save damaged"),
 }
 ENDLESS = ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+ENDLESS += ["actor.old_log_prob_freq=1"]  # faults strike in this stage, too
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACY = 0.04  # two standard errors of the score on 256 held-out prompts at 0.9
 

@@ -49,7 +49,7 @@ class Rank:
         arguments = {"role": name, "temperature": 1.0, "loss": asdict(LOSS), "reference": None, "limits": None}
         arguments |= {"shares_prefixes": False}
         payload, num_tokens = self._payload(step + 100 * (name != "first"))
-        arguments |= {"num_tokens": num_tokens, "names": list(LOSS.outputs)}
+        arguments |= {"num_tokens": num_tokens, "names": list(LOSS.outputs), "notes": []}
         return self.worker.update(arguments, payload)[0]
 
     def columns(self, name: str) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from megarl.data.groups import load_groups, save_groups
 from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.processes.connection import to_bytes
-from megarl.roles.handles import _payload
+from megarl.roles.columns import payload
 from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.pieces import join
 from megarl.rollout.protocol import parse_completions
@@ -67,7 +67,8 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
     waiting = {N * visit + i: [sample] for visit in range(NUM_GROUPS) for i, sample in enumerate(answered(visit))}
     save_groups(folder, waiting)
     groups = list(load_groups(folder).values())
-    (step,) = mini_batches(make_batch(groups), len(groups), seed=4)
+    batch = make_batch(groups)
+    step = batch.select([at for members in mini_batches(batch, 1, seed=4) for at in members])
     assert step.columns["routes"].dtype == torch.uint16
     assert set(step.columns["versions"].tolist()) == {-1, 3, 4}
     return step
@@ -75,7 +76,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Batch:
 
 def check(ranks: Ranks, layout: Layout, num_replicas: int, batch: Batch, *, dummies: list[int]) -> None:
     plans = plan(batch.lengths.tolist(), num_replicas, max_tokens=30)
-    payloads = [bytes(to_bytes(_payload(batch, part, ("routes",)))) for part in plans]
+    payloads = [bytes(to_bytes(payload(batch, part, ("routes",)))) for part in plans]
     found = ranks.run(receive, layout, payloads, timeout_s=600)
     assert [rank["dummies"] for rank in found] == dummies
     copies = layout.tp * layout.pp

@@ -86,7 +86,7 @@ def _mean_kl(worker: Worker) -> float:
 def _update(worker: Worker, loss: ActorLoss, advantages: Tensor) -> Any:
     """The loss that the rank trained with."""
     arguments = {"role": "actor", "temperature": 0.9, "loss": asdict(loss), "num_tokens": 18, "limits": None}
-    arguments |= {"shares_prefixes": False}
+    arguments |= {"shares_prefixes": False, "notes": []}
     arguments |= {"names": list(loss.outputs), "reference": "ref" if "full_kl" in loss.outputs else None}
     every = {"response_mask": MASK, "weight": MASK / MASK.sum(), "old_log_probs": torch.zeros(18)}
     with mock.patch("megarl.roles.worker.train_step", side_effect=train_step) as step:

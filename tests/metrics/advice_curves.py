@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo import ActorLoss, Correction, CriticLoss, correct, estimate, overlong_filter, step_columns
+from megarl.algo import (
+    ActorLoss,
+    Correction,
+    CriticLoss,
+    correct,
+    estimate,
+    leave_out_old,
+    overlong_filter,
+    step_columns,
+)
 from megarl.metrics.stats import batch_stats, finalise
 from megarl.sample import Batch, Stat, Stats, merge_stats
 
@@ -101,8 +110,9 @@ def _step(
         batch, _ = overlong_filter(batch)
     kl = {"use_kl_in_reward": toy.kl_in_reward, "kl_coef": 0.001}
     batch, stats = estimate(batch, adv_estimator=toy.estimator, **kl)
-    batch, found = correct(batch, toy.correction, version=step, max_age=toy.max_age)
-    stats |= found
+    batch, of_ages = leave_out_old(batch, version=step, max_age=toy.max_age)
+    batch, found = correct(batch, toy.correction, version=step)
+    stats |= of_ages | found
     update = _Update(batch, step)
     steps = []
     for _ in range(toy.epochs):

@@ -17,7 +17,8 @@ from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.spikes import Spikes
 from megarl.data.packing import RankPlan
 from megarl.group import RankError, Reply
-from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update, _payload
+from megarl.roles.columns import payload as payload_of
+from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update
 from megarl.sample import Batch, Stat, token_positions
 
 Payload = dict[str, Tensor]
@@ -153,7 +154,7 @@ def test_micro_batches_hold_no_more_than_the_packing_allows() -> None:
 
 def test_statistics_are_merged_over_replicas_and_steps() -> None:
     group = NotingGroup(2, trained())
-    stats = make_actor(group).update(make_batch(4))
+    _, stats = make_actor(group).update(make_batch(4))
     # Each step's weights sum to 1; replica 0 reports 1 and replica 1 reports 2, each for its tokens.
     shares = [float(p["weight"].sum()) for _, _, payloads in group.calls for p in payloads]
     expected = (shares[0] + 2 * shares[1] + shares[2] + 2 * shares[3]) / 2
@@ -166,9 +167,95 @@ def test_statistics_are_merged_over_replicas_and_steps() -> None:
 
 
 def test_the_first_kl_is_that_of_the_first_step_alone() -> None:
-    stats = make_actor(NotingGroup(2, trained([1e-9, 0.25]))).update(make_batch(4))
+    _, stats = make_actor(NotingGroup(2, trained([1e-9, 0.25]))).update(make_batch(4))
     assert stats["actor/first_ppo_kl"].result() == pytest.approx(1e-9)
     assert stats["actor/ppo_kl"].result() == pytest.approx((1e-9 + 0.25) / 2)
+
+
+def noting(made: Callable[[int], bool] = lambda call: True) -> Callable[..., Reply]:
+    """Answers of calls whose forward pass gives each token minus its number as its log-prob."""
+    calls = {"replies": 0}
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        found = {"log_probs": -payload["tokens"].float()} if len(payload["tokens"]) else {}
+        if method == "columns":
+            return Reply({}, found)
+        call, calls["replies"] = calls["replies"] // 2, calls["replies"] + 1
+        if not made(call):
+            return not_made(math.inf, where=[None])
+        reply = trained([0.0] * 9)(method, arguments, payload, replica)
+        return replace(reply, tensors=found if arguments["notes"] else {})
+
+    return answer
+
+
+def without_old(num_groups: int) -> Batch:
+    batch = make_batch(num_groups)
+    return replace(batch, columns={name: c for name, c in batch.columns.items() if name != "old_log_probs"})
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_the_first_step_gives_the_old_log_probs_that_are_lacking(num_groups: int) -> None:
+    group = NotingGroup(2, noting())
+    batch, stats = make_actor(group, prompts_per_step=4, epochs=3).update(without_old(num_groups), seed=3)
+    assert torch.equal(batch.columns["old_log_probs"], -batch.tokens.float()), "in the order of the batch"
+    assert [call[1]["notes"] for call in group.calls] == [["log_probs"], [], []]
+    (_, _, first), *later = group.calls
+    assert not any("old_log_probs" in payload for payload in first)
+    for _, _, payloads in later:
+        assert all(torch.equal(payload["old_log_probs"], -payload["tokens"].float()) for payload in payloads)
+    assert "actor/ppo_kl" in stats and "actor/first_ppo_kl" not in stats, "nothing was compared"
+
+
+def test_with_bypass_they_are_noted_and_the_loss_reads_the_servers() -> None:
+    group = NotingGroup(2, noting())
+    batch = without_old(2).with_columns(rollout_log_probs=torch.arange(16) - 100.0)
+    batch, stats = make_actor(group, bypass=True, epochs=2).update(batch)
+    assert torch.equal(batch.columns["old_log_probs"], -batch.tokens.float())
+    for _, _, payloads in group.calls:
+        assert all(torch.equal(payload["old_log_probs"], payload["tokens"] - 100.0) for payload in payloads)
+    assert "actor/first_ppo_kl" in stats, "the gap to the server"
+
+
+def test_a_first_step_that_is_not_made_leaves_them_to_a_pass() -> None:
+    """Its weights have not moved."""
+    group = NotingGroup(2, noting(made=lambda call: call > 0))
+    actor = make_actor(group, epochs=3)
+    told: list[BadNumber] = []
+    actor.on_bad = told.append
+    batch, _ = actor.update(without_old(2))
+    assert len(told) == 1
+    assert [method for method, *_ in group.calls] == ["update", "columns", "update", "update"]
+    assert torch.equal(batch.columns["old_log_probs"], -batch.tokens.float())
+    nothing = without_old(2).with_columns(response_mask=torch.zeros(16))
+    group = NotingGroup(2, noting())
+    batch, _ = make_actor(group).update(nothing)
+    assert [method for method, *_ in group.calls] == ["columns"]
+    assert torch.equal(batch.columns["old_log_probs"], -batch.tokens.float())
+
+
+def test_with_several_steps_a_pass_before_gives_those_of_the_others() -> None:
+    batch, group = without_old(6), NotingGroup(2, noting())
+    actor = make_actor(group, epochs=2)
+    later = actor.later_old_log_probs(batch, seed=3)
+    assert later is not None
+    ((_, _, scored),) = group.calls
+    rest = {t for payload in scored for t in payload["tokens"].tolist()}
+    assert len(rest) == 4 * 8
+    assert later.tolist() == [-float(t) if t in rest else 0.0 for t in range(48)]
+    batch, _ = actor.update(batch, seed=3, later=later)
+    (_, _, first), *others = group.calls[1:]
+    assert {t for payload in first for t in payload["tokens"].tolist()} == set(range(48)) - rest
+    assert [call[1]["notes"] for call in group.calls[1:]] == [["log_probs"], *[[]] * 5]
+    for _, _, payloads in others:
+        assert all(torch.equal(payload["old_log_probs"], -payload["tokens"].float()) for payload in payloads)
+    assert torch.equal(batch.columns["old_log_probs"], -batch.tokens.float())
+
+
+def test_a_single_step_needs_no_pass_before() -> None:
+    group = NotingGroup(2, noting())
+    assert make_actor(group).later_old_log_probs(without_old(2), seed=3) is None
+    assert not group.calls
 
 
 def test_a_step_without_a_trainable_token_is_skipped_and_counted() -> None:
@@ -182,7 +269,7 @@ def test_a_step_without_a_trainable_token_is_skipped_and_counted() -> None:
         prepared.append(step)
         return step
 
-    stats = make_actor(group, prompts_per_step=1).update(batch.with_columns(response_mask=mask), prepare=prepare)
+    _, stats = make_actor(group, prompts_per_step=1).update(batch.with_columns(response_mask=mask), prepare=prepare)
     assert len(group.calls) == len(prepared) == 1
     assert group.calls[0][1]["num_tokens"] == 8
     assert stats["actor/skipped_steps"].result() == 3
@@ -192,7 +279,7 @@ def test_a_step_without_a_trainable_token_is_skipped_and_counted() -> None:
 def test_a_batch_without_a_trainable_token_asks_nothing_of_the_ranks() -> None:
     group = NotingGroup(2, trained())
     batch = make_batch(2).with_columns(response_mask=torch.zeros(16))
-    assert make_actor(group).update(batch) == {"actor/skipped_steps": Stat("sum", 1.0)}
+    assert make_actor(group).update(batch)[1] == {"actor/skipped_steps": Stat("sum", 1.0)}
     assert group.calls == []
 
 
@@ -209,7 +296,7 @@ def test_a_critic_trains_with_its_own_loss_and_names() -> None:
     group = NotingGroup(2, trained())
     update = Update(CriticLoss(0.5), prompts_per_step=4)
     critic = Critic("critic", group, Packing(), update_settings=update)  # type: ignore[arg-type]
-    stats = critic.update(make_batch(4))
+    _, stats = critic.update(make_batch(4))
     arguments, payloads = group.calls[0][1], group.calls[0][2]
     assert arguments["loss"] == {"cliprange_value": 0.5}
     assert (arguments["names"], arguments["temperature"]) == (["values"], 1.0)
@@ -316,17 +403,20 @@ def not_made(norm: float = math.nan, **more: Any) -> Reply:
 def test_a_number_that_is_not_finite_is_found_again_in_the_batch(details: dict[str, Any]) -> None:
     """The rank counts in its own share of a shuffled step, the driver in its batch."""
     where: list[list[int]] = []
+    shown: list[list[int]] = []
 
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        shown.extend(sequences(payload))
         if replica == 1:
             where.extend(sequences(payload))
         return not_made(bad=details if replica == 1 else None)
 
-    batch = make_batch(4)
+    batch = make_batch(8)
     with pytest.raises(NonFiniteError, match="log_probs is 7.0 at token 1 of sequence") as caught:
         make_actor(NotingGroup(2, answer), prompts_per_step=4).update(batch, seed=3)
     assert batch.split(batch.tokens)[caught.value.sequence].tolist() == where[2]
-    assert (caught.value.role, caught.value.groups) == ("actor", (0, 1, 2, 3))
+    assert caught.value.role == "actor"
+    assert caught.value.groups == tuple(sorted({sequence[0] // 8 for sequence in shown}))
 
 
 def test_a_step_that_was_not_made_has_no_statistics_and_the_next_one_comes() -> None:
@@ -341,7 +431,7 @@ def test_a_step_that_was_not_made_has_no_statistics_and_the_next_one_comes() -> 
     whole, group = trained(), NotingGroup(2, answer)
     actor = make_actor(group)
     actor.on_bad = told.append
-    stats = actor.update(make_batch(4))
+    _, stats = actor.update(make_batch(4))
     assert len(group.calls) == 2
     assert stats["actor/loss"].weight == pytest.approx(1.0), "of the second step alone"
     assert stats["actor/skipped_steps"].result() == 0, "these are the steps without a trainable token"
@@ -401,12 +491,12 @@ def test_a_column_that_nobody_knows_is_sent_where_it_is_asked_for() -> None:
     make_actor(group).update(batch)
     assert not any("routes" in payload for payload in group.calls[0][2])
     part = RankPlan([4, 0, 5], [1, 0, 2])
-    sent = _payload(batch, part, ("routes", "advantages"))
+    sent = payload_of(batch, part, ("routes", "advantages"))
     assert sent.keys() == {"tokens", "lengths", "rows", "micro_sizes", "routes", "advantages"}
     assert sent["routes"].dtype == torch.uint16
     assert torch.equal(sent["routes"].long(), sent["tokens"][:, None, None] * torch.tensor([[1, 2], [3, 4]]))
     with pytest.raises(AssertionError, match="no column may be called tokens, lengths, rows, micro_sizes"):
-        _payload(batch.with_columns(lengths=torch.zeros(24)), part, ("lengths",))
+        payload_of(batch.with_columns(lengths=torch.zeros(24)), part, ("lengths",))
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

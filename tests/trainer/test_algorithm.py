@@ -51,6 +51,30 @@ def test_each_choice_asks_for_the_columns_it_reads(
     assert algorithm.actor.reference == reference_of_the_loss
 
 
+def test_several_mini_batches_leave_the_pass_all_but_the_first() -> None:
+    more = ("data.train_batch_size=8", "actor.ppo_mini_batch_size=2", "algorithm.adv_estimator=grpo")
+    algorithm = algorithm_of("rollout.n=2", *more)
+    shares = [algorithm.old_log_prob_share(1, num_prompts) for num_prompts in (8, 4, 2, 1)]
+    assert shares == [0.75, 0.5, 0, 0], "prompts may be lost"
+    assert algorithm.old_log_prob_share(0, 8) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("", [0, 100]),
+        ("actor.old_log_prob_freq=2", [0, 2, 4, 100]),
+        ("actor.old_log_prob_freq=1", [0, 1, 2, 3, 4, 100]),
+        ("actor.old_log_prob_freq=0", []),
+        ("actor.old_log_prob_freq=0 algorithm.adv_estimator=gae trainer.critic_warmup=2", [0, 1]),
+        ("algorithm.policy_loss_fn=clip_cov", [0, 1, 2, 3, 4, 100]),
+    ],
+)
+def test_iterations_make_a_pass_for_old_log_probs_where_one_is_needed_or_due(words: str, own: list[int]) -> None:
+    algorithm = algorithm_of("rollout.n=2", "data.train_batch_size=4", "algorithm.adv_estimator=grpo", *words.split())
+    assert [step for step in (0, 1, 2, 3, 4, 100) if algorithm.old_log_prob_share(step, 4) == 1] == own
+
+
 @pytest.mark.parametrize(
     ("words", "critic", "greedy", "parts"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config import Config, load_config
@@ -18,12 +20,22 @@ def composed(*words: str) -> Config:
 
 def test_calls_take_the_time_of_their_stage_and_updates_that_of_an_optimizer_step() -> None:
     config = composed("data.train_batch_size=64", "actor.ppo_mini_batch_size=16", "actor.ppo_epochs=2")
-    stages = predict(job_of(config, find("h100"))).stages
+    stages = predict(replace(job_of(config, find("h100")), old_share=1.0)).stages
     expected = {"columns actor": stages["old_log_prob"], "update actor": stages["update_actor"] / 8}
     if "ref" in stages:
         expected["columns ref"] = stages["ref"]
     found = predicted_s(config, "NVIDIA H100 80GB HBM3")
     assert found == pytest.approx(expected) and min(found.values()) > 0
+
+
+def test_a_pass_that_single_iterations_make_is_known_too() -> None:
+    for mini, share in ((64, 0), (16, 0.75)):
+        config = composed("data.train_batch_size=64", f"actor.ppo_mini_batch_size={mini}")
+        job = job_of(config, find("h100"))
+        assert job.old_share == share
+        stages, whole = predict(job).stages, predict(replace(job, old_share=1.0)).stages
+        assert share * whole["old_log_prob"] <= stages.get("old_log_prob", 0) < whole["old_log_prob"], "not the offload"
+        assert predicted_s(config, "NVIDIA H100 80GB HBM3")["columns actor"] == whole["old_log_prob"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "", "NVIDIA A10", "NVIDIA H100 PCIe"])

@@ -25,6 +25,7 @@ def test_what_was_looked_at_is_told_and_nothing_is_written(
     assert f"model.path={parts}/model: " in told
     assert f"data.val_files=[{parts}/data/test.jsonl]: 20 prompts of up to 6 tokens" in told
     assert "rewards: tried on 8 rows" in told
+    assert "old log-probs: of the forward pass of the first optimizer step, checked by a pass " in told
     assert told.endswith("nothing was found that would stop this run\n")
     assert not list(tmp_path.iterdir())
 

@@ -35,10 +35,10 @@ def test_utilization_is_the_models_flops_over_those_of_the_data_sheet() -> None:
     of_keys = 2 * 4 * 4 * 16 * (100**2 + 50**2) / 2
     flops = 150 * per_token + of_keys
     found = StepMetrics(config_of("algorithm.adv_estimator=grpo"), 10, {"actor": "NVIDIA H100 80GB HBM3"})
-    times = {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 0.5}
+    times = {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 0.5, "perf/old_log_prob_share": 0.75}
     out = found(6, batch_of(100, 50), times)
     assert out["perf/mfu/actor"] == pytest.approx(3 * flops / 2.0 / 989.4e12)
-    assert out["perf/mfu/actor_infer"] == pytest.approx(flops / 0.5 / 989.4e12)
+    assert out["perf/mfu/actor_infer"] == pytest.approx(0.75 * flops / 0.5 / 989.4e12)
     assert out["timing_per_token_ms/update_actor"] == pytest.approx(2000 / 150)
     assert (out["training/global_step"], out["training/epoch"]) == (6, 2), "5 steps of 4 are two epochs of 10"
     assert "perf/mfu/critic" not in out and "timing_per_token_ms/values" not in out

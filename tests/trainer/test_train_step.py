@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from config_helpers import load
 
 from megarl.algo.finite import NonFiniteError
 from megarl.data.ledger import Ledger
@@ -16,8 +17,9 @@ from megarl.metrics.jsonl import read_lines
 from megarl.metrics.timer import Timer
 from megarl.processes.signals import Signals
 from megarl.rollout.prefetch import RolloutBatch
-from megarl.sample import Batch
+from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
 from megarl.train import learn, measure, shuffle_rewards, train_step
+from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.artifacts import finish
 from megarl.trainer.bad_numbers import BadNumbers
 from megarl.trainer.evaluate import Evaluation, EvaluationLost
@@ -44,6 +46,52 @@ def test_an_iteration_without_a_group_is_a_skipped_step() -> None:
     batch, stats = learn(5, [], nothing, nothing, Timer())
     assert batch is None
     assert {name: stat.result() for name, stat in stats.items()} == {"actor/skipped_steps": 1.0}
+
+
+class Made:
+    """An actor that notes what it is asked for; the log-probs of a pass of their own are -2, of an update -3."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def columns(self, batch: Batch, names: Any, *, reference: Any) -> dict[str, torch.Tensor]:
+        self.asked.append("columns")
+        return {"log_probs": torch.full((batch.num_tokens,), -2.0)}
+
+    def later_old_log_probs(self, batch: Batch, *, seed: int) -> torch.Tensor:
+        self.asked.append("later")
+        return torch.full((batch.num_tokens,), -4.0)
+
+    def update(self, batch: Batch, *, seed: int, prepare: Any, later: Any) -> tuple[Batch, Any]:
+        self.asked.append("update")
+        assert "keep" in batch.columns, "the ages are known before"
+        if "old_log_probs" not in batch.columns:
+            old = torch.full((batch.num_tokens,), -3.0)
+            batch = batch.with_columns(old_log_probs=old if later is None else later)
+        return batch, {}
+
+
+@pytest.mark.parametrize(
+    ("step", "num_groups", "asked", "gap"),
+    [
+        (0, 1, ["columns", "update"], 1.0),  # a check is due
+        (1, 1, ["update"], 2.0),
+        (1, 2, ["later", "update"], 3.0),
+    ],
+)
+def test_old_log_probs_come_from_the_first_step_and_their_gap_is_measured_either_way(
+    step: int, num_groups: int, asked: list[str], gap: float
+) -> None:
+    completion = Completion([5, 6], [-1.0, -1.0], "stop", (VersionSpan(step, 0, 2),))
+    group = [Sample.of(Prompt("0-0", [4], ""), completion, reward) for reward in (0.0, 1.0)]
+    actor: Any = Made()
+    more = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "rollout.ahead=1", "rollout.max_age=3")
+    algorithm = make_algorithm(load("rollout.n=2", "algorithm.adv_estimator=grpo", *more))
+    batch, stats = learn(step, [group] * num_groups, Roles(actor), algorithm, Timer())
+    assert batch is not None
+    assert actor.asked == asked
+    assert {"rollout_corr/share_too_old", "rollout_corr/kl"} <= stats.keys()
+    assert stats["rollout_corr/log_prob_gap_mean"].result() == gap
 
 
 class Waited:

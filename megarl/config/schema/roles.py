@@ -42,6 +42,7 @@ class Actor:
     ppo_micro_batch_size_per_gpu: int | None = None  # sequences on one rank; null = no split by count
     ppo_max_token_len_per_gpu: int | None = None  # tokens on one rank; null = no split by tokens; 16384 if none is set
     ppo_epochs: int = 1  # passes over one iteration's samples
+    old_log_prob_freq: int = 100  # iterations between passes for old log-probs that a step gives; 1 = always, 0 = never
     clip_ratio: float | None = None  # clip range on both sides of 1; null = the loss's own default (ppo: 0.2)
     clip_ratio_low: float | None = None  # clip range below 1; null = clip_ratio
     clip_ratio_high: float | None = None  # clip range above 1; null = clip_ratio

@@ -106,6 +106,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "actor.clip_ratio_high": _ABOVE_0,
     "actor.clip_ratio_c": (lambda v: v == "off" or (not isinstance(v, str) and v > 1), "a number above 1, null or off"),
     "actor.entropy_coeff": _AT_LEAST_0,
+    "actor.old_log_prob_freq": _AT_LEAST_0,
     "actor.kl_loss_coef": _AT_LEAST_0,
     "critic.cliprange_value": _ABOVE_0,
     "rollout.n": _AT_LEAST_1,

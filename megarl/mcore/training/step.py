@@ -114,6 +114,7 @@ class Gradient:
     stats: Stats
     loss: Tensor | None  # [] float64, the sum over the micro-batches
     bad: NonFiniteError | None  # the first of their numbers that is not finite
+    noted: list[Columns]  # what was to be noted of each micro-batch, without dummies
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Step:
     loss: float  # of the whole step if it was compared with limits, else 0
     made: bool
     bad: NonFiniteError | None  # in this replica's sequences
+    noted: list[Columns]  # as in Gradient
 
 
 @torch.no_grad()
@@ -220,13 +222,14 @@ def backward(
     num_tokens: int,
     device: torch.device,
     reference: Model | None = None,
+    notes: Sequence[str] = (),
 ) -> Gradient:
     """Compute the gradient of the optimizer step's loss into Megatron's gradient buffers, reduced over all ranks.
 
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
     `reference` is the frozen model of full_kl.  Experts are those of the micro-batches' column of routing replay, if
     they have one and the model is prepared for it.  A micro-batch whose loss raises NonFiniteError gets a gradient of
-    NaN: the rank goes on, as the others wait for it, and all ranks see it in the norm.
+    NaN: the rank goes on, as the others wait for it, and all ranks see it in the norm.  `notes`: outputs to return too.
     """
     micros = in_whole_turns(micros, outputs.layout)
     rows = [make_row(micro, outputs.layout, device) for micro in micros]
@@ -239,11 +242,14 @@ def backward(
 
     losses: list[Tensor] = []
     bad: list[NonFiniteError] = []
+    noted: dict[int, Columns] = {}
 
     def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
         batch = micros[i].batch
         columns = {name: column.to(device) for name, column in batch.columns.items() if name not in MODEL_INPUTS}
         found = outputs(model[-1], rows[i], output, batch.columns, references[i])
+        if notes and not micros[i].is_dummy:
+            noted[i] = {name: found[name].detach() for name in notes}
         try:
             result = loss_fn(replace(batch, columns=columns), found)
         except NonFiniteError as error:
@@ -256,7 +262,8 @@ def backward(
 
     routing = Routing(model, micros, rows, trains=True)
     stats = merge_stats(_run(model, rows, finish, routing.step, forward_only=False))
-    return Gradient(stats, torch.stack(losses).sum() if losses else None, bad[0] if bad else None)
+    loss = torch.stack(losses).sum() if losses else None
+    return Gradient(stats, loss, bad[0] if bad else None, [noted[i] for i in sorted(noted)])
 
 
 def train_step(
@@ -270,18 +277,21 @@ def train_step(
     device: torch.device,
     reference: Model | None = None,
     limits: Limits | None = None,
+    notes: Sequence[str] = (),
 ) -> Step:
     """One optimizer step.  It is not made if its gradient is not finite, or if a number is above `limits`.
 
     All ranks decide the same, before any of them changes a weight, a moment or the schedule.
+    `notes`: the outputs of its forward pass, so of the weights before the step, that are returned.
     """
     lr = optimizer.lr
     optimizer.zero_grad()
-    found = backward(model, micros, outputs, loss_fn, num_tokens=num_tokens, device=device, reference=reference)
+    how: dict[str, Any] = {"num_tokens": num_tokens, "device": device, "reference": reference, "notes": notes}
+    found = backward(model, micros, outputs, loss_fn, **how)
     grad_norm, loss = optimizer.gradient_norm(), 0.0
     if limits is not None:
         grad_norm, loss = agreed(grad_norm, found.loss)
     made = (limits or Limits()).allow(grad_norm, loss)
     if made:
         optimizer.step(grad_norm)
-    return Step(found.stats, grad_norm, lr, loss, made, found.bad)
+    return Step(found.stats, grad_norm, lr, loss, made, found.bad, found.noted)

@@ -7,6 +7,7 @@ import json
 from rich.console import Console
 
 from megarl.config import ConfigError, load_config
+from megarl.config.old_log_probs import source_of_old_log_probs, why_own_pass
 from megarl.plan.cluster import Plan, check_size, plan_of
 from megarl.plan.command.request import Request
 from megarl.plan.command.show import as_json, proposal_json, show, show_proposals
@@ -24,7 +25,8 @@ def main(request: Request, words: list[str]) -> int:
     for warning in plan.warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", markup=False, highlight=False)
     prediction = predict(job)
-    said = [*plan.said, *_lengths(job, request), *_dispatch(plan, job)]
+    old = source_of_old_log_probs(plan.config, why_own_pass(plan.config))
+    said = [*plan.said, *_lengths(job, request), *_dispatch(plan, job), old]
     proposals = _proposals(plan, request, job) if request.search else []
     console = Console()
     if request.json:
