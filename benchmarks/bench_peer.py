@@ -87,7 +87,8 @@ CHOICES = (
     "its cache (vLLM needs a GPU), no gradient checkpointing, the whole batch in one forward pass, fused AdamW, old "
     "log-probs once for both optimizer steps, a reference model for the KL term, no logging, no checkpoints. "
     "megarl as recipe=quickstart_grpo: server, reward worker and trainer are processes of their own, and every push of "
-    "the weights into the server is verified; no evaluation, no checkpoints."
+    "the weights into the server is verified; no evaluation, no checkpoints. In the work `whole` its command does all "
+    "that the recipe says, evaluations, checkpoints and export too."
 )
 LEGEND = (
     "tokens/s: all generated tokens of the iterations after warm-up / the time by the clock from the end of the last "

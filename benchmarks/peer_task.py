@@ -31,9 +31,7 @@ class Work:
     warmup: int  # iterations before the clock counts
     threads: int  # cores, on either side
     prompt_tokens: int = 0  # random digits; 0: the quickstart's sums, of 6
-    learns: bool = (
-        False  # the quickstart itself: its cold start, its reward, answers that end where the model ends them
-    )
+    learns: bool = False  # the quickstart itself: its cold start and reward; the model ends its answers
     prompts: int = 64  # of an iteration
     n: int = 8  # answers to each
     epochs: int = 2  # optimizer steps of an iteration

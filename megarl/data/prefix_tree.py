@@ -60,33 +60,28 @@ def _shareable(batch: Batch) -> Tensor:
 
 
 def families(
-    batch: Batch,
-    prefixes: CommonPrefixes,
-    *,
-    hidden_size: int,
-    max_size: int | None,
-    max_members: int | None,
-    num_parts: int,
+    batch: Batch, num_ranks: int, *, max_tokens: int | None, max_sequences: int | None, hidden_size: int
 ) -> list[Family]:
-    """The samples of a batch in families, each to be packed together; for samples of one row.
+    """The samples of a batch in families, each to be packed together.
 
-    A family is cut that has more than `max_size` places or `max_members` samples, or that costs more than one of
-    `num_parts` equal parts of the batch.  Where samples have several rows, which stay together anyway, each is alone.
+    A family is cut that has more than `max_tokens` places or `max_sequences` samples, or that costs more than a rank's
+    share of the batch.  Where samples have several rows, which stay together anyway, each is alone.
     """
-    lengths, order = batch.lengths.numpy()[prefixes.order], prefixes.order.tolist()
-    if len(batch.rows) != len(lengths):
+    if len(batch.rows) != len(batch.lengths):
         return [_alone(batch.select([i]), i, hidden_size) for i in range(batch.num_sequences)]
+    prefixes = CommonPrefixes.of(batch)
+    lengths, order = batch.lengths.numpy()[prefixes.order], prefixes.order.tolist()
     sizes, costs = _of_rows(lengths, prefixes.common, hidden_size)
-    most = max(1, int(costs.sum()) // num_parts)
+    most = max(1, int(costs.sum()) // num_ranks)
     edges = [*np.flatnonzero(prefixes.common == 0).tolist(), len(order)]
     found: list[Family] = []
     for first, end in pairwise(edges):
-        parts = max(-(-int(costs[first:end].sum()) // most), -(-(end - first) // (max_members or end - first)))
+        parts = max(-(-int(costs[first:end].sum()) // most), -(-(end - first) // (max_sequences or end - first)))
         count = -(-(end - first) // parts)
         for at in range(first, end):
             size, cost = int(sizes[at]), int(costs[at])
             last = found[-1] if found and at > first else None
-            if last is None or len(last.members) == count or (max_size is not None and last.size + size > max_size):
+            if last is None or len(last.members) == count or (max_tokens is not None and last.size + size > max_tokens):
                 found.append(Family([order[at]], int(lengths[at]), int(cost_of(lengths[at], hidden_size))))
             else:
                 found[-1] = Family([*last.members, order[at]], last.size + size, last.cost + cost)

@@ -16,7 +16,7 @@ from megarl.algo.spikes import Spikes
 from megarl.algo.step_columns import step_columns
 from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan
-from megarl.data.prefix_tree import CommonPrefixes, families
+from megarl.data.prefix_tree import families
 from megarl.group import Group, Reply
 from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.roles.columns import payload, unpacked, with_values
@@ -36,7 +36,7 @@ class Packing:
 
     max_tokens: int | None = 16384  # tokens per micro-batch
     max_sequences: int | None = None  # or sequences per micro-batch
-    share_prefixes: bool = False  # the tokens with which rows begin alike stand once in a row, where ranks can do that
+    share_prefixes: str = "off"  # auto | on | off: see data/prefix_tree.py; auto: where the ranks can
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,10 @@ class Role:
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
-        self.shares_prefixes = self.packing.share_prefixes and not router_replay and replies[0].result["can_share"]
+        can_share = replies[0].result["can_share"] and not router_replay
+        if self.packing.share_prefixes == "on" and not can_share:
+            raise ValueError(f"trainer.share_prefixes=on: the ranks of {self.name} cannot; expected auto or off")
+        self.shares_prefixes = self.packing.share_prefixes != "off" and can_share
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:
@@ -191,24 +194,11 @@ class Role:
 
     def _plan(self, batch: Batch) -> list[RankPlan]:
         """Which samples each replica runs; all rows of one share a micro-batch."""
-        together = None
-        if self.shares_prefixes:
-            together = families(
-                batch,
-                CommonPrefixes.of(batch),
-                hidden_size=self.hidden_size,
-                max_size=self.packing.max_tokens,
-                max_members=self.packing.max_sequences,
-                num_parts=self.group.num_replicas,
-            )
-        return plan(
-            batch.sample_lengths.tolist(),
-            self.group.num_replicas,
-            max_tokens=self.packing.max_tokens,
-            max_sequences=self.packing.max_sequences,
-            hidden_size=self.hidden_size,
-            families=together,
-        )
+        ranks, packing = self.group.num_replicas, self.packing
+        how = {"max_tokens": packing.max_tokens, "max_sequences": packing.max_sequences}
+        together = families(batch, ranks, hidden_size=self.hidden_size, **how) if self.shares_prefixes else None
+        lengths = batch.sample_lengths.tolist()
+        return plan(lengths, ranks, hidden_size=self.hidden_size, families=together, **how)
 
 
 @dataclass

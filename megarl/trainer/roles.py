@@ -55,7 +55,7 @@ def make_roles(
     config: Config, algorithm: Algorithm, group_of: Callable[[Any], Group], teachers: Teachers | None = None
 ) -> Roles:
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
-    temperature, shares = config.rollout.temperature, config.trainer.share_prefixes != "off"
+    temperature, shares = config.rollout.temperature, config.trainer.share_prefixes
     support = names_in_batch(SUPPORT) if config.narrows_sampling else ()
     experts = (ROUTED_EXPERTS,) if config.actor.router_replay != "off" else ()
     actor = Actor(

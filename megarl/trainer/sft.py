@@ -278,7 +278,7 @@ def _examples(config: Config, files: Sequence[str]) -> SftExamples:
 def _actor(config: Config, group: Group, num_steps: int, resumed: Checkpoint | None) -> Actor:
     """The model on its ranks, which are started, with the weights and the optimizer of `resumed`."""
     limits = config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu
-    packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes != "off")
+    packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
     actor = Actor("actor", group, packing, update_settings=_update(config))
     group.start()
     actor.load(

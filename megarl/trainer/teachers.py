@@ -186,7 +186,7 @@ def _make_teacher(
     keys = config.teachers[name]
     if f"teachers.{name}" in config.teachers_on_ranks:
         limits = keys.log_prob_max_token_len_per_gpu, keys.log_prob_micro_batch_size_per_gpu
-        packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes != "off")
+        packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
         return Teacher(f"teachers.{name}", group_of(keys), packing, config.rollout.temperature)
     concurrency, timeout_s = keys.server.concurrency, config.rollout.request_timeout_s
     if keys.server.urls:

@@ -94,6 +94,45 @@ def test_the_faster_way_of_each_side_counts() -> None:
     assert list(found)[-1] == "peer"
 
 
+def test_whole_commands_are_compared_by_their_seconds() -> None:
+    rows = [
+        {"side": "megarl", "way": way, "command_s": s}
+        for way, s in (("a", 40.0), ("b", 50.0), ("a", 60.0), ("b", 52.0))
+    ]
+    rows += [{"side": "trl", "way": "c", "command_s": s} for s in (25.0, 30.0)]
+    found = bench_peer.whole_ratios(rows)
+    assert (found["megarl_s"], found["trl_s"]) == (50.0, 27.5)
+    assert found["peer"] == (25 / 40 + 30 / 60) / 2
+    assert bench_peer.whole_ratios(rows[:4]) == {}
+
+
+def test_it_waits_for_a_quiet_machine_and_says_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([2.0, 0.5, 0.29])
+    monkeypatch.setattr(bench_peer.os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    assert bench_peer.wait_until_quiet(pause_s=0.0) == ""
+    assert not list(loads), "it asked until the load was below 0.3"
+    monkeypatch.setattr(bench_peer.os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert bench_peer.wait_until_quiet(limit_s=0.0).endswith("its load was 1.5")
+
+
+def test_long_prompts_are_as_long_as_the_work_says(tmp_path: Path) -> None:
+    work = Work(str(tmp_path), new_tokens=4, iterations=2, warmup=1, threads=2, prompt_tokens=64)
+    work.write()
+    prompts = [json.loads(line)["prompt"] for line in Path(work.data).read_text().splitlines()]
+    assert {len(prompt) for prompt in prompts} == {64}
+    assert len(set(prompts)) > work.prompts * work.iterations
+    assert "data.max_prompt_length=64" in megarl_command(work, WAYS[0], "run")
+
+
+def test_the_whole_command_is_the_recipe_where_it_stands() -> None:
+    work = Work("/work", new_tokens=6, iterations=60, warmup=0, threads=2, learns=True)
+    words = megarl_command(work, WAYS[0], "run")[4:]
+    config, _ = load_config(words, command="train")
+    usual, _ = load_config(["recipe=quickstart_grpo"], command="train")
+    assert (config.trainer.test_freq, config.trainer.save_freq) == (usual.trainer.test_freq, usual.trainer.save_freq)
+    assert config.trainer.total_training_steps == usual.trainer.total_training_steps == work.iterations
+
+
 def test_the_arithmetic_of_a_sequence() -> None:
     config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
     config |= {"intermediate_size": 8, "num_hidden_layers": 3, "vocab_size": 10}

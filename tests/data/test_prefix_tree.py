@@ -94,22 +94,19 @@ def test_each_token_is_predicted_by_a_place_that_sees_what_stands_before_it(rows
 @given(rows=ROWS)
 def test_a_tree_needs_no_more_places_than_families_say(rows: list[list[int]]) -> None:
     batch = batch_of(rows)
-    prefixes = CommonPrefixes.of(batch)
-    made = families(batch, prefixes, hidden_size=4, max_size=None, max_members=None, num_parts=1)
+    made = families(batch, 1, max_tokens=None, max_sequences=None, hidden_size=4)
     assert sorted(i for family in made for i in family.members) == list(range(len(rows)))
     for family in made:
         assert tree_of(batch.select(family.members)).num_places <= family.size
-    whole = families(batch, prefixes, hidden_size=4, max_size=None, max_members=None, num_parts=1)
-    assert sum(family.cost for family in whole) <= sum(n * (48 + n) for n in map(len, rows))
+    assert sum(family.cost for family in made) <= sum(n * (48 + n) for n in map(len, rows))
 
 
 @given(rows=ROWS, ranks=st.integers(1, 3), slack=st.integers(0, 20), count=st.none() | st.integers(1, 4))
 def test_a_plan_of_families_keeps_its_limits(rows: list[list[int]], ranks: int, slack: int, count: int | None) -> None:
     batch, lengths = batch_of(rows), [len(row) for row in rows]
     tokens = max(lengths) + slack if count is None else None
-    how = {"max_size": tokens, "max_members": count, "num_parts": 2 * ranks}
-    made = families(batch, CommonPrefixes.of(batch), hidden_size=4, **how)
-    plans = plan(lengths, ranks, max_tokens=tokens, max_sequences=count, hidden_size=4, families=made)
+    how = {"max_tokens": tokens, "max_sequences": count}
+    plans = plan(lengths, ranks, hidden_size=4, families=families(batch, ranks, hidden_size=4, **how), **how)
     assert sorted(i for rank in plans for i in rank.indices) == list(range(len(rows)))
     for members in (members for rank in plans for members in rank.micro_batches if members):
         assert count is None or len(members) <= count
@@ -118,11 +115,10 @@ def test_a_plan_of_families_keeps_its_limits(rows: list[list[int]], ranks: int, 
 
 def test_the_answers_to_a_prompt_are_packed_together_and_cut_only_for_balance() -> None:
     batch = words(*(f"{prompt * 8}{answer}" for answer in "wxyz" for prompt in "ab"))
-    prefixes = CommonPrefixes.of(batch)
 
-    def members(max_size: int | None, num_parts: int) -> list[list[int]]:
-        how = {"max_size": max_size, "max_members": None, "num_parts": num_parts}
-        return [family.members for family in families(batch, prefixes, hidden_size=64, **how)]
+    def members(max_tokens: int | None, num_ranks: int) -> list[list[int]]:
+        made = families(batch, num_ranks, max_tokens=max_tokens, max_sequences=None, hidden_size=64)
+        return [family.members for family in made]
 
     assert members(None, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert members(12, 1) == [[0, 2], [4, 6], [1, 3], [5, 7]], "9 places, and 3 more for each further answer"
@@ -131,7 +127,7 @@ def test_the_answers_to_a_prompt_are_packed_together_and_cut_only_for_balance() 
 
 def test_samples_of_several_rows_stay_whole() -> None:
     batch = Batch(torch.tensor([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 9]), torch.tensor([5, 5, 1]), rows=torch.tensor([2, 1]))
-    made = families(batch, CommonPrefixes.of(batch), hidden_size=4, max_size=None, max_members=None, num_parts=1)
+    made = families(batch, 1, max_tokens=None, max_sequences=None, hidden_size=4)
     assert [(family.members, family.size) for family in made] == [([0], 8), ([1], 1)]
 
 
@@ -143,4 +139,4 @@ def test_the_order_of_rows_is_that_of_their_tokens() -> None:
 
 def test_an_empty_batch_has_no_family() -> None:
     empty = Batch(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-    assert families(empty, CommonPrefixes.of(empty), hidden_size=4, max_size=9, max_members=None, num_parts=2) == []
+    assert families(empty, 2, max_tokens=9, max_sequences=None, hidden_size=4) == []

@@ -14,7 +14,7 @@ from spawn import run_ranks
 
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.data.packing import plan
-from megarl.data.prefix_tree import CommonPrefixes, families
+from megarl.data.prefix_tree import families
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.model import Model, build_model, read_hf_config
@@ -158,8 +158,9 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
             columns_read = (*loss.columns, "response_mask", *names_in_batch(SUPPORT))
         how_packed: dict[str, Any] = {"max_tokens": case.max_tokens}
         if case.shares_prefixes:
-            limits: dict[str, Any] = {"max_size": case.max_tokens, "max_members": None, "num_parts": where.num_replicas}
-            how_packed["families"] = families(batch, CommonPrefixes.of(batch), hidden_size=32, **limits)
+            how_packed["families"] = families(
+                batch, where.num_replicas, max_tokens=case.max_tokens, max_sequences=None, hidden_size=32
+            )
         part = plan(batch.lengths.tolist(), where.num_replicas, **how_packed)[where.replica]
         own = batch.select(part.indices).keep_columns(*columns_read)
         micros = micro_batches(own, part.micro_sizes, shares_prefixes=case.shares_prefixes)

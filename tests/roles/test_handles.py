@@ -505,6 +505,34 @@ def test_a_sequence_longer_than_a_row_is_refused() -> None:
         Reference("ref", group, Packing(max_tokens=4)).log_probs(make_batch(1))
 
 
+@pytest.mark.parametrize(
+    ("asked", "can_share", "router_replay", "shares"),
+    [
+        ("auto", True, False, True),
+        ("on", True, False, True),
+        ("off", True, False, False),
+        ("auto", False, False, False),
+        ("auto", True, True, False),
+        ("on", False, False, None),
+        ("on", True, True, None),
+    ],
+)
+def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_for_and_they_cannot(
+    asked: str, *, can_share: bool, router_replay: bool, shares: bool | None
+) -> None:
+    said = {"parameters_per_rank": 7, "hidden_size": 16, "lacks_transformer_engine": False, "can_share": can_share}
+    group: Any = NotingGroup(1, lambda *_: Reply(said, {}))
+    role = Reference("ref", group, Packing(share_prefixes=asked))
+    if shares is None:
+        with pytest.raises(
+            ValueError, match="^trainer.share_prefixes=on: the ranks of ref cannot; expected auto or off"
+        ):
+            role.load("folder", router_replay=router_replay)
+        return
+    role.load("folder", router_replay=router_replay)
+    assert role.shares_prefixes is shares
+
+
 def test_plain_numbers_travel_to_the_ranks() -> None:
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         return Reply(
