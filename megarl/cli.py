@@ -23,6 +23,7 @@ from megarl import __version__
 from megarl.commands import checkpoint as saves
 from megarl.commands import new as new_project
 from megarl.commands.this_machine import placed
+from megarl.commands.warming import warm_up_for
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, described
 from megarl.convert import request as convert_request
@@ -234,6 +235,7 @@ def _run(name: str, words: list[str]) -> int:
     if name in OVER_NODES:
         config = placed(config, os.environ)
         name = "node" if config.trainer.node_rank else name
+    warm_up_for(name, config)
     try:
         return _work_of(COMMANDS[name])(config)
     except (RuntimeError, FloatingPointError, OSError) as error:  # of ranks, servers, collector, push or a full disk

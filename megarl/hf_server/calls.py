@@ -22,8 +22,11 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     """Check the body and build the call. Raises ValueError with a sentence for anything the engine does not support."""
     if not isinstance(body, Mapping):
         raise ValueError("the body of /generate is not a JSON object")
-    params, n = SamplingParams.from_json(body.get("sampling_params") or {})
     prompts = _prompts(body.get("input_ids"))
+    asked = [SamplingParams.from_json(each) for each in _params(body.get("sampling_params"), len(prompts))]
+    n = asked[0][1]
+    if any(own != n for _, own in asked):
+        raise ValueError("sampling_params: expected the same n for every prompt")
     if n * len(prompts) > MAX_COMPLETIONS:
         raise ValueError(f"n={n} for {len(prompts)} prompts: expected at most {MAX_COMPLETIONS} completions a request")
     rids = _rids(body.get("rid"), len(prompts))
@@ -48,9 +51,9 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
             "server tells the most likely tokens of prompts only"
         )
     wanted = {"prompt_log_probs_from": scored_from, "num_top": num_top, "reports": reports, "tells_support": tells}
-    stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
     call = Call()
-    for prompt, rid, salt in zip(prompts, rids, salts, strict=True):
+    for prompt, (params, _), rid, salt in zip(prompts, asked, rids, salts, strict=True):
+        stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
         _check_prompt(prompt, params.max_new_tokens, model, max_total_tokens)
         if type(reports_from) is not int or not 0 <= reports_from < len(prompt):
             raise ValueError(
@@ -67,6 +70,14 @@ def _prompts(input_ids: Any) -> list[list[int]]:
         if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
             raise ValueError("input_ids: expected a list of token ids, or a list of such lists, none of them empty")
     return prompts
+
+
+def _params(params: Any, num_prompts: int) -> list[Any]:
+    """Those of each prompt, as they came: one object for all, or a list of as many."""
+    found = params if isinstance(params, list) else [params or {}] * num_prompts
+    if len(found) != num_prompts:
+        raise ValueError(f"{len(found)} sampling_params for {num_prompts} prompts: expected one, or one for each")
+    return found
 
 
 def _rids(rid: Any, num_prompts: int) -> list[str]:

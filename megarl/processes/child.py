@@ -4,44 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
+from megarl.processes.warm import Program, start_program
 from megarl.sandbox.environment import allowed_variables
-
-# multiprocessing starts programs with all variables of this process; those it then hides stay in /proc/PID/environ.
-_PROGRAM = """
-import sys
-from multiprocessing import spawn
-from multiprocessing.connection import Connection
-pipe = Connection(int(sys.argv[1]))
-spawn.prepare(pipe.recv())
-function, argument = pipe.recv()
-function(pipe, argument)
-"""
 
 
 def start_child(
-    function: Callable[[Connection, Any], None], argument: object, **how: Any
-) -> tuple[subprocess.Popen[bytes], Connection]:
+    function: Callable[[Connection, Any], None], argument: object, *, log: IO[bytes] | None = None
+) -> tuple[Program, Connection]:
     """Start function(pipe, argument) in a new process; returns it and this end of the pipe.
 
-    Both are pickled; what else the process needs, such as a token, is in `argument`.  `how`: arguments of Popen.
+    Both are pickled; what else the process needs, such as a token, is in `argument`.  `log`: takes what it prints.
     """
     pipe, theirs = multiprocessing.Pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-        stdin=subprocess.DEVNULL,
-        env=allowed_variables(),
-        pass_fds=[theirs.fileno()],
-        # Ctrl-C, and a signal that a shell sends to this process's group, do not reach it.
-        start_new_session=True,
-        **how,
-    )
+    # multiprocessing would start it with all variables of this process, of which a program can hide none again: they
+    # stay in /proc/PID/environ.
+    command = [sys.executable, "-m", "megarl.processes.child", str(theirs.fileno())]
+    process = start_program(command, env=allowed_variables(), log=log, pass_fds=[theirs.fileno()])
     theirs.close()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: who reads the pipe finds out
         pipe.send(_preparation())
@@ -54,3 +39,18 @@ def _preparation() -> dict[str, Any]:
     found = spawn.get_preparation_data("child")
     del found["authkey"]  # it goes to nobody but children of multiprocessing
     return found
+
+
+def main() -> None:
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    spawn.prepare(pipe.recv())
+    function, argument = pipe.recv()
+    function(pipe, argument)
+    # What is left is to free what the system frees at once; its parent waits for its end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,20 +9,26 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _NUM_LINES = 15
+_bound = 0  # the process that has asked already; a fork of it has not
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to send SIGKILL when the parent ends. Linux only.
 
     The kernel watches the *thread* that started this process: start children from a thread that lives as long as they
-    must live. If the parent ended before this call took effect, the process ends here.
+    must live. If the parent ended before this call took effect, the process ends here.  A process that a warm process
+    forked has asked at its start, whatever parent its program was told of.
     """
+    global _bound
+    if _bound == os.getpid():
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(number)}")
     if os.getppid() != parent_pid:
         os._exit(1)
+    _bound = os.getpid()
 
 
 def last_lines(path: str | Path, start: int = 0, keep: str | None = None) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 from megarl.network.auth import without_tokens
 from megarl.network.sockets import host_store, interface_variables
 from megarl.processes import stacks
 from megarl.processes.lifetime import last_lines
+from megarl.processes.warm import Program, start_program
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"
@@ -83,7 +84,7 @@ class RanksProcess:
         self._store = host_store(launch.master_address, launch.master_port) if launch.first_rank == 0 else None
         self.port = launch.master_port if self._store is None else self._store.port  # of the store
         shared = {**_environment(launch), ADDRESS: address, TOKEN: token, PARENT: str(os.getpid())}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Program] = []
         self._failed: int | None = None  # the first process that was seen to fail
         self._ended = False
         try:
@@ -129,7 +130,7 @@ class RanksProcess:
         for process in self._processes:
             with suppress(ProcessLookupError, PermissionError):  # its session has the writers that Megatron forks
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a process in a kernel call, such as a GPU driver's, ends later
+            with suppress(TimeoutExpired):  # a process in a kernel call, such as a GPU driver's, ends later
                 process.wait(END_S)
         self._store = None
 
@@ -144,16 +145,10 @@ class RanksProcess:
             time.sleep(_LOOK_S)
 
 
-def _start(worker: str, log_path: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(worker: str, log_path: Path, environment: dict[str, str]) -> Program:
+    """Ctrl-C at the terminal reaches only the driver, which then ends the ranks."""
     with open(log_path, "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-u", "-m", worker],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C at the terminal reaches only the driver, which then ends the ranks
-        )
+        return start_program([sys.executable, "-u", "-m", worker], env=environment, log=log)
 
 
 def _environment(launch: RanksLaunch) -> dict[str, str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import faulthandler
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from megarl.processes.warm import Program
 
 REQUEST = signal.SIGUSR2
 STACKS_S = 5.0  # wait for stacks, and for what `write_on_request` gets besides
@@ -49,7 +50,7 @@ def _finish(ear: socket.socket, mouth: socket.socket, besides: Callable[[], None
                 print(_END, file=sys.stderr, flush=True)
 
 
-def take(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float = STACKS_S) -> None:
+def take(processes: Sequence[Program], logs: Sequence[Path], limit_s: float = STACKS_S) -> None:
     """Let the processes that still run write their stacks, each into its log; returns when all have, or at the limit.
 
     What keeps one from it is written into its log.

@@ -6,6 +6,8 @@ Run on each rank as `python -m megarl.roles.worker`.  It reads no configuration:
 from __future__ import annotations
 
 import math
+import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -344,6 +346,10 @@ def main() -> None:
             role.pusher.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # What is left is to free what the system frees at once; the driver waits for the end of its ranks.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,17 @@ def generate_body(
     return body
 
 
+def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One body of /generate in place of several, which differ in sampling_params, rid and cache_salt only."""
+    own = ("input_ids", "sampling_params", "rid", "cache_salt")
+    assert all({**body, **dict.fromkeys(own)} == {**bodies[0], **dict.fromkeys(own)} for body in bodies), (
+        "requests of one prompt that start at once want the same of it"
+    )
+    joined: dict[str, Any] = {**bodies[0], **{name: [body[name] for body in bodies] for name in own}}
+    joined["cache_salt"] = [salt or "" for salt in joined["cache_salt"]]  # a list holds no null; "" is none, too
+    return joined
+
+
 class Reply(NamedTuple):
     """One completion of a /generate reply, without text, and what else the server says of it."""
 

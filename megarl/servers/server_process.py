@@ -24,6 +24,7 @@ from megarl.network.tls import server_certificate
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
 from megarl.processes.presence import show_life
+from megarl.processes.warm import start_program
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags
@@ -70,15 +71,8 @@ class LocalServer:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out, _certified(launch, token) as (options, files):
             self._log_start = out.tell()  # bytes in the log before this process
-            self._process = subprocess.Popen(
-                [*command.argv, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env={**command.environment, TOKEN_VARIABLE: token},
-                start_new_session=True,
-                pass_fds=files,
-            )
+            variables = {**command.environment, TOKEN_VARIABLE: token}
+            self._process = start_program([*command.argv, *options], env=variables, log=out, pass_fds=files)
 
     @property
     def pid(self) -> int:

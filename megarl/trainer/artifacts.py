@@ -20,9 +20,10 @@ from megarl.metrics.report import Answer, prompt_text, samples_table, write_summ
 from megarl.metrics.verdict import sentences, verdict
 from megarl.projections import chosen, projections_of
 from megarl.trainer.build import model_folder
-from megarl.trainer.evaluate import Evaluation, transformers_score
+from megarl.trainer.evaluate import Evaluation
 from megarl.trainer.run import Run
 from megarl.trainer.run_log import Totals
+from megarl.trainer.transformers_score import Task, TransformersScore
 
 BEFORE = "answers_before.json"
 RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "math", "choice"}  # rewards that are 1 or 0
@@ -75,6 +76,11 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
             "warning: peft loads adapter/ without its adapters of dense feed-forwards and shared experts; hf/ has all",
             style="yellow",
         )
+    is_checked = run.val_prompts and run.config.trainer.check_export and after.groups
+    again = _score_of_export(run) if is_checked else None
+    metrics = run.dir / "metrics.jsonl"
+    if metrics.exists():  # drawn while transformers answers
+        learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
     summary: dict[str, Any] = {"steps": run.num_steps}
     summary |= {"prompts_filtered": run.num_filtered, "prompts_cut": run.num_cut}
     before_file = run.dir / BEFORE
@@ -95,19 +101,16 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
             markdown = "".join(f"{sentence}  \n" for sentence in sentences(found)) + "\n"
             for sentence in sentences(found):
                 console.print(sentence, style="bold", highlight=False, markup=False)
-        if run.config.trainer.check_export and has_score:
+        if again is not None:
             run.trackers.stage("checking hf/")
-            summary[f"{name}_transformers"] = again = _score_of_export(run)
-            if abs(again - after.mean.value) > 1.5 / len(run.val_prompts):
+            summary[f"{name}_transformers"] = score = again.wait()
+            if abs(score - after.mean.value) > 1.5 / len(run.val_prompts):
                 console.print("warning: hf/ scores otherwise in transformers than the server did", style="yellow")
         if has_score:
             table, answers = samples_table(_answers(run, before, after))
             (run.dir / "answers.md").write_text(answers)
             markdown += answers
             console.print(table)
-    metrics = run.dir / "metrics.jsonl"
-    if metrics.exists():
-        learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
     more = "".join(row for name, row in MORE.items() if (run.dir / name).exists())
     page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown, more=more)
     (run.dir / "README.md").write_text(page)
@@ -153,13 +156,11 @@ def _is_partly_loaded(run: Run) -> bool:
     return partly_loaded_by_peft(hf, set(chosen(lora.targets, projections_of(hf))))
 
 
-def _score_of_export(run: Run) -> float:
-    return transformers_score(
-        str(run.dir / "hf"),
-        run.val_prompts,
-        run.make_rewards(num_workers=0, on_error="unscored"),  # the run is over: nothing of it is to be lost
-        max_new_tokens=run.config.data.max_response_length,
-    )
+def _score_of_export(run: Run) -> TransformersScore:
+    # The run is over: an answer without a score must not take what is there.
+    rewards = run.maker_of_rewards(num_workers=0, on_error="unscored")
+    task = Task(str(run.dir / "hf"), run.val_prompts, rewards, run.config.data.max_response_length)
+    return TransformersScore(task, run.dir / "logs" / "check_export.log")
 
 
 def _answers(run: Run, before: dict[str, Any] | None, after: Evaluation) -> list[Answer]:

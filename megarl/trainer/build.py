@@ -20,7 +20,6 @@ from megarl.config.validate.models import config_of_folder, model_numbers, more_
 from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
-from megarl.data.tiny import write_random_model
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.megatron_fields import OVERRIDES
@@ -77,6 +76,8 @@ def make_mini_model(config: Config) -> None:
     sizes = [numbers.get(name, MINI_SIZE + 1) for name in ("hidden_size", "vocab_size")]
     if Path(path).exists() or max(sizes) > MINI_SIZE or not path.startswith(MINI_PLACE):
         return
+    from megarl.data.tiny import write_random_model  # with transformers' modelling code, which only this needs
+
     write_random_model(path, numbers, seed=config.trainer.seed)
     warn(f"model.path={path}: this model of random weights was made now; `megarl sft` teaches it a task's form")
 

@@ -74,6 +74,7 @@ def make_collectors(
         log_path=config.trainer.run_dir / "logs" / "collector.log",
         fenced=fenced,
         salted=salted,
+        joins=rollout.engine == "hf",  # in a request of several SGLang fails them all together
         columns=columns,
         num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),
         reports_unfit=reports_unfit,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import closing
@@ -10,24 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from megarl.config import Config
-from megarl.data.chat import load_tokenizer
-from megarl.data.hf_config import read_config
 from megarl.metrics.audit import Audit
 from megarl.metrics.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
 from megarl.metrics.jsonl import read_lines
 from megarl.plugins import load_plugins
-from megarl.processes.presence import show_life
-from megarl.rewards.result import Outcome
-from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import AUDIT, Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.sample import AUDIT, LostRollout, Prompt, Sample
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import read_prompts
@@ -263,41 +254,6 @@ class Evaluator:
         for at, ticket in zip(wrong, self._asked([self.prompts[at] for at in wrong]), strict=True):
             self._tickets[at] = ticket
         return False
-
-
-@torch.inference_mode()
-def transformers_score(folder: str, prompts: Sequence[Prompt], rewards: Rewards, *, max_new_tokens: int) -> float:
-    """Mean reward of an HF folder's greedy answers, written by transformers' own `generate`.
-
-    Answers that cannot be scored do not count.
-    Prompts of equal length share a batch, so nothing is padded.
-    """
-    tokenizer = load_tokenizer(folder)
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, config=read_config(folder), dtype=torch.float32).eval()
-    by_length: dict[int, list[Prompt]] = {}
-    for prompt in prompts:
-        by_length.setdefault(len(prompt.token_ids), []).append(prompt)
-    answers: list[tuple[Prompt, Completion]] = []
-    for length, same in by_length.items():
-        show_life()
-        ids = torch.tensor([prompt.token_ids for prompt in same])
-        written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-        )
-        texts = tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
-        answers += [
-            (prompt, Completion([], [], "stop", (VersionSpan(0, 0, 0),), text))
-            for prompt, text in zip(same, texts, strict=True)
-        ]
-
-    async def score_all() -> list[list[Outcome]]:
-        return await asyncio.gather(*(rewards.score(prompt, [answer]) for prompt, answer in answers))
-
-    rewards.start()
-    outcomes = [outcome for group in asyncio.run(score_all()) for outcome in group]
-    scores = [outcome.reward for outcome in outcomes if not isinstance(outcome, str)]
-    return sum(scores) / len(scores) if scores else 0.0
 
 
 def look_after(servers: Servers, router: Router | None) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from megarl.metrics.console import warn
 from megarl.processes.child import start_child
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.presence import show_life
+from megarl.processes.warm import Program
 from megarl.rewards import SERVICES
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
@@ -54,14 +54,13 @@ class RewardTrial:
     def __init__(self, config: Config) -> None:
         reward = config.reward
         self._config = config
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
         functions = [fn for fn in names_of(config) if fn not in SERVICES]
         if not reward.try_rows or not functions or config.has_agents:
             return
         make = partial(Rewards, num_workers=0, plugins=plugins(config), surroundings=surroundings(config))
-        self._process, self._pipe = start_child(
-            run_trial, (os.getpid(), make), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        with open(os.devnull, "wb") as nowhere:
+            self._process, self._pipe = start_child(run_trial, (os.getpid(), make), log=nowhere)
 
     def __enter__(self) -> Self:
         return self

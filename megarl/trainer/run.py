@@ -6,7 +6,7 @@ ranks share a Group; a role with another layout gets its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -399,10 +399,11 @@ class Run:
             keep=self.algorithm.keep,
         )
 
-    def make_rewards(self, **how: Any) -> Rewards:
-        """The rewards of the run once more, for answers that no collector asked for.  `how`: settings of Rewards."""
+    def maker_of_rewards(self, **how: Any) -> Callable[[], Rewards]:
+        """Makes the rewards of the run once more, for answers that no collector asked for.  `how`: as of Rewards."""
         site = self._infrastructure
-        return make_rewards(self.config, 1, reward_url=site.reward_url, token=site.server_token)(**how)
+        make = make_rewards(self.config, 1, reward_url=site.reward_url, token=site.server_token)
+        return partial(make, **how)
 
     def describe_save(self, totals: dict[str, Any]) -> None:
         """Complete the checkpoint that `saver` has started, before the next iteration is begun.

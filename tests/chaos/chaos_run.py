@@ -138,9 +138,7 @@ class ChaosRun:
         return self.processes("chaos_server.py", "megarl.hf_server.main")
 
     def collectors(self) -> list[psutil.Process]:
-        """The collector itself is a direct child of the driver; its rewards' processes are not."""
-        own = psutil.Process(self.driver.pid).children()
-        return [process for process in self.processes("multiprocessing import spawn") if process in own]
+        return self.processes("megarl.processes.child")
 
     def kill_all(self) -> None:
         """What a power loss does."""

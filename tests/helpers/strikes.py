@@ -27,7 +27,7 @@ Strike = tuple[int, str, str]  # step, stage, victim
 VICTIMS = {  # a word of its command line
     "rank": "megarl.roles.worker",
     "server": "megarl.hf_server.main",
-    "collector": "from multiprocessing import spawn",
+    "collector": "megarl.processes.child",
 }
 SIGNALS = {"driver": signal.SIGKILL, "SIGUSR1": signal.SIGUSR1}  # to the driver
 

@@ -75,7 +75,7 @@ def test_a_disk_that_is_full_ends_a_run_in_a_sentence(parts: Path, tmp_path: Pat
 
 
 def kill_a_server(driver: subprocess.Popen[bytes]) -> None:
-    children = psutil.Process(driver.pid).children()
+    children = psutil.Process(driver.pid).children(recursive=True)
     os.kill(next(c for c in children if "megarl.hf_server.main" in c.cmdline()).pid, signal.SIGKILL)
 
 

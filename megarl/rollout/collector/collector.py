@@ -78,6 +78,7 @@ class CollectorSettings:
     piece_tokens: int  # of one request; 0: no limit
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
+    joins: bool  # short answers to one prompt are asked for in one request
     columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
     num_ids: int | None  # of the model's vocabulary; None: not known
     reports_unfit: bool  # a server that fails again and again is fenced, and the driver is told
@@ -158,6 +159,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         vocab_size=len(tokenizer),
         fenced=settings.fenced,
         salted=settings.salted,
+        joins=settings.joins,
         columns=settings.columns,
         num_ids=settings.num_ids,
         on_unfit=(lambda url, reason: outbox.put(("unfit", url, reason))) if settings.reports_unfit else None,

@@ -56,6 +56,7 @@ class Collectors:
         piece_tokens: new tokens of one request at most; 0: no limit.
         fenced: a server gets no request before `trust` names it.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        joins: short answers to one prompt are asked for in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary; None: not known.
         joined_slots: completions at a time that each server brings which joins later.
@@ -83,6 +84,7 @@ class Collectors:
         piece_tokens: int = 0,
         fenced: bool = False,
         salted: bool = False,
+        joins: bool = False,
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
         joined_slots: int = 0,
@@ -118,6 +120,7 @@ class Collectors:
                     piece_tokens=piece_tokens,
                     fenced=fenced,
                     salted=salted,
+                    joins=joins,
                     columns=tuple(columns),
                     num_ids=num_ids,
                     reports_unfit=reports_unfit,

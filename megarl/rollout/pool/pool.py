@@ -72,6 +72,7 @@ class EnginePool:
         retries: after the first attempt.
         fenced: servers need a `trust` first.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        joins: short answers to one prompt are asked for in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
         on_unfit: called with the url of a server that was fenced here, and the reason; its owner fences it too, and
@@ -91,6 +92,7 @@ class EnginePool:
         vocab_size: int | None = None,
         fenced: bool = False,
         salted: bool = False,
+        joins: bool = False,
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
         on_unfit: Callable[[str, str], None] | None = None,
@@ -99,7 +101,7 @@ class EnginePool:
         if not urls and not fenced:
             raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
-        self._sender = Sender(token, timeout_s, salted=salted, columns=columns, num_ids=num_ids)
+        self._sender = Sender(token, timeout_s, salted=salted, columns=columns, num_ids=num_ids, joins=joins)
         self._timeout_s, self._on_unfit = timeout_s, on_unfit
         self._slow_factor = None if on_unfit is None else slow_factor
         self._watcher: asyncio.Task[None] | None = None

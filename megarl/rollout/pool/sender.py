@@ -19,6 +19,7 @@ import aiohttp
 
 from megarl.network.http_calls import PLAIN, read_at_most
 from megarl.network.tls import trusted
+from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool_server import (
     Ask,
     NoFilesLeft,
@@ -69,7 +70,8 @@ class Sender:
     """Example: async with Sender(token, 120, salted=True) as sender: await sender.write(server, ask, [5, 6], params)
 
     `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
-    travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.
+    travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.  `joins`: short
+    answers to one prompt are asked for in one request; of our own server only.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class Sender:
         salted: bool,
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
+        joins: bool = False,
     ) -> None:
         self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
-        self._num_ids = num_ids
+        self._num_ids, self._joined = num_ids, Joined(self._post) if joins else None
         self.changed = TrustChanged()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
         self._errands: set[asyncio.Task[None]] = set()
@@ -136,7 +139,9 @@ class Sender:
         if adapter is not None:
             body["lora_path"] = adapter[0]
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
-        reply = await self._post(server.url, body, completion_bytes(len(prompt_ids), params, columns))
+        is_short = self._joined is not None and params.max_new_tokens <= SHORT and adapter is None
+        ask_for = self._joined.ask if self._joined is not None and is_short else self._post
+        reply = await ask_for(server.url, body, completion_bytes(len(prompt_ids), params, columns))
         ask.stop_clock()
         try:
             (parsed,) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known)

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from megarl.config import Config, load_config
 from megarl.config.validate.models import group_of, model_of
-from megarl.data.tiny import write_tiny_model
 from megarl.trainer.sft import sft
 
 
@@ -45,6 +44,8 @@ def cold_start(
     path = model_of(config, role).path
     if Path(path) != made:
         raise ValueError(f"{group_of(role)}.path={path}: there is no model; the recipe's own is {made}")
+    from megarl.data.tiny import write_tiny_model  # with transformers' modelling code
+
     console = Console()
     data, start = Path(training.sft.train_files[0]).parent, Path(training.model.path)
     console.print(f"the task: {data}", highlight=False)

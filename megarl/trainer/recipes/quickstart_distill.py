@@ -13,9 +13,9 @@ from megarl.data.arithmetic import write_task
 from megarl.data.reversal import join, write_reversals
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import make_rewards
-from megarl.trainer.evaluate import transformers_score
 from megarl.trainer.recipes import quickstart
 from megarl.trainer.recipes.cold_start import cold_start
+from megarl.trainer.transformers_score import Task, TransformersScore
 
 TEACHER = quickstart.MODEL | {"layers": 4}
 CARELESS = quickstart.TASK["careless"]
@@ -50,8 +50,8 @@ def score(config: Config, name: str) -> float:
     keys, data = config.teachers[name], config.data
     prompts = read_prompts(config, data.val_files, overlong=data.overlong_prompts).all(data.val_max_samples)
     own = [prompt for prompt in prompts if not keys.data_sources or prompt.data_source in keys.data_sources]
-    rewards = make_rewards(config, 1)(num_workers=0)
-    return transformers_score(keys.model.path, own, rewards, max_new_tokens=data.max_response_length)
+    task = Task(keys.model.path, own, partial(make_rewards(config, 1), num_workers=0), data.max_response_length)
+    return TransformersScore(task, config.trainer.run_dir / "logs" / f"score_of_{name}.log").wait()
 
 
 def _prepare_two(config: Config) -> None:

@@ -1,0 +1,26 @@
+"""Which processes of a command are forked from a warm process, instead of that each imports what all import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import Config
+from megarl.processes.warm import warm_up
+
+_CHILD, _RANK, _SERVER = "megarl.processes.child", "megarl.roles.worker", "megarl.hf_server.main"
+_FORKED = {"train": (_CHILD, _SERVER, _RANK), "sft": (_RANK,), "evaluate": (_CHILD, _SERVER)}
+_COLLECTING = ("megarl.rollout.collector.collector", "megarl.rewards.worker")  # what children of a run import
+
+
+def warm_up_for(command: str, config: Config) -> None:
+    """Begin to import what the processes of a command need; only without GPUs, whose drivers survive no fork."""
+    device = config.trainer.device
+    if command not in _FORKED or device == "cuda" or (device == "auto" and _has_gpus()):
+        return
+    forked = [name for name in _FORKED[command] if name != _SERVER or config.rollout.engine == "hf"]
+    warm_up(forked, _COLLECTING if _CHILD in forked else ())
+
+
+def _has_gpus() -> bool:
+    """Without torch, whose import takes seconds, in which the warm process shall import it itself."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))

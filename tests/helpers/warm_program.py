@@ -1,0 +1,45 @@
+"""A program that tests fork from a warm process: says what it is, then does what its arguments say."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+INHERITED: list[str] = []  # stays empty: a fork does not see what another one wrote
+
+
+def main() -> None:
+    INHERITED.append("main")
+    said = {
+        "words": sys.argv[1:],
+        "variables": dict(os.environ),
+        "shown": Path("/proc/self/environ").read_bytes().decode().split("\0"),
+        "command": Path("/proc/self/cmdline").read_bytes().decode().rstrip("\0 ").split("\0"),
+        "folder": os.getcwd(),
+        "is_leader": os.getsid(0) == os.getpid(),
+        "inherited": INHERITED,
+        "pid": os.getpid(),
+    }
+    if "OMP_NUM_THREADS" in os.environ:
+        import torch  # which a warm process has imported already
+
+        said["threads"] = torch.get_num_threads()
+        said["sum"] = float(torch.ones(1 << 20).sum())  # computed by all threads
+    print(json.dumps(said))
+    what, *rest = sys.argv[1:] or [""]
+    if what == "exit":
+        sys.exit(int(rest[0]))
+    if what == "raise":
+        raise ValueError("it was asked to")
+    if what == "write":
+        os.write(int(rest[0]), b"written")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "wait":
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

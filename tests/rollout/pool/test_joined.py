@@ -1,0 +1,121 @@
+"""Short answers to one prompt travel in one request; each gets what it would get alone."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tiny_server import Served
+
+from megarl.rollout.pool.joined import SHORT, Joined
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool_server import ServerFailed
+from megarl.rollout.protocol import SamplingParams, generate_body
+
+
+def body(prompt: Sequence[int], seed: int, salt: str | None = None) -> dict[str, Any]:
+    return generate_body(prompt, 1, SamplingParams(sampling_seed=seed), f"rid-{seed}", salt)
+
+
+class Post:
+    """Answers a body by its seeds; `fails` is raised instead."""
+
+    def __init__(self, fails: Exception | None = None, hangs: bool = False) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.fails, self.hangs, self.was_cancelled = fails, hangs, False
+
+    async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+        self.sent.append(body | {"url": url, "most": most_bytes})
+        try:
+            await asyncio.sleep(600 if self.hangs else 0)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self.fails is not None:
+            raise self.fails
+        params = body["sampling_params"]
+        return [each["sampling_seed"] for each in params] if isinstance(params, list) else params["sampling_seed"]
+
+
+async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]]) -> list[Any]:
+    joined = Joined(post)
+    tasks = [asyncio.create_task(joined.ask(url, each, 10)) for url, each in asked]
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_requests_that_start_at_once_for_one_prompt_are_one() -> None:
+    post = Post()
+    asked = [("a", body([1, 2], 5)), ("a", body([1, 2], 6)), ("a", body([3], 7)), ("b", body([1, 2], 8))]
+    assert asyncio.run(ask_all(post, *asked)) == [5, 6, 7, 8]
+    assert [(sent["url"], sent["input_ids"], sent["rid"], sent["most"]) for sent in post.sent] == [
+        ("a", [[1, 2], [1, 2]], ["rid-5", "rid-6"], 20),
+        ("a", [3], "rid-7", 10),
+        ("b", [1, 2], "rid-8", 10),
+    ]
+
+
+def test_later_requests_are_others() -> None:
+    post = Post()
+
+    async def twice() -> None:
+        joined = Joined(post)
+        assert await joined.ask("a", body([1], 5), 10) == 5
+        assert await joined.ask("a", body([1], 6), 10) == 6
+
+    asyncio.run(twice())
+    assert [sent["rid"] for sent in post.sent] == ["rid-5", "rid-6"]
+
+
+def test_where_the_request_fails_each_of_them_has_failed() -> None:
+    failed = asyncio.run(ask_all(Post(ServerFailed("no")), ("a", body([1], 5)), ("a", body([1], 6))))
+    assert [str(error) for error in failed] == ["no", "no"]
+
+
+def test_a_reply_of_another_number_is_a_reply_to_none_of_them() -> None:
+    class Short(Post):
+        async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+            return (await super().__call__(url, body, most_bytes))[:1]
+
+    assert asyncio.run(ask_all(Short(), ("a", body([1], 5)), ("a", body([1], 6)))) == [[5], [5]]
+
+
+def test_one_that_is_cancelled_leaves_the_others_and_the_last_one_ends_the_request() -> None:
+    post = Post(hangs=True)
+
+    async def story() -> None:
+        joined = Joined(post)
+        tasks = [asyncio.create_task(joined.ask("a", body([1], seed), 10)) for seed in (5, 6)]
+        while not post.sent:
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        await asyncio.sleep(0.05)
+        assert not post.was_cancelled and not tasks[1].done()
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+        while not post.was_cancelled:
+            await asyncio.sleep(0)
+
+    asyncio.run(story())
+
+
+def test_bodies_that_want_other_things_are_not_joined() -> None:
+    (error, _) = asyncio.run(ask_all(Post(), ("a", body([1], 5)), ("a", body([1], 6) | {"return_logprob": False})))
+    assert isinstance(error, AssertionError)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_server_writes_in_one_request_what_it_writes_in_several(server: Served, greedy: bool) -> None:
+    """Seeds of their own, and a greedy one beside them."""
+    params = [SamplingParams(sampling_seed=seed, max_new_tokens=12) for seed in range(5)]
+    params += [SamplingParams(temperature=0.0, max_new_tokens=SHORT)] * greedy
+
+    async def written(joins: bool) -> list[tuple[list[int], list[float]]]:
+        async with EnginePool([server.url], server.token, timeout_s=120, joins=joins) as pool:
+            found = await asyncio.gather(*(pool.generate([7, 8, 9], each) for each in params))
+            return [(piece.completion.token_ids, piece.completion.log_probs) for piece in found]
+
+    together, alone = asyncio.run(written(True)), asyncio.run(written(False))
+    assert [ids for ids, _ in together] == [ids for ids, _ in alone]
+    for (_, ours), (_, theirs) in zip(together, alone, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
