@@ -205,6 +205,7 @@ def train_step(
             saver.poll()
             log.trackers.stage("gen", *prefetcher.progress)
         iteration = prefetcher.take()
+    rewards_s = timer.split("gen", "reward", iteration.reward_s)
     if beside is not None:
         beside.begin()
     bad_numbers.begin(step + 1, sample_names(iteration.groups), iteration.visits.get(TRAINED, []))
@@ -217,7 +218,7 @@ def train_step(
                     iteration = replace(iteration, groups=scored(iteration.groups, roles.reward_model))
             batch, stats = learn(step, iteration.groups, roles, algorithm, timer)
         if beside is not None and beside.has_begun:
-            with timer("evaluate"):
+            with timer("testing"):
                 beside.finish(saver.poll, log.trackers)
         saver.poll()  # the save before counts as soon as the ranks have a moment to say that it is written
         if saves(step + 1):
@@ -244,7 +245,7 @@ def train_step(
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=log.num_devices)
     metrics |= log.of_step(step + 1, batch, metrics) if log.of_step else {}
-    waited = metrics["timing_s/gen"] + metrics.get("timing_s/drain", 0.0)
+    waited = metrics["timing_s/gen"] + rewards_s + metrics.get("timing_s/drain", 0.0)
     metrics["rollout/idle_share"] = waited / metrics["timing_s/step"]
     with timer("log"):
         log.totals.add(metrics)
@@ -329,14 +330,15 @@ def measure(
     if not evaluator.prompts:
         found = Evaluation([])
     else:
-        log.trackers.stage("evaluate")
+        began = time.monotonic()
+        log.trackers.stage("testing")
         evaluator.submit(version=servers.version)
         while not evaluator.ready():
             if signals.ends:
                 return Evaluation([])
             servers.check_servers()
             saver.poll()
-            log.trackers.stage("evaluate", *evaluator.progress)
+            log.trackers.stage("testing", *evaluator.progress)
         try:
             found = evaluator.take()
         except EvaluationLost as error:
@@ -345,16 +347,16 @@ def measure(
             warn(str(error))  # what was trained until now is worth more than this score
             log.timer.start()
             return Evaluation([])
-        note(step, found, log, saver)
+        note(step, found, log, saver, testing=time.monotonic() - began)
     log.timer.start()
     return found
 
 
-def note(step: int, found: Evaluation, log: RunLog, saver: Saver) -> None:
-    """Write down the evaluation of the weights after `step` steps."""
+def note(step: int, found: Evaluation, log: RunLog, saver: Saver, **times: float) -> None:
+    """Write down the evaluation of the weights after `step` steps; `times`: in seconds, of stages outside a step."""
     audit = log.audit.look(found.audited())
     append_lines(log.folder / EVALUATIONS, [found.line(step)])
-    log.trackers.log(step, found.metrics() | audit)
+    log.trackers.log(step, found.metrics() | audit | {f"timing_s/{name}": s for name, s in times.items()})
     saver.note_score(step, found.mean.value)
 
 

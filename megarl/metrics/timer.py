@@ -47,6 +47,16 @@ class Timer:
             if self._depth == 0:
                 self._accounted += seconds
 
+    def split(self, stage: str, tail: str, seconds: float) -> float:
+        """The last `seconds` of the stage that has just ended belong to another one; returns how many those were."""
+        name, begin, whole, depth = self.stages.pop()
+        assert name == stage, f"{name} was the last stage, not {stage}"
+        seconds = min(seconds, whole)
+        self.stages += [(stage, begin, whole - seconds, depth), (tail, begin + whole - seconds, seconds, depth)]
+        self._seconds[stage] -= seconds
+        self._seconds[tail] = self._seconds.get(tail, 0.0) + seconds
+        return seconds
+
     def finish(self, *, num_tokens: int, num_devices: int = 1) -> dict[str, float]:
         """End the step and start the next.  num_tokens: tokens of the prompts and responses that were trained on.
 

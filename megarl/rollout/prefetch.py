@@ -82,6 +82,7 @@ class RolloutBatch:
     lost: list[LostRollout]
     visits: dict[str, list[int]] = field(default_factory=dict)  # what became of which: trained, filtered, lost, skipped
     metrics: dict[str, float] = field(default_factory=dict)  # rollout/*, and reward/unscored
+    reward_s: float = 0.0  # of the wait for it: everything was generated, and only rewards were missing
 
 
 @dataclass
@@ -137,6 +138,7 @@ class Prefetcher:
         self._arrived: dict[int, Group | LostRollout] = dict(waiting or {})  # not yet looked at
         self._finished: dict[int, Group | LostRollout] = {}  # may be taken
         self._began: dict[int, int] = {}  # visit -> step at which it was admitted
+        self._times: dict[int, tuple[float, float]] = {}  # visit -> when all was generated, and when it came
         self._waits_since: float | None = None  # for the next iteration
         self._seen = _Seen()
         self._usage: Usage | None = None  # since the first iteration was waited for
@@ -168,6 +170,7 @@ class Prefetcher:
         """The next iteration, once it is ready.  With dynamic sampling without refill it may have no group."""
         assert self._is_ready(), "an iteration is taken when it is ready"
         visits = self._candidates()
+        reward_s = self._reward_s(visits)
         settled, found = self._ledger.num_settled, {visit: self._finished.pop(visit) for visit in visits}
         groups: list[Group] = []
         for visit, group in found.items():
@@ -181,7 +184,7 @@ class Prefetcher:
         metrics = self._metrics(lateness=settled - min(visits))
         outcomes = {outcome: sorted(of_it) for outcome, of_it in self._seen.settled.items()}  # they came in any order
         self._step, self._waits_since, self._seen = self._step + 1, None, _Seen()
-        return RolloutBatch(groups, lost, outcomes, metrics)
+        return RolloutBatch(groups, lost, outcomes, metrics, reward_s)
 
     def skip(self, batch: RolloutBatch, visits: Collection[int]) -> None:
         """These visits of an iteration, which count as trained, were skipped."""
@@ -249,7 +252,8 @@ class Prefetcher:
     def _receive(self) -> None:
         done = {visit: ticket.group for visit, ticket in self._running.items() if ticket.group is not None}
         for visit, group in done.items():
-            del self._running[visit]
+            ticket = self._running.pop(visit)
+            self._times[visit] = (ticket.written_at, ticket.came_at)
             self._arrived[visit] = group
             if isinstance(group, list):
                 self._count("generated", group)
@@ -316,8 +320,17 @@ class Prefetcher:
         self._ledger.settle(visit, outcome)
         self._seen.settled[outcome].append(visit)
         self._began.pop(visit, None)
+        self._times.pop(visit, None)
 
     # ---- metrics
+
+    def _reward_s(self, visits: Sequence[int]) -> float:
+        """Seconds of the wait for these visits in which all was generated, and a turn of shared GPUs was over."""
+        assert self._waits_since is not None, "an iteration is waited for before it is taken"
+        turn_s = self._turn_s if self._turn_s is not None and self._running else 0.0
+        times = [self._times.get(visit, (0.0, 0.0)) for visit in visits]
+        written, came = (max(column) for column in zip(*times, strict=True))
+        return max(0.0, came - max(written, self._waits_since + turn_s))
 
     def _count(self, what: str, group: Group) -> None:
         self._tokens[what] += sum(sample.num_learnt for sample in group)

@@ -52,7 +52,7 @@ class Beside:
                 self.give_up(f"the evaluation after step {step} is given up: no server holds its weights any more")
                 return
             look()
-            trackers.stage("evaluate", *self.evaluator.progress)
+            trackers.stage("testing", *self.evaluator.progress)
         try:
             found = self.evaluator.take()
         except EvaluationLost as error:

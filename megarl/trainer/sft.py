@@ -195,7 +195,7 @@ def _train(
 
             def evaluate(step: int) -> None:
                 if held_out is not None:
-                    trackers.stage("evaluate")
+                    trackers.stage("testing")
                     state["val_loss"] = loss_of(actor, held_out, config.sft.batch_size)
                     trackers.log(step, {VAL_LOSS: state["val_loss"]})
                     timer.start()

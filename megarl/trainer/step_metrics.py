@@ -54,7 +54,7 @@ class StepMetrics:
         """Of iteration `step`, counted from 1.
 
         training/epoch; perf/mfu/*: the share of the data sheet's bf16 FLOP/s; timing_per_token_ms/*: of prompts and
-        responses; perf/cpu_memory_used_gb of the driver's machine, in GiB.
+        responses, and gen of what the policy wrote; perf/cpu_memory_used_gb of the driver's machine, in GiB.
         """
         out = {
             "training/global_step": float(step),
@@ -63,9 +63,10 @@ class StepMetrics:
         }
         if batch is None or not batch.num_tokens:
             return out
-        for stage in _PER_TOKEN:
-            if seconds := metrics.get(f"timing_s/{stage}"):
-                out[f"timing_per_token_ms/{stage}"] = 1000 * seconds / batch.num_tokens
+        num_written = float(batch.columns["response_mask"].sum())
+        for stage, num in {**dict.fromkeys(_PER_TOKEN, batch.num_tokens), "gen": num_written}.items():
+            if (seconds := metrics.get(f"timing_s/{stage}")) and num:
+                out[f"timing_per_token_ms/{stage}"] = 1000 * seconds / num
         for name, (role, stage, passes) in _STAGES.items():
             device, seconds = self._devices.get(role), metrics.get(f"timing_s/{stage}")
             if device is not None and seconds:

@@ -51,6 +51,21 @@ def test_stages_add_up_nest_and_leave_a_rest():
     }
 
 
+def test_the_end_of_a_stage_may_belong_to_another_one():
+    clock = Clock()
+    timer = Timer(clock=clock)
+    for seconds in (1, 2):
+        with timer("gen"):
+            clock.wait(4)
+        assert timer.split("gen", "reward", seconds) == seconds
+    with timer("gen"):
+        clock.wait(1)
+    assert timer.split("gen", "reward", 9) == 1, "it had no more"
+    assert [stage[:3] for stage in timer.stages[:2]] == [("gen", 0, 3), ("reward", 3, 1)]
+    found = timer.finish(num_tokens=1)
+    assert (found["timing_s/gen"], found["timing_s/reward"], found["perf/unaccounted"]) == (5, 4, 0)
+
+
 def test_a_stage_that_raises_is_timed_and_closed():
     clock = Clock()
     timer = Timer(clock=clock)

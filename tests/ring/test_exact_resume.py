@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 EXIT = {"SIGTERM": 143, "driver": -9, "all": -9}  # the others do not end the run
 STAGES = ("gen", "old_log_prob", "values", "update_critic", "update_actor")
-STAGES += ("save_checkpoint", "update_weights", "evaluate")
+STAGES += ("save_checkpoint", "update_weights", "testing")
 VICTIMS = ("rank", "server", "collector", "driver", "all", "SIGTERM")
 FILTER = ["algorithm.filter_groups.enable=true", "rollout.n=2"]  # two answers are alike often enough
 STEPS = ["trainer.total_training_steps=5", "trainer.max_restarts=3"]
@@ -104,7 +104,7 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
         (1, "update_actor", "SIGUSR1"),
         (2, "values", "collector"),
         (2, "update_weights", "server"),
-        (3, "evaluate", "driver"),
+        (3, "testing", "driver"),
         (3, "update_critic", "SIGTERM"),
         (4, "save_checkpoint", "all"),
         (5, "old_log_prob", "rank"),
@@ -160,7 +160,7 @@ def test_a_run_that_dies_while_it_saves_after_sigterm_is_the_same_to_the_bit(
 
 def products() -> Iterator[Any]:
     for stage, victim in product(STAGES, VICTIMS):
-        step = {"save_checkpoint": 4, "evaluate": 5}.get(stage, 3)
+        step = {"save_checkpoint": 4, "testing": 5}.get(stage, 3)
         yield pytest.param(step, stage, victim, id=f"{victim} in {stage}")
 
 

@@ -110,7 +110,7 @@ def test_the_kl_controller_moves_and_statistics_have_the_fields_names(ppo: Path)
         actor/grad_norm actor/lr actor/ratio_mean actor/ratio_std actor/ratio_min actor/ratio_max critic/vf_loss
         critic/vf_clipfrac critic/vf_explained_var critic/grad_norm critic/advantages/mean critic/returns/mean
         critic/score/mean response_length/mean prompt_length/mean rollout_corr/log_prob_gap_max timing_s/gen
-        timing_s/update_actor timing_s/update_weights timing_s/step perf/throughput perf/unaccounted"""
+        timing_s/reward timing_s/update_actor timing_s/update_weights timing_s/step perf/throughput perf/unaccounted"""
     assert not set(wanted.split()) - set(last)
 
 

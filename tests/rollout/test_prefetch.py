@@ -344,6 +344,30 @@ def test_a_turn_of_shared_gpus_lasts_its_time_or_until_nothing_is_left_to_do() -
     assert asking.ready()
 
 
+@pytest.mark.parametrize(
+    ("began", "turn_s", "leaves", "expected"),
+    [
+        (0.0, None, False, 3.0),  # the last completion was there at 7, and the last reward of the iteration at 10
+        (8.0, None, False, 2.0),  # the trainer came at 8
+        (11.0, None, False, 0.0),  # and here when all was done
+        (0.0, 9.0, True, 1.0),  # the servers' turn lasts until 9
+        (0.0, 9.0, False, 3.0),  # and ends where nothing is left to generate
+    ],
+)
+def test_what_an_iteration_waited_only_for_rewards(
+    began: float, turn_s: float | None, leaves: bool, expected: float
+) -> None:
+    now = [began]
+    asking, written, _ = prefetcher(odd_differ, ahead=int(leaves), turn_s=turn_s, clock=lambda: now[0])
+    written.finishes = set()
+    assert not asking.ready()
+    tickets = [written.open[visit] for visit in range(4)]
+    for ticket, times in zip(tickets, [(1.0, 9.0), (7.0, 8.0), (2.0, 2.5), (3.0, 10.0)], strict=True):
+        ticket.written_at, ticket.came_at = times
+    written.finishes, now[0] = {0, 1, 2, 3}, 12.0
+    assert following(asking).reward_s == expected
+
+
 def test_what_is_generated_can_be_waited_for_without_beginning_more() -> None:
     asking, written, _ = prefetcher(odd_differ, ahead=1)
     written.finishes = {0, 1, 2, 3}

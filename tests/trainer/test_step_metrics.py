@@ -21,7 +21,10 @@ def config_of(*words: str) -> Config:
 
 
 def batch_of(*lengths: int) -> Batch:
-    return Batch(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths))
+    """The policy wrote the last two tokens."""
+    mask = torch.zeros(sum(lengths))
+    mask[-2:] = 1
+    return Batch(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths), {"response_mask": mask})
 
 
 def test_utilization_is_the_models_flops_over_those_of_the_data_sheet() -> None:
@@ -35,11 +38,17 @@ def test_utilization_is_the_models_flops_over_those_of_the_data_sheet() -> None:
     of_keys = 2 * 4 * 4 * 16 * (100**2 + 50**2) / 2
     flops = 150 * per_token + of_keys
     found = StepMetrics(config_of("algorithm.adv_estimator=grpo"), 10, {"actor": "NVIDIA H100 80GB HBM3"})
-    times = {"timing_s/update_actor": 2.0, "timing_s/old_log_prob": 0.5, "perf/old_log_prob_share": 0.75}
+    times = {
+        "timing_s/gen": 0.5,
+        "timing_s/update_actor": 2.0,
+        "timing_s/old_log_prob": 0.5,
+        "perf/old_log_prob_share": 0.75,
+    }
     out = found(6, batch_of(100, 50), times)
     assert out["perf/mfu/actor"] == pytest.approx(3 * flops / 2.0 / 989.4e12)
     assert out["perf/mfu/actor_infer"] == pytest.approx(0.75 * flops / 0.5 / 989.4e12)
     assert out["timing_per_token_ms/update_actor"] == pytest.approx(2000 / 150)
+    assert out["timing_per_token_ms/gen"] == pytest.approx(500 / 2), "of what the policy wrote"
     assert (out["training/global_step"], out["training/epoch"]) == (6, 2), "5 steps of 4 are two epochs of 10"
     assert "perf/mfu/critic" not in out and "timing_per_token_ms/values" not in out
     assert out["perf/cpu_memory_used_gb"] > 0

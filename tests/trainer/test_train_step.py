@@ -159,7 +159,7 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     """Versions count iterations, so the servers get the next number; nobody computes anything."""
     said: Any = Noted()
     prefetcher: Any = Waited(
-        RolloutBatch([], [], {"filtered": [7]}, {"rollout/lost": 0.0, "rollout/dropped_share": 1.0})
+        RolloutBatch([], [], {"filtered": [7]}, {"rollout/lost": 0.0, "rollout/dropped_share": 1.0}, 1e9)
     )
     algorithm: Any = SimpleNamespace(kl=None)
     nobody: Any = None
@@ -171,7 +171,8 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     assert step == 4
     assert metrics["actor/skipped_steps"] == metrics["rollout/dropped_share"] == 1.0
     assert metrics["perf/total_num_tokens"] == 0
-    assert metrics["rollout/idle_share"] == metrics["timing_s/gen"] / metrics["timing_s/step"]
+    assert metrics["timing_s/gen"] == 0 < metrics["timing_s/reward"], "only rewards were waited for, all the time"
+    assert metrics["rollout/idle_share"] == metrics["timing_s/reward"] / metrics["timing_s/step"]
     assert "critic/score/mean" not in metrics
     assert (tmp_path / "samples.jsonl").read_text() == ""
     assert (tmp_path / "visits.jsonl").read_text() == '{"step": 4, "filtered": [7]}\n'
@@ -200,15 +201,17 @@ def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
     assert measure(3, evaluator, said, log, said, Signals(1.0)) is evaluator.found
     assert said.waiting == [
-        ("evaluate",),
+        ("testing",),
         "checked",
         "polled",
-        ("evaluate", 1, 4),
+        ("testing", 1, 4),
         "checked",
         "polled",
-        ("evaluate", 2, 4),
+        ("testing", 2, 4),
     ]
-    assert said.logged == [(3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})]
+    ((step, logged),) = said.logged
+    assert logged.pop("timing_s/testing") > 0
+    assert (step, logged) == (3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})
     assert said.scores == [(3, 0.0)], "by which the best saves are kept"
     (line,) = read_lines(tmp_path / "evaluations.jsonl")
     assert (line["step"], line["val/score"], line["prompts"]) == (3, 0.0, [])

@@ -38,6 +38,7 @@ from megarl.rollout.collector.messages import (
     pack,
     sentence,
 )
+from megarl.rollout.collector.scoring_time import SPENT, ScoringTime, timed
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.wire_columns import EngineColumn
 from megarl.sample import Completion, LostRollout, Prompt
@@ -167,7 +168,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
     )
     running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
 
-    writer = settings.make_writer(pool, tokenizer, scorer.score, settings.piece_tokens)
+    writer = settings.make_writer(pool, tokenizer, timed(scorer.score), settings.piece_tokens)
 
     told = False
 
@@ -178,11 +179,13 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
             outbox.put(("reward error", scorer.first_error))
 
     async def one(order: Order) -> None:
+        spent = ScoringTime()
+        SPENT.set(spent)  # of this task and of those that it starts
         group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
         tell_reward_error()  # before its group: a run may end with that
-        outbox.put(("group", order.number, pack(group)))
+        outbox.put(("group", order.number, pack(group), spent.seconds))
 
     async def let_go(url: str, num_slots: int) -> None:
         await pool.leave(url, num_slots)

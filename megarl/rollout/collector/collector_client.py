@@ -285,7 +285,7 @@ class Collectors:
             self._assign()
             self._news.notify_all()
 
-    def _finish(self, process: CollectorProcess, number: int, packed: PackedGroup) -> None:
+    def _finish(self, process: CollectorProcess, number: int, packed: PackedGroup, scoring_s: float) -> None:
         opened = self._open.pop(number, None)
         if opened is None:  # cancelled, or another collector was faster
             return
@@ -293,6 +293,8 @@ class Collectors:
             opened.share.cancel(opened)
         elif opened.share is not None:
             opened.share.settle(opened)
+        opened.ticket.came_at = time.monotonic()
+        opened.ticket.written_at = opened.ticket.came_at - scoring_s
         self._came.append((opened.ticket, packed))
 
     def _queue(self, order: Order) -> None:

@@ -28,6 +28,8 @@ class Ticket:
     prompt: Prompt
     group: list[Sample] | LostRollout | None = None  # None: not finished
     number: int = -1  # of its order
+    written_at: float = 0.0  # time.monotonic() when all was generated; 0: not known
+    came_at: float = 0.0  # when the group with its rewards came
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """What the driver and a collector say to each other over a pipe, in lists of messages.
 
 Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Join`, `Leave`, `Close`.
-Collector to driver: ("group", number, packed group), ("beat", counters), ("unfit", url, reason), ("left", url), and at
-most once each ("reward error", sentence) and ("error", sentence).
+Collector to driver: ("group", number, packed group, seconds that it waited only for rewards), ("beat", counters),
+("unfit", url, reason), ("left", url), and at most once each ("reward error", sentence) and ("error", sentence).
 A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap: rows that
 begin with the prompt's tokens are sent without them.
 """

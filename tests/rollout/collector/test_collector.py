@@ -146,6 +146,7 @@ def test_groups_of_a_real_server(server, make_collectors, tmp_path):
     few = collectors.submit(prompts(5, first=20), n=2, params=PARAMS)
     early, late = filled(collectors, many), filled(collectors, few)
     assert [group[0].prompt.uid for group in [*early, *late]] == [f"0-{i}" for i in range(25)]
+    assert all(0 < ticket.written_at < ticket.came_at <= time.monotonic() for ticket in [*many, *few])
     assert {len(group) for group in early} == {3} and {len(group) for group in late} == {2}
     for sample in early[0]:
         assert sample.reward == sample.num_learnt + 0.5
