@@ -29,6 +29,7 @@ from megarl.metrics.status import StatusTracker, is_stop
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "ground_truth", "reward")
 TABLE_ROWS = 64  # of a table of samples: the last ones
+STEP = "training/global_step"  # the x axis of all metrics in wandb
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class WandbTracker(Quiet):
     """Weights & Biases, online or offline as set by WANDB_MODE; a resumed run keeps its id.
 
     With each evaluation, and at the end, it gets a table of the last samples since the one before.
+
+    wandb's own step only grows, and what is logged for an earlier one is dropped: a step that is made again after a
+    resume would keep its first numbers.  So our step is a metric, and the x axis of the others.
     """
 
     def __init__(self, run: Run) -> None:
@@ -130,15 +134,17 @@ class WandbTracker(Quiet):
             dir=str(run.run_dir),
             config=dict(run.config),
         )
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
         is_evaluated = any(name.startswith(OF_EVALUATION) for name in metrics)
-        self._run.log({**metrics, **(self._tables() if is_evaluated else {})}, step=step)
+        self._run.log({**metrics, **(self._tables() if is_evaluated else {}), STEP: step})
 
     def close(self, error: BaseException | None = None) -> None:
         if tables := self._tables():
-            self._run.log(tables, step=self._step)
+            self._run.log({**tables, STEP: self._step})
         self._run.finish(exit_code=0 if error is None or is_stop(error) else 1)
 
     def _tables(self) -> dict[str, Any]:
