@@ -59,8 +59,11 @@ def learning_curve(metrics_jsonl: Path | str, png_path: Path | str, *, title: st
     from matplotlib.figure import Figure
 
     rows = -(-len(drawn) // COLUMNS)
-    figure = Figure(figsize=(4.6 * min(COLUMNS, len(drawn)), 2.9 * rows + 0.4), dpi=130, layout="constrained")
+    width, height = 4.6 * min(COLUMNS, len(drawn)), 2.9 * rows + 0.4
+    figure = Figure(figsize=(width, height), dpi=130)
     FigureCanvasAgg(figure)
+    # In inches, with room for numbers of five digits: to measure the text, as layouts do, draws everything twice.
+    figure.subplots_adjust(0.5 / width, 0.3 / height, 1 - 0.15 / width, 1 - 0.65 / height, wspace=0.17, hspace=0.25)
     for i, (panel, names) in enumerate(drawn):
         _draw(figure.add_subplot(rows, min(COLUMNS, len(drawn)), i + 1), panel, {name: series[name] for name in names})
     if title:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -305,12 +306,19 @@ def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trai
     launch = server_launch(config)
     reads_weights = not (trains and config.first_push_is_whole) or _is_padded(launch)
     launch = replace(launch, reads_weights=reads_weights, returns_routes=trains and launch.returns_routes)
+    launch = replace(launch, num_threads=server_threads(config, trains=trains))
     for places, gpu in placements(config, trains=trains):
         parts = tuple((nodes.machine(k), nodes.address(k)) if nodes else (HERE, rollout.host) for k in places)
         machine, address = parts[0]
         launches.append(replace(launch, host=address, first_gpu=gpu))
         machines.append(machine if len(parts) == 1 else Machines(parts))
     return supervisor.Servers(launches, token, config.trainer.run_dir / "logs", supervision(config), machines)
+
+
+def server_threads(config: Config, *, trains: bool) -> int:
+    """CPU threads of each hf server: all cores, unless the trainer works at the same time."""
+    beside_trainer = trains and (config.rollout.ahead > 0 or config.trainer.eval_beside)
+    return 1 if beside_trainer else max(1, len(os.sched_getaffinity(0)) // config.rollout.num_servers)
 
 
 def _is_padded(launch: EngineLaunch) -> bool:

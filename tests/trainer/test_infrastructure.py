@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megarl.config import Config, resolved
+from megarl.config import Config, load_config, resolved
 from megarl.group import RankError
 from megarl.machines import NodeLost
 from megarl.rollout.client import ServerClient
@@ -18,7 +18,14 @@ from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers, Supervision
 from megarl.trainer import build as build_module
 from megarl.trainer import infrastructure as site_module
-from megarl.trainer.build import check_ids, make_servers, server_launch, server_places, supervision
+from megarl.trainer.build import (
+    check_ids,
+    make_servers,
+    server_launch,
+    server_places,
+    server_threads,
+    supervision,
+)
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.servers import colocation as colocation_module
 
@@ -269,3 +276,22 @@ def test_what_a_server_had_released_is_forgotten_when_it_is_revived(
     for url in servers.urls:
         infrastructure.colocation.resume_memory(url)
     assert asked == ["http://127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "trains", "threads"),
+    [
+        ([], True, 6),
+        (["rollout.num_servers=4"], True, 1),
+        (["rollout.num_servers=3"], True, 2),
+        (["rollout.ahead=1"], True, 1),
+        (["rollout.ahead=1"], False, 6),
+        (["trainer.eval_beside=true"], True, 1),
+    ],
+)
+def test_a_server_of_ours_has_the_cores_unless_the_trainer_uses_them_too(
+    words: list[str], trains: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    config, _ = load_config(["recipe=quickstart_grpo", *words])
+    assert server_threads(config, trains=trains) == threads
