@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from megarl.metrics.timeline import Call, Timeline
 from megarl.metrics.timer import Timer
-from megarl.metrics.trackers import make_trackers
+from megarl.metrics.trackers.trackers import make_trackers
 
 QUICKSTART_STEP_S = 1.423  # median of a whole quickstart on two quiet cores (results/profile_*)
 STAGES = (

@@ -23,12 +23,12 @@ from megarl.data.batch import make_batch, sample_names
 from megarl.data.ledger import TRAINED
 from megarl.group import RankError
 from megarl.machines import NodeLost
-from megarl.metrics.console import warn
 from megarl.metrics.jsonl import append_lines
 from megarl.metrics.report import SAMPLES, VISITS, write_samples
 from megarl.metrics.stats import batch_stats, finalise, reward_stats
-from megarl.metrics.status import end_noted
 from megarl.metrics.timer import Timer
+from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.status import end_noted
 from megarl.plugins import user_function
 from megarl.processes.presence import watched
 from megarl.processes.signals import NO_STEP, Signals

@@ -16,7 +16,7 @@ from megarl.algo import ActorLoss, estimate, step_columns
 from megarl.config import Config, load_config
 from megarl.config.keys import groups, leaf_types, mapping_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
-from megarl.metrics.rules import RULES
+from megarl.metrics.advice.rules import RULES
 from megarl.plugins import load_plugins
 from megarl.sample import Batch, Completion, Prompt, VersionSpan
 from megarl.trainer.algorithm import make_algorithm

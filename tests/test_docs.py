@@ -12,7 +12,7 @@ from test_floors import FLOORS
 from write_pages import PAGES
 from written_metrics import is_written
 
-from megarl.metrics.rules import RULES
+from megarl.metrics.advice.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megarl.doctor.causes import Source, known_cause
 from megarl.metrics.plots import Series
-from megarl.metrics.status import STOPS
+from megarl.metrics.trackers.status import STOPS
 from megarl.report.folder import METRICS, RunFolder
 from megarl.trainer.checkpoint.checkpoint import folders_under, step_of
 from megarl.trainer.owner import has_owner

@@ -13,9 +13,9 @@ from megarl.config.settings import read_yaml
 from megarl.metrics.jsonl import read_lines
 from megarl.metrics.plots import Series, read_series
 from megarl.metrics.report import SAMPLES
-from megarl.metrics.status import read_status
 from megarl.metrics.timeline import TIMELINE
 from megarl.metrics.tokens import TOKENS
+from megarl.metrics.trackers.status import read_status
 
 METRICS = "metrics.jsonl"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.metrics.console import warn
+from megarl.metrics.trackers.console import warn
 from megarl.report.curves import groups_of, stages_of
 from megarl.report.folder import METRICS, RunFolder
 from megarl.report.samples import samples_of, timeline_of, tokens_of

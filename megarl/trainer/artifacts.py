@@ -14,10 +14,10 @@ from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import trained_names
 from megarl.durable_files import write_text
-from megarl.metrics.evaluation import Mean
+from megarl.metrics.evaluation.evaluation import Mean
+from megarl.metrics.evaluation.verdict import sentences, verdict
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
-from megarl.metrics.verdict import sentences, verdict
 from megarl.projections import chosen, projections_of
 from megarl.trainer.build import model_folder
 from megarl.trainer.evaluate import Evaluation

@@ -16,8 +16,8 @@ from megarl.algo.finite import BadNumber
 from megarl.algo.spikes import Spike, Spikes
 from megarl.config import Config
 from megarl.config.names import ROLLBACK, SKIP
-from megarl.metrics.console import warn
 from megarl.metrics.jsonl import append_lines, read_lines
+from megarl.metrics.trackers.console import warn
 from megarl.roles.handles import Trainable
 
 ROLLBACKS = "rollbacks.jsonl"  # {"step": of the save, "bad_step", "what", "skipped": [visits]}

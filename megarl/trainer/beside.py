@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megarl.metrics.trackers import Trackers
+from megarl.metrics.trackers.trackers import Trackers
 from megarl.trainer.evaluate import Evaluation, EvaluationLost, Evaluator
 from megarl.trainer.servers.server_manager import ServerManager
 

@@ -24,9 +24,9 @@ from megarl.data.prompts import Prompts
 from megarl.group import Group
 from megarl.machines import Nodes
 from megarl.megatron_fields import OVERRIDES
-from megarl.metrics.console import warn
 from megarl.metrics.tokens import TokenLog
-from megarl.metrics.trackers import Trackers, make_trackers
+from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.trackers import Trackers, make_trackers
 from megarl.processes.presence import wait_for
 from megarl.projections import chosen, projections_of
 from megarl.rollout.engine_routes import EngineRoutes

@@ -21,7 +21,7 @@ from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import names_of, starts_reward_server, trained_names
 from megarl.data.chat import load_tokenizer
 from megarl.data.template import ChatTemplate
-from megarl.metrics.console import warn
+from megarl.metrics.trackers.console import warn
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from megarl.config import Config
-from megarl.metrics.audit import Audit
-from megarl.metrics.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
+from megarl.metrics.evaluation.audit import Audit
+from megarl.metrics.evaluation.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
 from megarl.metrics.jsonl import read_lines
 from megarl.plugins import load_plugins
 from megarl.rollout.collector.collector_client import Collectors, Ticket

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 from megarl.config import Config
 from megarl.config.validate.rewards import names_of
 from megarl.data.prompts import Row
-from megarl.metrics.console import warn
+from megarl.metrics.trackers.console import warn
 from megarl.processes.child import start_child
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.presence import show_life

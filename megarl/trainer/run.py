@@ -19,14 +19,14 @@ from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
 from megarl.layout import Layout
-from megarl.metrics.audit import MIN_PROMPTS, Audit
-from megarl.metrics.console import warn
+from megarl.metrics.evaluation.audit import MIN_PROMPTS, Audit
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timeline import TIMELINE, Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TOKENS, TokenLog
-from megarl.metrics.trackers import Trackers
+from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector.collector_client import CollectorError, Collectors

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.metrics.audit import Audit
+from megarl.metrics.evaluation.audit import Audit
 from megarl.metrics.timeline import Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TokenLog
-from megarl.metrics.trackers import Trackers
+from megarl.metrics.trackers.trackers import Trackers
 from megarl.trainer.step_metrics import StepMetrics
 
 

@@ -21,12 +21,12 @@ from megarl.data.sft import SftExamples
 from megarl.durable_files import write_text
 from megarl.group import Group, RankError
 from megarl.machines import NodeLost
-from megarl.metrics.console import warn
 from megarl.metrics.plots import Series, learning_curve, read_series
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
-from megarl.metrics.status import end_noted
 from megarl.metrics.timer import Timer
+from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.status import end_noted
 from megarl.processes.presence import watched
 from megarl.processes.signals import Signals
 from megarl.report.page import reported

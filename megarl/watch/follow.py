@@ -9,8 +9,8 @@ from typing import Any
 from megarl.metrics.jsonl import Followed
 from megarl.metrics.plots import Series
 from megarl.metrics.report import SAMPLES
-from megarl.metrics.status import read_status
 from megarl.metrics.timeline import TIMELINE
+from megarl.metrics.trackers.status import read_status
 
 KEPT = 128  # last lines of files of which only the end is shown
 METRICS = "metrics.jsonl"

@@ -11,8 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.metrics.console import COLUMNS, STEPS_OF_ETA, clock_text
-from megarl.metrics.status import STOPS
+from megarl.metrics.trackers.console import COLUMNS, STEPS_OF_ETA, clock_text
+from megarl.metrics.trackers.status import STOPS
 from megarl.watch.follow import Run
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from ring_cases import lines
 
-from megarl.metrics.status import read_status
+from megarl.metrics.trackers.status import read_status
 from megarl.servers.server_process import free_ports
 
 PARTS = Path(__file__).parent / "parts"

@@ -20,8 +20,8 @@ from megarl.doctor.causes import CAUSES, Source, known_cause
 from megarl.doctor.run_folder import explain
 from megarl.group.failures import Places
 from megarl.metrics.jsonl import append_lines
-from megarl.metrics.run import Run
-from megarl.metrics.status import StatusTracker, end_noted
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.status import StatusTracker, end_noted
 from megarl.processes.failure_report import write_report
 from megarl.processes.ranks import Share
 from megarl.processes.signals import Terminated
@@ -144,8 +144,8 @@ def test_the_failure_of_an_earlier_start_is_not_told_of_a_later_one(tmp_path: Pa
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from megarl.metrics.run import Run
-from megarl.metrics.status import StatusTracker, end_noted
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.status import StatusTracker, end_noted
 from megarl.trainer.owner import owned
 run = Path(sys.argv[1])
 with owned(run), end_noted(run):

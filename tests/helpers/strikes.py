@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from megarl.cli import main
-from megarl.metrics.status import StatusTracker
+from megarl.metrics.trackers.status import StatusTracker
 
 Strike = tuple[int, str, str]  # step, stage, victim
 

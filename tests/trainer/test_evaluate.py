@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, resolved
-from megarl.metrics.audit import Audit
-from megarl.metrics.evaluation import Mean
+from megarl.metrics.evaluation.audit import Audit
+from megarl.metrics.evaluation.evaluation import Mean
 from megarl.metrics.jsonl import append_lines
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State

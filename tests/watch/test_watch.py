@@ -11,8 +11,8 @@ from rich.console import Console
 
 from megarl.cli import main
 from megarl.metrics.jsonl import append_lines, drop_after
-from megarl.metrics.run import Run as Described
-from megarl.metrics.status import StatusTracker, end_noted
+from megarl.metrics.trackers.run import Run as Described
+from megarl.metrics.trackers.status import StatusTracker, end_noted
 from megarl.trainer.owner import owned
 from megarl.watch.follow import Run
 from megarl.watch.page import BLOCKS, page, plain, sparkline

@@ -142,6 +142,6 @@ def test_every_block_is_executed_by_a_test():
     elsewhere = {
         "entropy_from_logits",
         "monitoring",
-    }  # tests/mcore/logprobs/test_logprobs.py, tests/metrics/test_advice.py
+    }  # tests/mcore/logprobs/test_logprobs.py, tests/metrics/advice/test_advice.py
     here = {"ppo", "reinforce", "grpo", "surrogate", "entropy_loss", "kl_loss", "value_loss", *MODIFIED}
     assert set(BLOCKS) == here | elsewhere

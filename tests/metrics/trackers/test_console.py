@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
-from megarl.metrics.console import ConsoleTracker
-from megarl.metrics.run import Run
+from megarl.metrics.trackers.console import ConsoleTracker
+from megarl.metrics.trackers.run import Run
 
 METRICS = {"critic/score/mean": 0.5, "actor/pg_loss": -0.01234, "timing_s/step": 2.0, "unknown/thing": 7.0}
 

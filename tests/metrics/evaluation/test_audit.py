@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megarl.metrics import Trackers, make_trackers
-from megarl.metrics.audit import ALARMS, Audit, sentence, slope_of
+from megarl.metrics.evaluation.audit import ALARMS, Audit, sentence, slope_of
 from megarl.metrics.jsonl import read_lines
 from megarl.rewards.scorer import Rewards
 from megarl.sample import Completion, Prompt, VersionSpan

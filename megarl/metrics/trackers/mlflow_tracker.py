@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.metrics.run import Run
-from megarl.metrics.status import is_stop
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.status import is_stop
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 DATABASE = "mlflow.db"

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.metrics.run import Run
+from megarl.metrics.trackers.run import Run
 
 FILE = "status.json"
 STOPS = ("Terminated", "KeyboardInterrupt")  # kinds of an end that somebody asked for, by SIGTERM or Ctrl-C

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.metrics import signals
+from megarl.metrics.advice import signals
 
 History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value), oldest first
 

@@ -16,10 +16,21 @@ import megarl
 from megarl.algo import Correction, register_policy_loss
 from megarl.config.keys import groups, leaf_types
 from megarl.metrics import make_trackers
-from megarl.metrics.advice import Advisor
+from megarl.metrics.advice.advice import Advisor
+from megarl.metrics.advice.rules import RULES, Rule
+from megarl.metrics.advice.signals import (
+    above,
+    away_from_0,
+    ends,
+    falls,
+    not_falling,
+    often,
+    rise,
+    rises,
+    runs_away,
+    spikes,
+)
 from megarl.metrics.jsonl import read_lines
-from megarl.metrics.rules import RULES, Rule
-from megarl.metrics.signals import above, away_from_0, ends, falls, not_falling, often, rise, rises, runs_away, spikes
 from megarl.metrics.stats import batch_stats
 from megarl.sample import Batch
 

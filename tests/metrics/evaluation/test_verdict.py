@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megarl.metrics.verdict import band, binomial_error, sentences, verdict
+from megarl.metrics.evaluation.verdict import band, binomial_error, sentences, verdict
 
 PUBLISHED = {"before": 0.364, "after": 0.567}
 SIZES = {"questions": 1319, "of_questions": 1319}

@@ -1,7 +1,7 @@
 from pathlib import Path
 
-from megarl.metrics.run import Run
-from megarl.metrics.status import StatusTracker, read_status
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.status import StatusTracker, read_status
 
 
 def test_the_status_names_the_stage_its_beginning_and_the_last_finished_step(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from megarl.metrics.evaluation import Answers, Mean, expected_best, majority, pass_at, set_metrics, sizes
+from megarl.metrics.evaluation.evaluation import Answers, Mean, expected_best, majority, pass_at, set_metrics, sizes
 
 
 def test_a_standard_error_of_shares_is_the_binomial_one() -> None:

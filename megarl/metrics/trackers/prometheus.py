@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from megarl.metrics.run import Run
+from megarl.metrics.trackers.run import Run
 
 PATH = "/metrics"
 HOST = "127.0.0.1"

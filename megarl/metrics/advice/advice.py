@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.metrics.rules import RULES, Rule
+from megarl.metrics.advice.rules import RULES, Rule
 
 
 class Advisor:

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megarl.metrics.evaluation import CORE, OF_EVALUATION
-from megarl.metrics.run import Run
+from megarl.metrics.evaluation.evaluation import CORE, OF_EVALUATION
+from megarl.metrics.trackers.run import Run
 
 # (label, metric, format); metrics that a step does not have are left out
 COLUMNS: tuple[tuple[str, str, str], ...] = (

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.metrics import TRACKERS, make_trackers
 from megarl.metrics.jsonl import append_lines, read_lines
-from megarl.metrics.trackers import Quiet
+from megarl.metrics.trackers.trackers import Quiet
 
 METRICS = {"actor/pg_loss": -0.5, "critic/score/mean": 0.25}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.metrics.prometheus import PrometheusTracker
-from megarl.metrics.run import Run
-from megarl.metrics.trackers import make_trackers
+from megarl.metrics.trackers.prometheus import PrometheusTracker
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.trackers import make_trackers
 
 
 def free_port() -> int:

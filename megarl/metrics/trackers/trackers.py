@@ -15,17 +15,17 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from megarl.metrics.advice import Advisor
-from megarl.metrics.audit import PARTED
-from megarl.metrics.audit import sentence as audit_sentence
-from megarl.metrics.console import ConsoleTracker
-from megarl.metrics.evaluation import OF_EVALUATION
+from megarl.metrics.advice.advice import Advisor
+from megarl.metrics.evaluation.audit import PARTED
+from megarl.metrics.evaluation.audit import sentence as audit_sentence
+from megarl.metrics.evaluation.evaluation import OF_EVALUATION
 from megarl.metrics.jsonl import Followed, append_lines, drop_after
-from megarl.metrics.mlflow_tracker import MlflowTracker
-from megarl.metrics.prometheus import PrometheusTracker
 from megarl.metrics.report import SAMPLES
-from megarl.metrics.run import Run
-from megarl.metrics.status import StatusTracker, is_stop
+from megarl.metrics.trackers.console import ConsoleTracker
+from megarl.metrics.trackers.mlflow_tracker import MlflowTracker
+from megarl.metrics.trackers.prometheus import PrometheusTracker
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.status import StatusTracker, is_stop
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "ground_truth", "reward")
 TABLE_ROWS = 64  # of a table of samples: the last ones
