@@ -58,23 +58,33 @@ class PrefixCache:
 
     def find(self, salt: Hashable, tokens: Sequence[int]) -> list[int]:
         """The places of the first tokens, as many as are kept."""
+        places = self._known(salt, tokens)
+        self._use(salt, tokens, places)
+        return places
+
+    def _known(self, salt: Hashable, tokens: Sequence[int]) -> list[int]:
         places: list[int] = []
+        before: int | tuple[Hashable] = (salt,)
         for token in tokens:
-            place = self._places.get((places[-1] if places else (salt,), token))
+            place = self._places.get((before, token))
             if place is None:
                 break
             places.append(place)
-        self._use(salt, tokens, places)
+            before = place
         return places
 
     def load(self, slots: KVSlots, wanted: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Copy the tokens at these places to the first positions of each of these slots, for each pair of both."""
-        placed, taken = [], []
+        taken: list[int] = []
+        slot: list[int] = []
+        at: list[int] = []
         for places, numbers in wanted:
-            placed.append(torch.cartesian_prod(torch.tensor(numbers), torch.arange(len(places))))
-            taken.append(torch.tensor(places, dtype=torch.int64)[placed[-1][:, 1]])
-        slot, at = torch.cat(placed).unbind(1)
-        slots.copy(self._kept, (torch.zeros_like(slot), torch.cat(taken)), (slot, at))
+            for number in numbers:
+                taken += places
+                slot += [number] * len(places)
+                at += range(len(places))
+        where = torch.tensor([taken, slot, at], dtype=torch.int64)
+        slots.copy(self._kept, (torch.zeros_like(where[0]), where[0]), (where[1], where[2]))
 
     def store(self, slots: KVSlots, written: Iterable[tuple[Hashable, int, int, Sequence[int]]]) -> None:
         """Keep the first tokens of slots, as many as fit: (salt, slot, start, tokens) for each.
@@ -84,8 +94,10 @@ class PrefixCache:
         sources: dict[int, tuple[int, int]] = {}  # place -> slot and position; of a place that is taken twice the last
         for salt, number, start, all_tokens in written:
             tokens = all_tokens[: self._kept.max_tokens]
-            places = self.find(salt, tokens)
+            places = self._known(salt, tokens)
             first = min(start, len(places))
+            if self.num_tokens + len(tokens) > self._kept.max_tokens:
+                self._use(salt, tokens, places)  # first, so that none of them makes room for the others
             for token in tokens[len(places) :]:
                 free = self._free_place()
                 self._places[places[-1] if places else (salt,), token] = free
@@ -93,8 +105,8 @@ class PrefixCache:
             self._use(salt, tokens, places)
             sources |= {places[at]: (number, at) for at in range(first, len(places))}
         self._reserve(self.num_tokens)
-        found = torch.tensor([(place, *source) for place, source in sources.items()], dtype=torch.int64)
-        place, slot, at = found.reshape(-1, 3).T
+        place = torch.tensor(list(sources), dtype=torch.int64)
+        slot, at = torch.tensor(list(sources.values()), dtype=torch.int64).reshape(-1, 2).T
         self._kept.copy(slots, (slot, at), (torch.zeros_like(place), place))
 
     def _use(self, salt: Hashable, tokens: Sequence[int], places: Sequence[int]) -> None:
