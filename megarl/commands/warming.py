@@ -8,17 +8,21 @@ from megarl.config import Config
 from megarl.processes.warm import warm_up
 
 _CHILD, _RANK, _SERVER = "megarl.processes.child", "megarl.roles.worker", "megarl.hf_server.main"
-_FORKED = {"train": (_CHILD, _SERVER, _RANK), "sft": (_RANK,), "evaluate": (_CHILD, _SERVER)}
 _COLLECTING = ("megarl.rollout.collector.collector", "megarl.rewards.worker")  # what children of a run import
+_IMPORTED = {
+    "train": (_CHILD, *_COLLECTING, _SERVER, _RANK),
+    "sft": (_RANK,),
+    "evaluate": (_CHILD, *_COLLECTING, _SERVER),
+}
 
 
 def warm_up_for(command: str, config: Config) -> None:
     """Begin to import what the processes of a command need; only without GPUs, whose drivers survive no fork."""
     device = config.trainer.device
-    if command not in _FORKED or device == "cuda" or (device == "auto" and _has_gpus()):
+    if command not in _IMPORTED or device == "cuda" or (device == "auto" and _has_gpus()):
         return
-    forked = [name for name in _FORKED[command] if name != _SERVER or config.rollout.engine == "hf"]
-    warm_up(forked, _COLLECTING if _CHILD in forked else ())
+    imported = [name for name in _IMPORTED[command] if name != _SERVER or config.rollout.engine == "hf"]
+    warm_up((_CHILD, _SERVER, _RANK), imported)
 
 
 def _has_gpus() -> bool:

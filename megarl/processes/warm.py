@@ -108,7 +108,7 @@ class _WarmProcess:
                 start_new_session=True,
             )
         self._socket, self._lock = ours, threading.Lock()
-        ours.sendall(message([*programs, *imports]))
+        ours.sendall(message(list(imports)))
 
     @property
     def alive(self) -> bool:
@@ -150,10 +150,10 @@ def message(said: object) -> bytes:
 _warm: _WarmProcess | None = None
 
 
-def warm_up(programs: Sequence[str], imports: Sequence[str] = ()) -> None:
+def warm_up(programs: Sequence[str], imports: Sequence[str]) -> None:
     """Start the warm process; returns at once.  Does nothing if there is one.
 
-    `programs`: modules with a function `main`, which forks can become.  `imports`: what else it imports.  Call it in a
+    `programs`: modules with a function `main`, which forks can become.  `imports`: what it imports.  Call it in a
     thread that lives as long as all that is started: see `lifetime`.  For a machine, or a run, without GPUs.
     """
     global _warm

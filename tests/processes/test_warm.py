@@ -27,7 +27,7 @@ def warm_process() -> Iterator[None]:
         patch.setattr(warm, "_warm", None)
         patch.setenv("PYTHONPATH", str(HELPERS))
         patch.setenv("SECRET_OF_A_HUB", "hush")
-        warm_up([PROGRAM], ["torch"])
+        warm_up([PROGRAM], [PROGRAM, "torch"])
         yield
         cool_down()
 
@@ -121,7 +121,7 @@ import sys, time
 sys.path.insert(0, {str(HELPERS)!r})
 from pathlib import Path
 from megarl.processes.warm import start_program, warm_up
-warm_up([{PROGRAM!r}])
+warm_up([{PROGRAM!r}], [])
 with open(sys.argv[1], "ab") as log:
     program = start_program([sys.executable, "-m", {PROGRAM!r}, "wait"], env={{}}, log=log)
 Path(sys.argv[2]).write_text(str(program.pid))
@@ -149,7 +149,7 @@ def test_where_the_warm_process_was_killed_programs_start_in_the_usual_way(
 ) -> None:
     monkeypatch.setattr(warm, "_warm", None)
     monkeypatch.setenv("PYTHONPATH", str(HELPERS))
-    warm_up([PROGRAM])
+    warm_up([PROGRAM], [])
     first = start(tmp_path / "first", "wait")
     assert not isinstance(first, subprocess.Popen)
     psutil.Process(first.pid).parent().kill()
