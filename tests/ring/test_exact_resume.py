@@ -115,6 +115,27 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
     assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
 
 
+@pytest.mark.slow
+def test_evaluations_beside_a_step_are_made_once_by_their_own_weights_whatever_dies(
+    parts: Path, tmp_path: Path
+) -> None:
+    """The last strike falls when the evaluation of the save from which the run resumes has been written down."""
+    more = ["trainer.eval_beside=true", "trainer.test_freq=1", "rollout.num_servers=2"]
+    more += ["trainer.total_training_steps=4"]
+    plan = [
+        (2, "update_actor", "driver"),
+        (3, "testing", "server"),
+        (3, "testing", "driver"),
+        (4, "testing", "all"),
+    ]
+    whole = undisturbed(parts, tmp_path, *more)
+    strike_and_compare(plan, parts, whole, tmp_path, *more)
+    found = lines(tmp_path / "struck/evaluations.jsonl")
+    assert [(line["step"], line["version"]) for line in found] == [(step, step) for step in range(5)]
+    assert found == lines(whole / "evaluations.jsonl")
+    assert sum("val/score" in row for row in lines(tmp_path / "struck/metrics.jsonl")) == 5
+
+
 LEAD = {
     "in_place": [(2, "gen", "SIGTERM"), (3, "update_weights", "server"), (4, "update_actor", "all")],
     "drain": [(2, "drain", "SIGTERM"), (3, "drain", "server"), (4, "drain", "all")],
