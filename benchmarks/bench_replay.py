@@ -26,6 +26,7 @@ from page import Result, arguments, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megarl.batch import Batch
 from megarl.data.batch import make_batch
 from megarl.data.tiny import write_tiny_model
 from megarl.group import Group
@@ -38,7 +39,7 @@ from megarl.rollout.pieces import write
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
-from megarl.sample import SUPPORT, Batch, Prompt, Sample
+from megarl.sample import SUPPORT, Prompt, Sample
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 

@@ -40,13 +40,13 @@ from scale_model import Costs, Leader, Outcome, Tree, Way, call
 from scale_picture import draw
 
 from megarl.algo.loss import ActorLoss
+from megarl.batch import Batch
 from megarl.data.tiny import write_tiny_model
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.machines.nodes import allow_files
 from megarl.processes.connection import HEARTBEAT_S
 from megarl.roles.handles import Actor, Packing, Update
-from megarl.sample import Batch
 
 SIZES = {"ranks": [1, 2, 4, 8], "hollow_nodes": [1, 8, 64, 250, 625, 1249], "repeats": 30, "step_tokens": 8192}
 QUICK = {"ranks": [1], "hollow_nodes": [2, 4], "repeats": 3, "step_tokens": 256}

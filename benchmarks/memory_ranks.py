@@ -19,6 +19,7 @@ from tensor_memory import watched
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
+from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
 from megarl.mcore import cpu
 from megarl.mcore.models.model import Model, build_model
@@ -27,7 +28,6 @@ from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.step import Outputs, backward, train_step
 from megarl.plan.memory.memory import Memory, Work, of_stage_bytes
-from megarl.sample import Batch, MicroBatch
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
 from megarl.algo.step_columns import step_columns
+from megarl.batch import Batch
 from megarl.layout import Layout, padded_vocab_size
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.layers import block_spec
@@ -29,7 +30,6 @@ from megarl.mcore.models.model import DTYPES, build_model, transformer_config, u
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import Outputs, train_step
-from megarl.sample import Batch
 
 LR, LAYOUT = 1e-4, Layout()
 

@@ -38,6 +38,8 @@ class Ticket:
 
     prompt: Prompt
     group: list[Sample] | LostRollout | None = None
+    written_at: float = 0.0  # as in a run: not known
+    came_at: float = 0.0
 
 
 @dataclass(eq=False)

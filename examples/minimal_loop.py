@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algo.advantages.estimate import estimate
 from megarl.algo.loss import ActorLoss
 from megarl.algo.step_columns import step_columns
+from megarl.batch import Batch
 from megarl.data.batch import make_batch
 from megarl.data.chat import encode, load_tokenizer
 from megarl.data.tiny import write_tiny_model
@@ -37,7 +38,7 @@ from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_t
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
 from megarl.rollout.protocol import SamplingParams, parse_completions
-from megarl.sample import Batch, Completion, Prompt, Sample
+from megarl.sample import Completion, Prompt, Sample
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.load import load_hf
 from megarl.weights.verify.digests import digest

@@ -18,6 +18,7 @@ from megarl.algo.advantages.estimate import estimate
 from megarl.algo.correction import correct, leave_out_old
 from megarl.algo.finite import BadNumber
 from megarl.algo.kl import AdaptiveKL, FixedKL
+from megarl.batch import Batch, Stat, Stats
 from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names
 from megarl.data.ledger import TRAINED
@@ -34,7 +35,7 @@ from megarl.processes.presence import watched
 from megarl.processes.signals import NO_STEP, Signals
 from megarl.report.page import reported
 from megarl.rollout.prefetch import Prefetcher
-from megarl.sample import Batch, Sample, Stat, Stats
+from megarl.sample import Sample
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks

@@ -13,12 +13,13 @@ from readme_blocks import ROOT, blocks, code_spans
 
 from megarl import algo, rewards
 from megarl.algo import ActorLoss, estimate, step_columns
+from megarl.batch import Batch
 from megarl.config import Config, load_config
 from megarl.config.keys import groups, leaf_types, mapping_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
 from megarl.metrics.advice.rules import RULES
 from megarl.plugins import load_plugins
-from megarl.sample import Batch, Completion, Prompt, VersionSpan
+from megarl.sample import Completion, Prompt, VersionSpan
 from megarl.trainer.algorithm import make_algorithm
 
 PAGE = (ROOT / "megarl/algo/README.md").read_text()

@@ -15,7 +15,7 @@ ROOT = Path(megarl.__file__).parent
 
 FLOORS = {
     0: (
-        "sample float32 ragged token_age layout model_types projections plugins declared network sandbox "
+        "sample batch float32 ragged token_age layout model_types projections plugins declared network sandbox "
         "durable_files megatron_fields"
     ),
     1: "config algo data rewards metrics processes routed_experts rank_files",
@@ -122,7 +122,9 @@ def test_no_module_of_ours_is_imported_by_a_written_out_name():
         ("megarl.plan.command.report", "torch numpy transformers megatron"),
         ("megarl.plan.command.command", "torch numpy transformers megatron"),
         ("megarl.algo", "megatron transformers hydra omegaconf aiohttp httpx datasets"),
-        ("megarl.rewards", "megatron transformers hydra omegaconf aiohttp sympy"),
+        ("megarl.rewards", "torch megatron transformers hydra omegaconf aiohttp sympy"),
+        ("megarl.rewards.worker", "torch megatron transformers hydra omegaconf aiohttp sympy"),
+        ("megarl.agents.process", "torch megatron transformers hydra omegaconf aiohttp"),
         ("megarl.rollout.client", "megatron transformers hydra omegaconf"),
         ("megarl.train", "megatron"),
         # These two run in SGLang's environment.

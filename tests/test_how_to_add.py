@@ -16,9 +16,10 @@ from readme_blocks import BOOK, ROOT, blocks, code_spans
 from megarl.agents.chat import Chat
 from megarl.agents.load import load_episode
 from megarl.algo import ActorLoss, estimate, load_plugins
+from megarl.batch import Batch
 from megarl.rewards import load_reward
 from megarl.rewards.result import to_result
-from megarl.sample import Batch, Completion, Prompt, VersionSpan
+from megarl.sample import Completion, Prompt, VersionSpan
 
 PAGES = {name: text for name, text in BOOK.items() if name.startswith("how_to_add/")}
 

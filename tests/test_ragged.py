@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.batch import Batch
 from megarl.ragged import Ragged, gathered
-from megarl.sample import Batch
 
 LISTS = [[7], [], [3, 5], [9, 8, 6], []]
 

@@ -13,6 +13,7 @@ from readme_blocks import BOOK, FRONT, PAGE, ROOT, Command, blocks, code_spans, 
 
 from megarl import cli
 from megarl.algo import ActorLoss, estimate, load_plugins
+from megarl.batch import Batch
 from megarl.config import Config, load_config
 from megarl.config.aliases import Canonical, canonical, has_rule
 from megarl.config.keys import groups, mapping_of, type_of
@@ -20,7 +21,7 @@ from megarl.data.prompts import Prompts
 from megarl.data.tiny import tiny_tokenizer
 from megarl.rewards import REWARDS, load_reward
 from megarl.rewards.result import to_result
-from megarl.sample import Batch, Completion, Prompt, VersionSpan
+from megarl.sample import Completion, Prompt, VersionSpan
 
 
 @pytest.fixture

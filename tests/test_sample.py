@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.sample import Batch, Row, TurnSpan, VersionSpan
+from megarl.batch import Batch
+from megarl.sample import Row, TurnSpan, VersionSpan
 
 DTYPES = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]

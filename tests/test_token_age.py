@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.sample import Batch
+from megarl.batch import Batch
 from megarl.token_age import BUCKETS, by_age, token_ages
 
 

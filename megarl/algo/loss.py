@@ -25,7 +25,7 @@ from megarl.algo.registry import COLUMN_KEYWORDS, POLICY_LOSSES
 from megarl.algo.segments import clean
 from megarl.algo.tally import Tally
 from megarl.algo.verl_compat.losses import DocumentedLoss
-from megarl.sample import Batch, LossOutput
+from megarl.batch import Batch, LossOutput
 
 OLD = "old_log_probs"  # a column of the batch
 OWN_STATS = (

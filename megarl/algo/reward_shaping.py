@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.sample import Batch, Stat, Stats
+from megarl.batch import Batch, Stat, Stats
 
 
 def overlong_penalty(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algo.finite import num_non_finite, require_finite
 from megarl.algo.segments import clean
-from megarl.sample import Stat, Stats
+from megarl.batch import Stat, Stats
 
 
 class Tally:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.batch import Batch
 from megarl.ragged import Ragged, names_in_batch
-from megarl.sample import REWARD_ERROR, Batch, Row, Sample
+from megarl.sample import REWARD_ERROR, Row, Sample
 
 # Columns that the trainer computes; no column of a row may be called like one of them.
 OWN_COLUMNS = frozenset(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.sample import token_positions
+from megarl.batch import token_positions
 
 _EVENING_PASSES = 3
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.batch import Batch
 from megarl.data.packing import Family, cost_of
-from megarl.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS, Batch
+from megarl.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
 
 MIN_SHARED = 4  # tokens that rows have in common at least, else a tree would save little
 # Columns that the model's side of a step reads of the tokens that are learnt.  Two rows may learn the same tokens and

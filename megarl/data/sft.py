@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megarl.batch import Batch
 from megarl.data import FILE_KINDS
 from megarl.data.chat import encode_many, encode_responses, has_chat_template
 from megarl.data.fields import example_of
 from megarl.data.order import Visits, check_same_data, fingerprint_of
 from megarl.data.readers import read_rows
-from megarl.sample import Batch
 
 
 class SftExamples:

@@ -1,7 +1,7 @@
 """Statistics of a whole batch, and the final values of the statistics that the losses return.
 
 The names are those of common PPO frameworks.  Everything is computed over whole samples on the CPU; "over tokens" means
-over trainable tokens.  sample.py merges Stats; algo defines what a loss measures.
+over trainable tokens.  batch.py merges Stats; algo defines what a loss measures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.sample import OF_AGENTS, REWARD_ERROR, Batch, Sample, Stats
+from megarl.batch import Batch, Stats
+from megarl.sample import OF_AGENTS, REWARD_ERROR, Sample
 from megarl.token_age import by_age, token_ages
 
 

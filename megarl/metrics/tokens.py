@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.batch import Batch
 from megarl.metrics.jsonl import append_lines
 from megarl.metrics.pieces import pieces
-from megarl.sample import Batch, Sample
+from megarl.sample import Sample
 
 TOKENS = "tokens.jsonl"
 MAX_TOKENS = 1024  # that the policy wrote, of a sample

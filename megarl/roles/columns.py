@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.batch import Batch, token_positions
 from megarl.data.packing import RankPlan, unpack
 from megarl.group import Reply
-from megarl.sample import Batch, token_positions
 
 
 def payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str, Tensor]:

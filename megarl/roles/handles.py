@@ -14,13 +14,13 @@ from megarl.algo.finite import BadNumber, stop
 from megarl.algo.loss import OLD, ActorLoss, CriticLoss
 from megarl.algo.spikes import Spikes
 from megarl.algo.step_columns import step_columns
+from megarl.batch import Batch, Stat, Stats, merge_stats
 from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan
 from megarl.data.prefix_tree import families
 from megarl.group import Group, Reply
 from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.roles.columns import payload, unpacked, with_values
-from megarl.sample import Batch, Stat, Stats, merge_stats
 
 
 class SaveError(RuntimeError):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megarl.batch import Batch
 from megarl.roles.handles import Role
-from megarl.sample import Batch
 
 
 @dataclass

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megarl.batch import Batch
 from megarl.roles.handles import Reference
-from megarl.sample import Batch
 
 
 @dataclass

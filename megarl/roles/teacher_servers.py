@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
+from megarl.batch import Batch
 from megarl.processes.presence import show_life
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.scores import Scores
-from megarl.sample import Batch
 
 _REST_S = 1.0  # before a second try; doubles with each
 _LOOK_S = 0.5  # between two looks after the servers

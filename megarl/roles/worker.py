@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megarl.algo.divergences import make_divergence
+from megarl.batch import Batch
 from megarl.group.follow import Answer, follow
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
@@ -36,7 +37,6 @@ from megarl.processes.connection import Tensors
 from megarl.roles.profiler import RankProfiler
 from megarl.roles.role import Role, build_on, build_role
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import Batch
 from megarl.weights.hf.adapter import save_peft
 from megarl.weights.hf.export import save_hf
 from megarl.weights.hf.head import read_heads

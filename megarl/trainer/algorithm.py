@@ -23,6 +23,7 @@ from megarl.algo.kl import FULL, AdaptiveKL, FixedKL, kl_estimate, make_kl_contr
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
+from megarl.batch import Batch, Stats
 from megarl.config import Config, names, schema
 from megarl.config.old_log_probs import why_own_pass
 from megarl.config.settings import show
@@ -30,7 +31,6 @@ from megarl.config.validate.algorithms import bypass_contradictions, other_layou
 from megarl.roles.handles import Update
 from megarl.rollout.prefetch import Filter
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import Batch, Stats
 
 REFERENCE = "ref"  # the role of the reference
 # Keys of the `algorithm` group, and the arguments through which an estimator reads them.

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megarl.algo.finite import BadNumber
 from megarl.algo.loss import ActorLoss
+from megarl.batch import Batch
 from megarl.config import Config, to_yaml
 from megarl.data.chat import load_tokenizer
 from megarl.data.sft import SftExamples
@@ -31,7 +32,6 @@ from megarl.processes.presence import watched
 from megarl.processes.signals import Signals
 from megarl.report.page import reported
 from megarl.roles.handles import Actor, Packing, Update
-from megarl.sample import Batch
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
 from megarl.trainer.build import (
     engine_settings,

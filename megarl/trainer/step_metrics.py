@@ -9,11 +9,11 @@ from typing import Any
 
 import psutil
 
+from megarl.batch import Batch
 from megarl.config import Config
 from megarl.plan.from_config import numbers_of_model
 from megarl.plan.gpus import find
 from megarl.plan.time.flops import Shape, forward_flops, shape_of
-from megarl.sample import Batch
 
 GIB = 1024**3
 # The metric -> role, stage, and passes over the batch; a backward pass is two.

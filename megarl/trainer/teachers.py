@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
+from megarl.batch import Batch, Stat, Stats
 from megarl.config import Config
 from megarl.config.names import NO_ADVANTAGES
 from megarl.config.schema.teachers import Distill
@@ -27,7 +28,7 @@ from megarl.plugins import user_function
 from megarl.roles.handles import Packing
 from megarl.roles.teacher import Teacher
 from megarl.roles.teacher_servers import TeacherServers
-from megarl.sample import Batch, Prompt, Sample, Stat, Stats
+from megarl.sample import Prompt, Sample
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import model_folder
 from megarl.trainer.collectors import look_after

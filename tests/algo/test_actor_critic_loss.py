@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo import POLICY_LOSSES, ActorLoss, CriticLoss, NonFiniteError, token_weights
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 D = torch.float64
 INPUTS = ("log_probs", "entropy", "full_kl")

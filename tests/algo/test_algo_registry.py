@@ -20,7 +20,7 @@ from megarl.algo import (
 )
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.segments import count_segments, segment_mean
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 PLUGIN = """
 import torch

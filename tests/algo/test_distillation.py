@@ -7,7 +7,7 @@ import torch
 
 from megarl.algo import ActorLoss, NonFiniteError
 from megarl.algo.distillation import Distillation
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 D = torch.float64
 NAMES = ("math", "code")

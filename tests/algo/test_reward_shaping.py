@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.reward_shaping import is_informative, overlong_filter, overlong_penalty
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 
 def batch_of(lengths, mask, **rows) -> Batch:

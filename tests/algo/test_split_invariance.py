@@ -13,7 +13,7 @@ from megarl.algo import AGG_MODES, POLICY_LOSSES, ActorLoss, CriticLoss, step_co
 from megarl.algo.correction import Correction, correct, leave_out_old
 from megarl.algo.registry import PolicyLoss
 from megarl.algo.verl_compat.losses import DocumentedLoss
-from megarl.sample import Batch, Stats, merge_stats
+from megarl.batch import Batch, Stats, merge_stats
 
 LENGTHS = [5, 0, 1, 9, 3, 7, 2, 4, 6, 1]
 GROUPS = [0, 0, 0, 1, 2, 2, 2, 2, 5, 5]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 
 def test_gaps_are_those_of_tokens_that_the_server_wrote() -> None:

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from several_rows import groups_of_rows
 
+from megarl.batch import Batch
 from megarl.data.batch import make_batch
 from megarl.data.packing import RankPlan, plan, unpack
-from megarl.sample import Batch
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.batch import Batch
 from megarl.data.packing import plan
 from megarl.data.prefix_tree import MIN_SHARED, CommonPrefixes, PrefixTree, families
-from megarl.sample import TEACHER_IDS, Batch
+from megarl.sample import TEACHER_IDS
 
 # Few tokens and short rows, so that many begin alike, end inside of others, or are equal.
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=12)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from lora_cases import CPU, Lora
 
+from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.step import forward_only
-from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.export import save_hf
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.verify.canary import Canary

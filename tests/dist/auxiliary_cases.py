@@ -12,12 +12,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.algo import ActorLoss, step_columns
+from megarl.batch import Batch
 from megarl.layout import Layout
 from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import backward
-from megarl.sample import Batch
 
 # Micro-batches of equal cost, by the lengths of their sequences: of 4, so that two context ranks pad nothing.
 ROWS = [[8, 4], [12], [4, 4, 4], [4, 8]]

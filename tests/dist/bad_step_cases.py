@@ -12,12 +12,12 @@ from chunks import named_parameters
 from engine_cases import Case, Trained
 from parity_cases import make_step
 
+from megarl.batch import Batch
 from megarl.data.packing import plan
 from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.gradient_check import Limits, agreed, first_bad_gradient, first_bad_weight
 from megarl.mcore.training.wrappers import FsdpOptimizer
-from megarl.sample import Batch
 
 SPLIT, COPIED = "module.decoder.layers.0.mlp.linear_fc1.weight", "module.decoder.final_layernorm.weight"
 EXPERT = "module.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"

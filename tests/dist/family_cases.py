@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.step import Outputs, forward_only
-from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.load import load_hf
 

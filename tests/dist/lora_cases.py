@@ -12,6 +12,7 @@ from chunks import named_parameters, parameters
 from parity_cases import make_step
 from torch import Tensor
 
+from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
@@ -22,7 +23,6 @@ from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
-from megarl.sample import Batch, LossOutput
 from megarl.weights.hf.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.load import load_hf

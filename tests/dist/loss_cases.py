@@ -22,6 +22,7 @@ from megarl.algo import (
     register_policy_loss,
     step_columns,
 )
+from megarl.batch import Batch, LossOutput, MicroBatch, Stats
 from megarl.data.packing import RankPlan, plan
 from megarl.layout import Layout
 from megarl.mcore.models.model import Model, build_model, read_hf_config
@@ -29,7 +30,6 @@ from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Columns, Outputs, backward, forward_only
-from megarl.sample import Batch, LossOutput, MicroBatch, Stats
 from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
+from megarl.batch import Batch, LossOutput, MicroBatch
 from megarl.layout import Layout
 from megarl.mcore.logprobs.logprobs import NAMES
 from megarl.mcore.models.lora import LoraSettings, apply_lora
@@ -19,7 +20,6 @@ from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import make_row
 from megarl.mcore.training.step import Outputs, backward, forward_only
-from megarl.sample import Batch, LossOutput, MicroBatch
 
 CPU, LAYOUT = torch.device("cpu"), Layout()
 HF: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 from spawn import DEVICE
 from torch import Tensor
 
-from megarl.sample import merge_stats
+from megarl.batch import merge_stats
 
 LOOSER = 10.0 if DEVICE == "cuda" else 1.0  # a guess: not run on a GPU
 # Relative to the largest entry of a tensor: some twenty roundings.

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import make_groups
 from megarl.mcore.training.step import Outputs, forward_only
 from megarl.rollout.protocol import tensor_digest
-from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.hf.load import load_hf

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from chunks import gradients
 from torch import Tensor
 
+from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model, read_hf_config
@@ -21,7 +22,6 @@ from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.router_replay import add_router_replay
 from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
-from megarl.sample import Batch, LossOutput
 from megarl.weights.hf.load import load_hf
 
 TEMPERATURE = 0.8

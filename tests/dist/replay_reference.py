@@ -13,9 +13,9 @@ from replay_cases import TEMPERATURE
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from megarl.batch import Batch
 from megarl.hf_server.names import hub_tensors
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import Batch
 
 
 def scores_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:

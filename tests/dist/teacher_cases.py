@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algo import ActorLoss
 from megarl.algo.distillation import Distillation
+from megarl.batch import Batch
 from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings, apply_lora
@@ -19,7 +20,6 @@ from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import HIDDEN, TOP_K, Outputs, backward, forward_only
-from megarl.sample import Batch
 from megarl.weights.hf.adapter import adapter_tensors
 from megarl.weights.hf.head import read_heads
 from megarl.weights.hf.load import load_hf

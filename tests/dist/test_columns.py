@@ -14,6 +14,7 @@ from columns_cases import receive, routes_of, token_of
 from spawn import Ranks
 from wire import reply_item
 
+from megarl.batch import Batch
 from megarl.data.batch import make_batch, mini_batches
 from megarl.data.groups import load_groups, save_groups
 from megarl.data.packing import plan
@@ -23,7 +24,7 @@ from megarl.roles.columns import payload
 from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.pieces import join
 from megarl.rollout.protocol import parse_completions
-from megarl.sample import Batch, Completion, Prompt, Sample
+from megarl.sample import Completion, Prompt, Sample
 
 pytestmark = pytest.mark.dist
 NUM_GROUPS, N = 6, 3

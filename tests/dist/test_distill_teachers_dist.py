@@ -17,9 +17,9 @@ from tiny_models import write_model
 from transformers import AutoModelForCausalLM
 
 from megarl.algo.distillation import NO_LOG_PROB
+from megarl.batch import Batch, merge_stats
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings
-from megarl.sample import Batch, merge_stats
 from megarl.weights.hf.head import read_head
 
 pytestmark = pytest.mark.dist

@@ -19,7 +19,7 @@ from spawn import Ranks
 from tiny_models import write_model
 
 from megarl.algo import estimate
-from megarl.sample import Batch, Stats, merge_stats
+from megarl.batch import Batch, Stats, merge_stats
 
 pytestmark = pytest.mark.dist
 

@@ -17,10 +17,10 @@ from spawn import Ranks
 from tiny_models import read_config, write_model
 from torch import Tensor
 
+from megarl.batch import Batch
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import Batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 

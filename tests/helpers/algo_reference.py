@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 LIMIT = 20.0
 

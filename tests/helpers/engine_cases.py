@@ -13,6 +13,7 @@ import torch.distributed as dist
 from chunks import gradients, weights
 from parity_cases import LOSSES, make_step
 
+from megarl.batch import Batch, MicroBatch
 from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
@@ -26,7 +27,6 @@ from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, Step, forward_only, train_step
-from megarl.sample import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
 
 NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets

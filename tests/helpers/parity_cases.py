@@ -13,6 +13,7 @@ from chunks import fill_value_head, gradients, parameters, weights
 from spawn import run_ranks
 
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
 from megarl.data.prefix_tree import families
 from megarl.layout import Layout
@@ -24,7 +25,7 @@ from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_t
 from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.ragged import Ragged, names_in_batch
-from megarl.sample import SUPPORT, Batch, LossOutput
+from megarl.sample import SUPPORT
 from megarl.weights.hf.load import load_hf
 
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from megarl.algo.tally import Tally
+from megarl.batch import Batch, Stat, merge_stats
 from megarl.metrics import batch_stats, finalise
 from megarl.metrics.stats import reward_stats
-from megarl.sample import Batch, Completion, Prompt, Sample, Stat, VersionSpan, merge_stats
+from megarl.sample import Completion, Prompt, Sample, VersionSpan
 
 
 def example() -> Batch:

@@ -12,8 +12,8 @@ from config_helpers import tables_kept
 from ring_cases import make_parts, settings, steps
 
 from megarl import train
+from megarl.batch import Batch, Stats
 from megarl.cli import main
-from megarl.sample import Batch, Stats
 
 pytestmark = pytest.mark.dist
 ALONE = ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", "actor.ppo_mini_batch_size=2"]

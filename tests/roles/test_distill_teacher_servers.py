@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.batch import Batch
 from megarl.roles import teacher_servers
 from megarl.roles.teacher_servers import TeacherServers
 from megarl.rollout.client import ServerError
 from megarl.rollout.scores import Scores, parse_scores, score_body
-from megarl.sample import Batch
 
 BATCH = Batch(torch.tensor([1, 2, 3]), torch.tensor([3]), {"response_mask": torch.tensor([0.0, 1.0, 1.0])})
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.spikes import Spikes
+from megarl.batch import Batch, Stat, token_positions
 from megarl.data.packing import RankPlan
 from megarl.group import RankError, Reply
 from megarl.roles.columns import payload as payload_of
 from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update
-from megarl.sample import Batch, Stat, token_positions
 
 Payload = dict[str, Tensor]
 

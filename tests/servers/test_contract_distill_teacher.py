@@ -9,9 +9,9 @@ import torch
 from spawn import DEVICE
 
 from megarl.algo.distillation import NO_LOG_PROB
+from megarl.batch import Batch
 from megarl.roles.teacher_servers import TeacherServers
 from megarl.rollout.client import ServerError
-from megarl.sample import Batch
 
 TOKENS = [5, 6, 7, 8, 30, 31, 2, 9]
 CLOSE = 1e-3 if DEVICE == "cuda" else 1e-4

@@ -11,10 +11,10 @@ import pytest
 import torch
 from config_helpers import load, tables_kept
 
+from megarl.batch import Batch
 from megarl.config import config_dir, load_config
 from megarl.plugins import load_plugins
 from megarl.rollout.prefetch import Filter
-from megarl.sample import Batch
 from megarl.trainer.algorithm import Algorithm, check_vocabularies, make_algorithm
 
 KL_LOSS = "actor.use_kl_loss=true actor.kl_loss_type="

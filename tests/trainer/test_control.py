@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.advantages.estimate import estimate
-from megarl.sample import Batch
+from megarl.batch import Batch
 from megarl.train import shuffle_rewards
 
 PROMPTS, N, LENGTH, WORDS = 64, 8, 3, 5

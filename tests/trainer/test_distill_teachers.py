@@ -14,9 +14,10 @@ from several_rows import row_of
 
 from megarl.algo import estimate
 from megarl.algo.distillation import NO_LOG_PROB
+from megarl.batch import Batch
 from megarl.config.schema.teachers import Distill
 from megarl.data.batch import make_batch
-from megarl.sample import Batch, Completion, Prompt, Sample, TurnSpan, VersionSpan
+from megarl.sample import Completion, Prompt, Sample, TurnSpan, VersionSpan
 from megarl.trainer.teachers import Teachers, check_taught, make_route
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megarl.batch import Batch
 from megarl.config import Config, load_config
-from megarl.sample import Batch
 from megarl.trainer.step_metrics import StepMetrics
 
 MODEL = (

@@ -12,12 +12,13 @@ import torch
 from config_helpers import load
 
 from megarl.algo.finite import NonFiniteError
+from megarl.batch import Batch
 from megarl.data.ledger import Ledger
 from megarl.metrics.jsonl import read_lines
 from megarl.metrics.timer import Timer
 from megarl.processes.signals import Signals
 from megarl.rollout.prefetch import RolloutBatch
-from megarl.sample import Batch, Completion, Prompt, Sample, VersionSpan
+from megarl.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.train import learn, measure, shuffle_rewards, train_step
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.artifacts import finish

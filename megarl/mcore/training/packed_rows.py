@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from megarl.batch import Batch, MicroBatch
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.layout import Layout
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.models.attention import PackedParams, pad_plan, zigzag
 from megarl.mcore.models.rope import with_positions
 from megarl.mcore.models.tree_attention import TreePlan
-from megarl.sample import Batch, MicroBatch
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from megarl.batch import MicroBatch
 from megarl.mcore.models.layers import layers_with_experts
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.packed_rows import PackedRow
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import MicroBatch
 
 
 class RouterReplay:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
+from megarl.batch import Batch, LossOutput, MicroBatch, Stats, merge_stats
 from megarl.layout import Layout
 from megarl.mcore.logprobs.divergence import TeacherStates
 from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
@@ -32,16 +33,7 @@ from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_ro
 from megarl.mcore.training.router_replay import Routing
 from megarl.ragged import names_in_batch
 from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import (
-    SUPPORT,
-    TEACHER_HIDDEN,
-    TEACHER_IDS,
-    Batch,
-    LossOutput,
-    MicroBatch,
-    Stats,
-    merge_stats,
-)
+from megarl.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
 
 Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]

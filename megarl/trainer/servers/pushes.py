@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from megarl.batch import Batch
 from megarl.config import Config
 from megarl.config.placement import gpu_seats
 from megarl.data.prompts import Prompts
 from megarl.roles.handles import Actor, PushSettings
-from megarl.sample import Batch
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
 # Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.

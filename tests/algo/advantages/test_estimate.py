@@ -13,8 +13,8 @@ from several_rows import groups_of_rows
 from megarl.algo.advantages.estimate import check_estimator_args, estimate, score_rewards
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.registry import ADV_ESTIMATORS
+from megarl.batch import Batch, Stat
 from megarl.data.batch import make_batch
-from megarl.sample import Batch, Stat
 
 BUILT_IN = (
     *("gae", "grpo", "grpo_passk", "gdpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),

@@ -12,7 +12,7 @@ from megarl.algo.advantages.gae import gae
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.segments import clean
 from megarl.algo.verl_compat.estimators import Columns
-from megarl.sample import Batch
+from megarl.batch import Batch
 
 PRINTED = Path(__file__).parents[2] / "fixtures" / "source_documents" / "estimator_function.txt"
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from megarl import algo
 from megarl.algo import ActorLoss, load_plugins, register_policy_loss, step_columns
-from megarl.sample import merge_stats
+from megarl.batch import merge_stats
 
 D = torch.float64
 PRINTED = Path(__file__).parents[2] / "fixtures" / "source_documents" / "policy_loss_function.txt"

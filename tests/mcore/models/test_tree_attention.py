@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.batch import Batch
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
-from megarl.sample import Batch
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10)
 SIZES = st.sampled_from([(2, 2, 8, 8), (4, 2, 8, 8), (4, 1, 6, 4), (2, 2, 4, 6)])  # heads of q, of k; sizes of k, of v

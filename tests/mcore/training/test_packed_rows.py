@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
@@ -22,7 +23,6 @@ from megarl.mcore.training.packed_rows import (
     padded_lengths,
     where_gathered,
 )
-from megarl.sample import Batch, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")

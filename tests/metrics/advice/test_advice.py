@@ -14,6 +14,7 @@ from rich.console import Console
 
 import megarl
 from megarl.algo import Correction, register_policy_loss
+from megarl.batch import Batch
 from megarl.config.keys import groups, leaf_types
 from megarl.metrics import make_trackers
 from megarl.metrics.advice.advice import Advisor
@@ -32,7 +33,6 @@ from megarl.metrics.advice.signals import (
 )
 from megarl.metrics.jsonl import read_lines
 from megarl.metrics.stats import batch_stats
-from megarl.sample import Batch
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
 GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)
