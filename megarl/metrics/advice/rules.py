@@ -43,6 +43,11 @@ def drains(config: Mapping[str, Any]) -> bool:
     return rollout.get("ahead", 0) > 0 and rollout.get("update") == "drain"
 
 
+def scores_on_ranks(config: Mapping[str, Any]) -> bool:
+    """Whether a reward model has its pass on the ranks: a stage of the step, which these keys do not shorten."""
+    return config.get("reward", {}).get("model", {}).get("engine") == "megatron"
+
+
 def has_advantages(config: Mapping[str, Any]) -> bool:
     """Whether the policy loss has a gradient; where only teachers teach by a loss, all its advantages are 0."""
     teaches_by_reward = config.get("distill", {}).get("form") == "reward"
@@ -312,6 +317,15 @@ RULES: tuple[Rule, ...] = (
         "the trainer waits for completions in over 10 % of its time (rollout/idle_share) and none is ever ready; raise "
         "rollout.ahead, or add servers (rollout.num_servers) if they are full (rollout/servers_idle_share)",
         applies=lambda config: not in_turns(config) and not drains(config),
+    ),
+    Rule(
+        "rewards_slow",
+        ("timing_s/reward", "timing_s/step"),
+        10,
+        signals.waits_for_rewards,
+        "everything is generated and only rewards are waited for in over 10 % of the time (timing_s/reward); raise "
+        "reward.num_workers or, of an async reward, reward.concurrency, make the reward faster, or raise rollout.ahead",
+        applies=lambda config: not scores_on_ranks(config),
     ),
     Rule(
         "drain_waits",

@@ -168,6 +168,11 @@ def waits_for_rollout(idle: Sequence[float], waiting: Sequence[float], in_flight
     return min(idle) > 0.1 and max(waiting) == 0 and min(in_flight) > 0
 
 
+def waits_for_rewards(reward_s: Sequence[float], step_s: Sequence[float]) -> bool:
+    """The wait for rewards alone is over a tenth of each step."""
+    return all(reward > 0.1 * step for reward, step in zip(reward_s, step_s, strict=True))
+
+
 def waits_for_drain(idle: Sequence[float], in_flight: Sequence[float]) -> bool:
     """The trainer waits although an iteration is generated while it trains."""
     return min(idle) > 0.1 and min(in_flight) > 0

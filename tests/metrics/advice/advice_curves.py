@@ -61,6 +61,7 @@ class Toy:
     loss: tuple[tuple[str, Any], ...] = ()  # fields of ActorLoss
     lost: int = 0  # prompts that no server answered, in every step
     dropped_share: float = 0.0  # of the groups, by dynamic sampling
+    reward_s: float = 0.1  # of a step of 10 seconds
     schedule: tuple[tuple[str, float], ...] = ()  # of SCHEDULE, where the run has others
 
 
@@ -124,6 +125,7 @@ def _step(
         steps.append(update("actor", loss, actor, {"log_probs": log_probs, "entropy": entropy}))
     of_collector = {"rollout/lost": float(toy.lost), "rollout/dropped_share": toy.dropped_share}
     of_collector |= {f"rollout/{name}": float(value) for name, value in (SCHEDULE | dict(toy.schedule)).items()}
+    of_collector |= {"timing_s/reward": toy.reward_s, "timing_s/step": 10.0}
     merged = merge_stats(steps)
     first = next((s["actor/ppo_kl"] for s in steps if "actor/ppo_kl" in s), None)
     merged |= {} if first is None else {"actor/first_ppo_kl": first}

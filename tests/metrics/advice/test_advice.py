@@ -73,6 +73,7 @@ FAULTS: dict[str, Toy] = {
     ),
     "correction_missing": Toy(steps=20, ahead=8, lr=0.3),
     "ahead_too_small": Toy(steps=11, schedule=(("idle_share", 0.3), ("finished_waiting", 0))),
+    "rewards_slow": Toy(steps=11, reward_s=1.5),
     "drain_waits": Toy(steps=11, schedule=(("idle_share", 0.3),)),
     "turn_too_long": Toy(steps=11, schedule=(("iterations_waiting", 0.6),)),
     "ahead_too_large": Toy(steps=11, schedule=(("iterations_waiting", 1.5),)),
@@ -120,6 +121,13 @@ def test_rules_of_the_ratio_do_not_speak_where_only_teachers_teach_by_a_loss():
 def test_a_healthy_run_gets_no_advice_at_all(toy):
     assert said(toy) == {}
     assert run(toy)[-1]["critic/score/mean"] > 3 * run(toy)[0]["critic/score/mean"], "it learns"
+
+
+def test_the_pass_of_a_reward_model_on_ranks_is_no_wait_that_advice_can_shorten():
+    metrics, on_ranks = {"timing_s/reward": 5.0, "timing_s/step": 10.0}, {"reward": {"model": {"engine": "megatron"}}}
+    for config, speaks in ((on_ranks, False), ({}, True)):
+        advisor = Advisor(config=config)
+        assert any(advisor.advise(step, metrics) for step in range(10)) == speaks
 
 
 def test_a_trainer_that_waits_without_running_ahead_is_on_policy():
@@ -185,7 +193,7 @@ def test_every_rule_has_a_name_of_its_own_and_a_fault_that_shows_it():
 def test_every_sentence_is_one_line_with_a_key_and_names_no_key_that_is_not_there(name):
     advice, keys = BY_NAME[name].advice, leaf_types().keys()
     assert "\n" not in advice
-    metrics = ("rollout_corr/", "critic/", "actor/", "rollout/")
+    metrics = ("rollout_corr/", "critic/", "actor/", "rollout/", "timing_s/")
     words = [word.rstrip(".,;") for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+/[a-z_/*]+", advice)]
     named = [word for word in words if "/" not in word and word != "samples.jsonl"]
     assert named, "it says which key to change"
