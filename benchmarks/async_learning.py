@@ -23,8 +23,8 @@ from async_reward import DOT
 from bench_peer import ROOT, execute
 from sglang_sleep import installed
 
-from megarl.data.arithmetic import write_task
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.arithmetic import write_task
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
 from megarl.network.auth import SERVER_VARIABLE
 from megarl.servers.engines import ENGINES

@@ -18,8 +18,8 @@ import numpy as np
 from async_servers import SleepingServers, prompt_of, sleeping_servers
 from bench_collector import Free
 
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.ledger import Ledger
-from megarl.data.tiny import tiny_tokenizer
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.prefetch import FINISHED, PROMPTS, Prefetcher
 from megarl.rollout.protocol import SamplingParams

@@ -29,7 +29,7 @@ from bench_rollout import INSTANT, Timed, ratio, serving, take_turns
 from page import Result, arguments, run
 from rollout_clients import BareClient, RingClient, cpu_seconds, requests
 
-from megarl.data.tiny import tiny_tokenizer, write_tiny_model
+from megarl.data.examples.tiny import tiny_tokenizer, write_tiny_model
 from megarl.sample import Completion, Prompt
 
 GOAL = 0.9

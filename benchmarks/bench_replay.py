@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.data.batch import make_batch
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.ragged import names_in_batch

@@ -29,7 +29,7 @@ from page import Result, arguments, run
 from rollout_clients import BareClient, Request, RingClient, cpu_seconds, requests
 from rollout_instant import serve
 
-from megarl.data.tiny import tiny_tokenizer, write_tiny_model
+from megarl.data.examples.tiny import tiny_tokenizer, write_tiny_model
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.sglang_environment import sglang_python

@@ -41,7 +41,7 @@ from scale_picture import draw
 
 from megarl.algo.loss import ActorLoss
 from megarl.batch import Batch
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.machines.nodes import allow_files

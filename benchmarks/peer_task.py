@@ -13,8 +13,8 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.config import load_config
-from megarl.data.arithmetic import write_task
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.arithmetic import write_task
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.trainer.recipes.quickstart import MODEL, TASK, prepare
 
 # No side has to be told to go on: what ends an answer is a token behind the last one that the model can write.

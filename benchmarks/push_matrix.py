@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
-from megarl.data.tiny import tiny_tokenizer
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.regions import box_size
 from megarl.weights.reshard.sharding import ServerSharding

@@ -27,7 +27,7 @@ from megarl.algo.step_columns import step_columns
 from megarl.batch import Batch
 from megarl.data.batch import make_batch
 from megarl.data.chat import encode, load_tokenizer
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.hf_server.calls import read_call, write_reply
 from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.generation.scheduler import HFEngine

@@ -11,7 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 
 NUM_TRAIN, NUM_TEST = 256, 16
 

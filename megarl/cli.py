@@ -72,7 +72,7 @@ COMMANDS = {
         (("megarl sft model.path=path/to/hf_folder sft.train_files=[my_examples.jsonl]", "a cold start"),),
     ),
     "evaluate": Command(
-        "megarl.trainer.evaluate",
+        "megarl.trainer.evaluation.evaluate",
         "main",
         "answer the evaluation prompts with a model and score the answers",
         ("data", "model", "rollout", "reward", "agent", "trainer"),
@@ -135,7 +135,7 @@ REQUESTS = {
     "watch": watch_request,
 }
 
-CHECK = Command("megarl.trainer.check", "main", "`trainer.check_only`: plug-ins, data, rewards and models")
+CHECK = Command("megarl.trainer.checks.check", "main", "`trainer.check_only`: plug-ins, data, rewards and models")
 EXPLAIN = Command("megarl.doctor.explain", "main", "`megarl doctor --run`: why a run stopped")
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 

@@ -39,19 +39,19 @@ from megarl.sample import Sample
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks
-from megarl.trainer.beside import Beside
 from megarl.trainer.build import make_mini_model
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
-from megarl.trainer.evaluate import EVALUATIONS, Evaluation, EvaluationLost, Evaluator
+from megarl.trainer.evaluation.beside import Beside
+from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluation, EvaluationLost, Evaluator
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.observed.profile import profiled
+from megarl.trainer.observed.run_log import RunLog, Totals
 from megarl.trainer.owner import owned
-from megarl.trainer.profile import profiled
 from megarl.trainer.reward_model import scored
 from megarl.trainer.roles import Roles, trainers_turn
 from megarl.trainer.run import Run
-from megarl.trainer.run_log import RunLog, Totals
 from megarl.trainer.servers.server_manager import ServerManager, is_verified
 
 

@@ -17,8 +17,8 @@ from megarl.batch import Batch
 from megarl.config import Config, load_config
 from megarl.config.aliases import Canonical, canonical, has_rule
 from megarl.config.keys import groups, mapping_of, type_of
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.prompts import Prompts
-from megarl.data.tiny import tiny_tokenizer
 from megarl.rewards import REWARDS, load_reward
 from megarl.rewards.result import to_result
 from megarl.sample import Completion, Prompt, VersionSpan

@@ -3,8 +3,7 @@
 `readers`, `fields`: files and rows. `order`: the data order and its saved position. `chat`: tokenizers and chat
 templates. `hf_config`: a model's config.json for transformers. `template`: what follows an answer in a conversation.
 `prompts`: prompts for RL. `sft`: examples for supervised fine-tuning. `batch`: the ragged `Batch`. `packing`:
-distributes sequences over ranks and micro-batches. For tests and the quickstart: a verifiable task (`arithmetic`) and a
-tiny model (`tiny`).
+distributes sequences over ranks and micro-batches. `examples/`: tasks and tiny models for tests and the quickstart.
 Nothing here depends on engines, Megatron, losses or rewards.
 Called by: the driver (prompts, batch), the roles (packing), the SFT stage (sft).
 """

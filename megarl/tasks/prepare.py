@@ -43,7 +43,7 @@ def prepare(
     the task before reinforcement learning; the right ones are why it is right often enough to learn from.
     Raises ValueError if the task has fewer different prompts than are wanted.
     """
-    from megarl.data.tiny import write_tiny_model  # with torch, which a test of the task does not need
+    from megarl.data.examples.tiny import write_tiny_model  # with torch, which a test of the task does not need
 
     rng, folder = random.Random(seed), Path(folder)
     rows = _different(problem, rng, num_sft + num_train + num_test)

@@ -20,10 +20,10 @@ from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
 from megarl.projections import chosen, projections_of
 from megarl.trainer.build import model_folder
-from megarl.trainer.evaluate import Evaluation
+from megarl.trainer.evaluation.evaluate import Evaluation
+from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
+from megarl.trainer.observed.run_log import Totals
 from megarl.trainer.run import Run
-from megarl.trainer.run_log import Totals
-from megarl.trainer.transformers_score import Task, TransformersScore
 
 BEFORE = "answers_before.json"
 RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "math", "choice"}  # rewards that are 1 or 0

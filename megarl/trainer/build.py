@@ -77,7 +77,7 @@ def make_mini_model(config: Config) -> None:
     sizes = [numbers.get(name, MINI_SIZE + 1) for name in ("hidden_size", "vocab_size")]
     if Path(path).exists() or max(sizes) > MINI_SIZE or not path.startswith(MINI_PLACE):
         return
-    from megarl.data.tiny import write_random_model  # with transformers' modelling code, which only this needs
+    from megarl.data.examples.tiny import write_random_model  # with transformers' modelling code, which only this needs
 
     write_random_model(path, numbers, seed=config.trainer.seed)
     warn(f"model.path={path}: this model of random weights was made now; `megarl sft` teaches it a task's form")

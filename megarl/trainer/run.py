@@ -50,18 +50,19 @@ from megarl.trainer.build import (
     read_prompts,
     start_trackers,
 )
-from megarl.trainer.call_times import lost_at_an_end, predicted_s
 from megarl.trainer.checkpoint import checkpoint
 from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.saver import Saver
+from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
-from megarl.trainer.evaluate import EVALUATIONS, Evaluator, read_audit
+from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.profile import check_profile
+from megarl.trainer.observed.call_times import lost_at_an_end, predicted_s
+from megarl.trainer.observed.profile import check_profile
+from megarl.trainer.observed.step_metrics import StepMetrics
 from megarl.trainer.reward_model import check_reward_model
-from megarl.trainer.reward_trial import RewardTrial
 from megarl.trainer.roles import Roles, load_roles, make_roles
 from megarl.trainer.servers.abilities import (
     Told,
@@ -77,7 +78,6 @@ from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
 from megarl.trainer.servers.pushes import canary, canary_tokens, keeps_kv, push_settings
 from megarl.trainer.servers.server_manager import Push, ServerManager
-from megarl.trainer.step_metrics import StepMetrics
 from megarl.trainer.teachers import check_taught, check_teachers, make_teachers
 from megarl.weights.verify.canary import Canary
 

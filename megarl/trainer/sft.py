@@ -48,8 +48,8 @@ from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.observed.profile import check_profile, profiled
 from megarl.trainer.owner import owned
-from megarl.trainer.profile import check_profile, profiled
 
 VAL_LOSS = "val/loss"
 AVERAGED = 5  # losses of steps, whose batches differ

@@ -8,7 +8,7 @@ import pytest
 from bad_input import Cases
 
 from megarl.cli import main
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 
 KIND = "through the command"
 ROW = json.dumps({"prompt": "1+1=", "ground_truth": "2"})

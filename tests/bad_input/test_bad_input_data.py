@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.data.sft import SftExamples
-from megarl.data.tiny import tiny_tokenizer
 
 KIND = "data"
 PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import ConfigError, load_config
 from megarl.data.chat import load_tokenizer
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.weights.hf.load import check_names, open_for
 from megarl.weights.mapping.families import ignorable, table_for
 

@@ -11,7 +11,7 @@ import pytest
 from bad_input import Cases
 from saved_runs import save_steps
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.trainer.owner import OWNER
 
 KIND = "through the command, as a process"

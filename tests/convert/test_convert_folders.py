@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.convert.folders import bytes_under, check_target, describe, finish_megatron, hf_sizes, staged
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.trainer.checkpoint.manifest import write_manifest
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 16}

@@ -1,7 +1,7 @@
 import pytest
 
 from megarl.data.chat import encode, encode_many, encode_responses, load_tokenizer
-from megarl.data.tiny import tiny_tokenizer
+from megarl.data.examples.tiny import tiny_tokenizer
 
 USER = [{"role": "user", "content": "1+1"}]
 

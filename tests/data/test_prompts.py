@@ -3,9 +3,9 @@ import json
 import datasets
 import pytest
 
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.order import fingerprint_of
 from megarl.data.prompts import Prompts
-from megarl.data.tiny import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.sft import SftExamples
-from megarl.data.tiny import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from adapter_cases import RANK, push_twice
 from spawn import run_ranks
 from transformers import AutoModelForCausalLM
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.projections import projections_of
 from megarl.rollout.client import ServerClient
 from megarl.servers.launch import EngineLaunch

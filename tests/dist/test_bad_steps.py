@@ -17,7 +17,7 @@ from bad_step_cases import ADAPTER, COPIED, EXPERT, LAST_RANK_ALONE, SPLIT, Bad,
 from engine_cases import Case
 from spawn import Ranks
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.gradient_check import Limits

@@ -13,7 +13,7 @@ from parity_compare import LOOSER
 from spawn import Ranks, run_ranks
 from tiny_models import tiny_model
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 

@@ -8,7 +8,7 @@ import pytest
 from parity_cases import Case, Found, Table
 from parity_compare import assert_same_after, assert_same_gradient, assert_same_stats
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 

@@ -10,7 +10,7 @@ from expert_shards_cases import all_cases
 from parity_compare import TOLERANCE, relative
 from spawn import run_ranks
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 
 pytestmark = pytest.mark.dist
 

@@ -17,7 +17,7 @@ from spawn import Ranks, run_ranks
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.projections import projections_of
 

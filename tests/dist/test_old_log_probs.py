@@ -10,7 +10,7 @@ import torch
 from old_log_probs_cases import NUM_STEPS, iterate
 from spawn import Ranks
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 
 pytestmark = pytest.mark.dist
 

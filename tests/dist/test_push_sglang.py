@@ -14,7 +14,7 @@ from push_cases import K_PROJ, O_PROJ, TOKEN, build, connect, push
 from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import ServerClient, ServerError

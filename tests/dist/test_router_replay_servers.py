@@ -23,7 +23,7 @@ from spawn import Ranks
 from tiny_models import read_config
 
 from megarl.data.batch import make_batch
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.rollout.client import ServerClient
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.pieces import write

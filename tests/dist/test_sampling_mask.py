@@ -12,7 +12,7 @@ from parity_cases import Case, Found, Table, make_step, with_support
 from parity_compare import assert_same_gradient, assert_same_stats
 from transformers import AutoModelForCausalLM
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.ragged import COUNTS, gathered
 from megarl.sample import SUPPORT

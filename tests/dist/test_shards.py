@@ -11,7 +11,7 @@ import torch
 from shards_cases import all_cases
 from spawn import Ranks
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout, padded_vocab_size
 from megarl.plan.job import Role
 from megarl.plan.memory.host import saved_bytes

@@ -9,7 +9,7 @@ from parity_cases import Case, Found, Table, make_alike_step
 from parity_compare import TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
 from tiny_models import write_model
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 

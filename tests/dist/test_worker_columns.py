@@ -10,7 +10,7 @@ import torch
 from spawn import Ranks
 from worker_cases import follow_the_kl
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.mcore.logprobs.logprobs import NAMES
 from megarl.mcore.training.execution import ExecutionOptions
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_config
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.prompts import Prompts
-from megarl.data.tiny import tiny_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Says of each task how the right answer, a wrong one, and none are scored.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_cases import Case, run
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.host_memory import HostMemory

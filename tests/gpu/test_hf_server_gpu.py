@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_server import TOKEN, make_model
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_completions
 from megarl.sample import Completion

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from megarl.cli import main
-from megarl.data.arithmetic import write_task
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.arithmetic import write_task
+from megarl.data.examples.tiny import write_tiny_model
 
 PPO = ["actor.megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true", "actor.ppo_mini_batch_size=2"]
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}

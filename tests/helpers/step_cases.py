@@ -13,7 +13,7 @@ from chunks import gradients, weights
 from parity_cases import LOSSES, make_step
 from torch import Tensor
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model, read_hf_config
 from megarl.mcore.setup import device_for

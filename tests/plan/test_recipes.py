@@ -14,7 +14,7 @@ from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
 from megarl.plan.time.constants import CONSTANTS
 from megarl.plan.time.lengths import tail_of
-from megarl.trainer.call_times import lost_at_an_end
+from megarl.trainer.observed.call_times import lost_at_an_end
 from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.targets import Targets

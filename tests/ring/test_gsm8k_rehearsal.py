@@ -13,7 +13,7 @@ from ring_cases import lines, steps
 from megarl.cli import main
 from megarl.config import load_config
 from megarl.config.validate.values import value_of
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.metrics.evaluation.verdict import band
 from megarl.rewards.functions.gsm8k import gsm8k
 from megarl.sample import Completion, Prompt, VersionSpan

@@ -12,7 +12,7 @@ import pytest
 from ring_cases import make_parts, settings, steps
 
 from megarl.cli import main
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

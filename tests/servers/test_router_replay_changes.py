@@ -20,7 +20,7 @@ from shared_buckets import in_shared_memory
 from tiny_models import read_config
 from tiny_server import CURRENT, TOKEN, Served, Variant, served_by, sglang_of
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.pieces import write
 from megarl.rollout.pool.pool import EnginePool

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 from config_helpers import load
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
 from megarl.processes import presence
 from megarl.rollout.engine_routes import EngineRoutes

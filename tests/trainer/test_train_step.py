@@ -23,10 +23,10 @@ from megarl.train import learn, measure, shuffle_rewards, train_step
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.artifacts import finish
 from megarl.trainer.bad_numbers import BadNumbers
-from megarl.trainer.evaluate import Evaluation, EvaluationLost
+from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost
+from megarl.trainer.observed.run_log import RunLog, Totals
 from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
-from megarl.trainer.run_log import RunLog, Totals
 
 
 def test_rewards_that_are_shuffled_stay_together() -> None:

@@ -44,7 +44,7 @@ def cold_start(
     path = model_of(config, role).path
     if Path(path) != made:
         raise ValueError(f"{group_of(role)}.path={path}: there is no model; the recipe's own is {made}")
-    from megarl.data.tiny import write_tiny_model  # with transformers' modelling code
+    from megarl.data.examples.tiny import write_tiny_model  # with transformers' modelling code
 
     console = Console()
     data, start = Path(training.sft.train_files[0]).parent, Path(training.model.path)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megarl.config import Config
-from megarl.data.arithmetic import write_task
+from megarl.data.examples.arithmetic import write_task
 from megarl.trainer.recipes.cold_start import cold_start
 
 # 75 % of the problems have a carry, and 60 % of the demonstrations forget it: after SFT the model's answers have the

@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.config import Config
-from megarl.data.arithmetic import write_task
-from megarl.data.reversal import join, write_reversals
+from megarl.data.examples.arithmetic import write_task
+from megarl.data.examples.reversal import join, write_reversals
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import make_rewards
+from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
 from megarl.trainer.recipes import quickstart
 from megarl.trainer.recipes.cold_start import cold_start
-from megarl.trainer.transformers_score import Task, TransformersScore
 
 TEACHER = quickstart.MODEL | {"layers": 4}
 CARELESS = quickstart.TASK["careless"]

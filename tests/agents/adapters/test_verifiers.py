@@ -13,8 +13,8 @@ import pytest
 from agent_endpoint import Scripted, endpoint_of
 
 from megarl.agents.adapters.verifiers import WORKER, load
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.prompts import Prompts
-from megarl.data.tiny import tiny_tokenizer
 from megarl.sample import Prompt
 
 TASKSET = """

@@ -12,7 +12,7 @@ import pytest
 from megarl.rollout.client import ServerError
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.train import push
-from megarl.trainer.run_log import Totals
+from megarl.trainer.observed.run_log import Totals
 from megarl.trainer.servers import server_manager as fleet_module
 from megarl.trainer.servers.server_manager import ServerManager
 from megarl.weights.push.report import PushReport

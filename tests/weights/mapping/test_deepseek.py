@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import RANDOM_WEIGHTS
 from megarl.weights.hf.export import finish_folder
 from megarl.weights.hf.folder import open_hf

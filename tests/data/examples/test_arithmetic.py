@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from megarl.data import arithmetic
-from megarl.data.arithmetic import has_carry, without_carry, write_task
+from megarl.data.examples import arithmetic
+from megarl.data.examples.arithmetic import has_carry, without_carry, write_task
 
 
 def rows(path):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megarl.metrics.trackers.trackers import Trackers
-from megarl.trainer.evaluate import Evaluation, EvaluationLost, Evaluator
+from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost, Evaluator
 from megarl.trainer.servers.server_manager import ServerManager
 
 

@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.data.chat import encode, load_tokenizer
+from megarl.data.examples.tiny import CHARACTERS, FAMILIES, tiny_tokenizer, write_tiny_model
 from megarl.data.hf_config import read_config
 from megarl.data.template import ChatTemplate
-from megarl.data.tiny import CHARACTERS, FAMILIES, tiny_tokenizer, write_tiny_model
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 

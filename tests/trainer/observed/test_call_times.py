@@ -10,7 +10,7 @@ from megarl.config import Config, load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
 from megarl.plan.predict import predict, step_time
-from megarl.trainer.call_times import lost_at_an_end, predicted_s
+from megarl.trainer.observed.call_times import lost_at_an_end, predicted_s
 
 
 def composed(*words: str) -> Config:

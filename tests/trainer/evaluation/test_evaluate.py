@@ -16,8 +16,8 @@ from megarl.metrics.evaluation.evaluation import Mean
 from megarl.metrics.jsonl import append_lines
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
-from megarl.trainer import evaluate
-from megarl.trainer.evaluate import Evaluation, Evaluator, look_after, read_audit
+from megarl.trainer.evaluation import evaluate
+from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
 
 PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"])
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"

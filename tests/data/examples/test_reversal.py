@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.reversal import answer, join, write_reversals
+from megarl.data.examples.reversal import answer, join, write_reversals
 
 
 def rows(path: Path) -> list[dict[str, str]]:

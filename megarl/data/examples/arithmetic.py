@@ -1,6 +1,6 @@
 """Writes a verifiable task: sums such as "12+34=" with the answer "46", and flawed demonstrations for the cold start.
 
-`python -m megarl.data.arithmetic FOLDER` writes these files, in the format of a user's data:
+`python -m megarl.data.examples.arithmetic FOLDER` writes these files, in the format of a user's data:
     sft.jsonl     {"prompt": "17+25=", "response": "32"}                                       the cold start
     train.jsonl   {"prompt": "56+78=", "ground_truth": "134", "data_source": "arithmetic"}     reinforcement learning
     test.jsonl    the same                                                                     evaluation

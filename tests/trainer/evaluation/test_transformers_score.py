@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.tiny import write_tiny_model
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.rewards.scorer import Rewards
 from megarl.sample import Prompt
-from megarl.trainer.transformers_score import Task, TransformersScore
+from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
 
 REWARD = """
 def length(prompt, completion):

@@ -22,9 +22,9 @@ from megarl.sample import AUDIT, LostRollout, Prompt, Sample
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.trainer.build import read_prompts
+from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.reward_trial import RewardTrial
 
 EVALUATIONS = "evaluations.jsonl"  # a line for each evaluation, see Evaluation.line
 _TRIES = 3  # to get all replies of one version of the weights

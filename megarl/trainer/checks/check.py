@@ -18,8 +18,8 @@ from megarl.data.prompts import Prompts, Row
 from megarl.plugins import load_plugins
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import cached_folder, read_prompts
+from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
-from megarl.trainer.reward_trial import RewardTrial
 from megarl.trainer.teachers import check_taught
 from megarl.weights.hf.folder import INDEX, SINGLE, open_hf
 

@@ -12,7 +12,7 @@ from megarl.metrics.timeline import Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TokenLog
 from megarl.metrics.trackers.trackers import Trackers
-from megarl.trainer.step_metrics import StepMetrics
+from megarl.trainer.observed.step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megarl.trainer.beside import Beside
-from megarl.trainer.evaluate import Evaluation
+from megarl.trainer.evaluation.beside import Beside
+from megarl.trainer.evaluation.evaluate import Evaluation
 
 
 class Waited:
@@ -52,7 +52,7 @@ def test_it_begins_with_the_version_that_the_servers_hold_and_is_noted_at_its_st
     story.append("gradient")
     evaluation.finish(lambda: story.append("look"), trackers(story))
     evaluation.finish(lambda: story.append("look"), trackers(story))
-    assert story == [("submit", 7), "gradient", *["look", "evaluate 1 of 4"] * 2, (7, 7)]
+    assert story == [("submit", 7), "gradient", *["look", "testing 1 of 4"] * 2, (7, 7)]
 
 
 def test_it_is_given_up_when_no_server_has_its_weights_any_more() -> None:

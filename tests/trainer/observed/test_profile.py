@@ -14,7 +14,7 @@ from megarl.config.schema.trainer import Profile
 from megarl.group import Group
 from megarl.layout import Layout
 from megarl.roles.profiler import RankProfiler
-from megarl.trainer.profile import check_profile, nsys_line
+from megarl.trainer.observed.profile import check_profile, nsys_line
 
 
 def test_a_trace_has_the_ranges_and_operations_between_start_and_stop(tmp_path: Path):

@@ -9,8 +9,8 @@ import pytest
 from megarl.config import Config, resolved
 from megarl.data.prompts import Row
 from megarl.sample import Prompt
-from megarl.trainer import reward_trial
-from megarl.trainer.reward_trial import RewardTrial, run_trial
+from megarl.trainer.checks import reward_trial
+from megarl.trainer.checks.reward_trial import RewardTrial, run_trial
 
 MINE = """
 import os, time
@@ -87,4 +87,4 @@ def test_no_process_is_started_where_nothing_can_be_tried(monkeypatch: pytest.Mo
     for config in (judged, switched_off, with_agents):
         RewardTrial(config).check([row(None)])
     assert asked == []
-    assert run_trial.__module__ == "megarl.trainer.reward_trial", "the process imports it by this name"
+    assert run_trial.__module__ == "megarl.trainer.checks.reward_trial", "the process imports it by this name"

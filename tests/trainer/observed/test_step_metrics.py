@@ -7,7 +7,7 @@ import torch
 
 from megarl.batch import Batch
 from megarl.config import Config, load_config
-from megarl.trainer.step_metrics import StepMetrics
+from megarl.trainer.observed.step_metrics import StepMetrics
 
 MODEL = (
     "model.config={model_type:qwen3,vocab_size:1024,hidden_size:64,intermediate_size:128,num_hidden_layers:2,"
