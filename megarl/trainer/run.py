@@ -31,7 +31,7 @@ from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector.collector_client import CollectorError, Collectors
 from megarl.rollout.prefetch import Prefetcher
-from megarl.rollout.protocol import Abilities, SamplingParams
+from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.trust import Trusts
 from megarl.sample import Sample
 from megarl.servers import supervisor
@@ -64,15 +64,7 @@ from megarl.trainer.observed.profile import check_profile
 from megarl.trainer.observed.step_metrics import StepMetrics
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
-from megarl.trainer.servers.abilities import (
-    Told,
-    abilities_of,
-    ask_servers,
-    check_abilities,
-    check_draws_as_asked,
-    check_reports_routes,
-    check_tells_support,
-)
+from megarl.trainer.servers.abilities import check_newcomer, fitting
 from megarl.trainer.servers.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
@@ -264,7 +256,7 @@ class Run:
         if teachers is not None:
             keys, longest = config.longest
             teachers.require_room(longest, keys)
-        abilities = self._checked(site.ask_servers())
+        abilities = fitting(site.ask_servers(), config, drains=self.drains)
         router = site.router
         salted = keeps_kv(config) and all(ability.cache_salt for ability in abilities)
         self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
@@ -302,31 +294,12 @@ class Run:
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
 
-    def _checked(self, told: Told) -> list[Abilities]:
-        """What the servers can do; raises ValueError if one of them does not fit the run."""
-        config, abilities = self.config, abilities_of(told)
-        check_abilities(abilities, config, drains=self.drains)
-        check_draws_as_asked(told)
-        if config.actor.router_replay == "rollout":
-            check_reports_routes(told)
-        if config.narrows_sampling:
-            check_tells_support(told, config)
-        return abilities
-
-    def _check_newcomer(self, url: str, *, salted: bool) -> None:
-        """Of a server that joins, or is back, maybe with other options.  Raises ValueError if it does not fit."""
-        told, silent = ask_servers([url], self._infrastructure.server_token)
-        if silent:
-            raise ValueError(silent[url])
-        (ability,) = self._checked(told)
-        if salted and not ability.cache_salt:
-            raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
-
     def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts, *, salted: bool) -> ServerManager:
         """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""
         ids = canary_tokens(self.config, self.prompts)
         door, colocation, lora = self._infrastructure.door, self._infrastructure.colocation, self.config.actor.lora
-        check = partial(self._check_newcomer, salted=salted)
+        token = self._infrastructure.server_token
+        check = partial(check_newcomer, config=self.config, token=token, drains=self.drains, salted=salted)
         loads = self._stack.enter_context(ServerLoads(self._infrastructure.server_token))
         how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "check": check, "loads": loads}
         if colocation is None:

@@ -40,6 +40,28 @@ def ask_servers(urls: Sequence[str], token: str, limit_s: float = ANSWER_S) -> t
     return told, {url: str(answer) for url, answer in answers.items() if isinstance(answer, ServerError)}
 
 
+def fitting(told: Told, config: Config, *, drains: bool) -> list[Abilities]:
+    """What the servers can do.  Raises ValueError if one of them does not fit the run."""
+    abilities = abilities_of(told)
+    check_abilities(abilities, config, drains=drains)
+    check_draws_as_asked(told)
+    if config.actor.router_replay == "rollout":
+        check_reports_routes(told)
+    if config.narrows_sampling:
+        check_tells_support(told, config)
+    return abilities
+
+
+def check_newcomer(url: str, config: Config, token: str, *, drains: bool, salted: bool) -> None:
+    """Raises ValueError if a server does not fit that joins, or that is back, maybe with other options."""
+    told, silent = ask_servers([url], token)
+    if silent:
+        raise ValueError(silent[url])
+    (ability,) = fitting(told, config, drains=drains)
+    if salted and not ability.cache_salt:
+        raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
+
+
 def abilities_of(told: Told) -> list[Abilities]:
     """Features of each server."""
     return [Abilities.of(str(info.get("version", ""))) for info in told.values()]
