@@ -1,9 +1,11 @@
 """Causal attention over rows whose common prefixes stand once: see data/prefix_tree.py.
 
 A place attends to the places before it in its node, and to all of the node's ancestors but each one's last place, which
-the node below repeats.  Each of the two parts is a call of torch's fused attention with its own softmax; the parts are
-merged by the logarithms of their sums, as Ring Attention merges blocks (arXiv:2310.01889).  In the backward pass each
-part gets the merged output and logarithm, with which its probabilities are those of the whole softmax.
+the node below repeats.  Where the ancestors are short, both are one call of torch's fused attention, for which each
+node gets a copy of their keys.  Where they are long, each part is a call with its own softmax, the one over the
+ancestors for all children of a node at once; the parts are merged by the logarithms of their sums, as Ring Attention
+merges blocks (arXiv:2310.01889).  In the backward pass each part gets the merged output and logarithm, with which its
+probabilities are those of the whole softmax.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from torch import Tensor
 
 from megarl.data.prefix_tree import PrefixTree
 
+# On CPUs one call in place of two is faster, by a third for short nodes; a longer one's mask would take much memory.
+REPEATED = 128  # keys above a node that are copied for each of its children
+MASKED = 512  # places of such a child
 WASTE = 1.3  # of a call: the largest part of it by the smallest, in queries and in keys
 
 
@@ -26,16 +31,19 @@ WASTE = 1.3  # of a call: the largest part of it by the smallest, in queries and
 class Call:
     """Some parts of a row with about as many queries and keys each, in one call; padding is behind each part's end."""
 
-    queries: Tensor  # [b * q] int64, places of the row; of padding T
+    queries: Tensor  # [b * q] int64, places of the row; of padding T, behind them
     keys: Tensor  # [b * k] int64
+    read_queries: Tensor  # the same, but of padding T - 1: what is read there has no effect
+    read_keys: Tensor
     shape: tuple[int, int, int]  # b, q, k
     is_causal: bool  # over the places of a node: queries are the keys
+    is_first: bool  # of those in which its queries are
     query_positions: Tensor  # [b, q] int64, in the sequences; of padding -1
     key_positions: Tensor  # [b, k] int64
     has_all_keys: bool  # no part has padding for keys
 
     def on(self, device: torch.device) -> Call:
-        names = ("queries", "keys", "query_positions", "key_positions")
+        names = ("queries", "keys", "read_queries", "read_keys", "query_positions", "key_positions")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
@@ -57,14 +65,29 @@ class TreePlan:
         for node in below:  # a parent comes before its children
             if node >= 0:
                 above[node] = np.concatenate([above[int(tree.parents[node])], own[node][:-1]])
-        seen = [(np.concatenate([own[child] for child in below[node]]), above[node]) for node in below if node >= 0]
+        whole: list[tuple[np.ndarray, np.ndarray]] = []  # a node, and all that it sees
+        alone: list[tuple[np.ndarray, np.ndarray]] = []  # a node without what is above it
+        seen: list[tuple[np.ndarray, np.ndarray]] = []  # children of a node, and what is above them
+        for node, children in below.items():
+            repeats = {child: 0 < len(above[node]) <= REPEATED and len(own[child]) <= MASKED for child in children}
+            whole += [(own[child], np.concatenate([above[node], own[child]])) for child in children if repeats[child]]
+            apart = [own[child] for child in children if not repeats[child]]
+            alone += [(places, places) for places in apart]
+            if apart and len(above[node]):
+                seen.append((np.concatenate(apart), above[node]))
         at = np.append(tree.place_positions, -1)
-        calls = [*_calls([(x, x) for x in own], at, is_causal=True), *_calls(seen, at, is_causal=False)]
+        calls = [
+            *_calls(alone, at, is_causal=True, is_first=True),
+            *_calls(whole, at, is_causal=False, is_first=True),
+            *_calls(seen, at, is_causal=False, is_first=False),
+        ]
         longest = int((tree.positions + tree.lengths).max())
         return cls(tuple(call.on(device) for call in calls), tree.num_places, longest)
 
 
-def _calls(parts: list[tuple[np.ndarray, np.ndarray]], at: np.ndarray, *, is_causal: bool) -> Iterator[Call]:
+def _calls(
+    parts: list[tuple[np.ndarray, np.ndarray]], at: np.ndarray, *, is_causal: bool, is_first: bool
+) -> Iterator[Call]:
     """Parts (queries, keys) of similar size together, so that little is padding."""
     lots: list[list[tuple[np.ndarray, np.ndarray]]] = []
     for part in sorted((part for part in parts if len(part[1])), key=lambda part: (len(part[1]), len(part[0]))):
@@ -74,9 +97,19 @@ def _calls(parts: list[tuple[np.ndarray, np.ndarray]], at: np.ndarray, *, is_cau
             lots.append([part])
     for lot in lots:
         queries, keys = (_padded([part[i] for part in lot], len(at) - 1) for i in (0, 1))
-        tensors = [torch.from_numpy(x) for x in (queries.ravel(), keys.ravel(), at[queries], at[keys])]
-        shape = len(lot), queries.shape[1], keys.shape[1]
-        yield Call(tensors[0], tensors[1], shape, is_causal, tensors[2], tensors[3], keys.max() < len(at) - 1)
+        last, (own, others) = len(at) - 2, (torch.from_numpy(x.ravel()) for x in (queries, keys))
+        yield Call(
+            queries=own,
+            keys=others,
+            read_queries=own.clamp(max=last),
+            read_keys=others.clamp(max=last),
+            shape=(len(lot), queries.shape[1], keys.shape[1]),
+            is_causal=is_causal,
+            is_first=is_first,
+            query_positions=torch.from_numpy(at[queries]),
+            key_positions=torch.from_numpy(at[keys]),
+            has_all_keys=bool(keys.max() <= last),
+        )
 
 
 def _padded(parts: list[np.ndarray], padding: int) -> np.ndarray:
@@ -97,6 +130,9 @@ def mask_of(call: Call, window: int | None, longest: int) -> Tensor | None:
         own = torch.arange(call.shape[1], device=near.device)
         return near & (own[:, None] >= own)
     there = None if call.has_all_keys else (call.key_positions >= 0)[:, None, None]
+    if call.is_first:  # a node and all that it sees, of which its own places come later than others of it
+        past = (call.query_positions[:, :, None] >= call.key_positions[:, None])[:, None]
+        there = past if there is None else past & there
     return there if near is None else near if there is None else near & there
 
 
@@ -118,15 +154,14 @@ class TreeAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)
-        # With a place more, which padding reads and writes.
+        # With a place more, which padding writes.
         out = q.new_zeros(plan.num_places + 1, q.size(1), v.size(2), dtype=exact)
         sums = out.new_full(out.shape[:2], -torch.inf) if sinks is None else sinks.to(exact).repeat(len(out), 1)
-        inputs = [_resized(x[: plan.num_places], plan.num_places + 1) for x in (q, k, v)]
         for call in plan.calls:
             mask = mask_of(call, window, plan.longest)
-            found = attend(*_taken(call, *inputs), mask, is_causal=call.is_causal, scale=scale)
+            found = attend(*_taken(call, q, k, v), mask, is_causal=call.is_causal, scale=scale)
             part, of_part = (x.to(exact).flatten(0, 1) for x in found)
-            if not (call.is_causal and sinks is None):  # the first that a place sees
+            if not (call.is_first and sinks is None):
                 before = sums.index_select(0, call.queries)
                 total = torch.logaddexp(before, of_part)
                 part = torch.lerp(
@@ -144,23 +179,21 @@ class TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, sums = ctx.saved_tensors
         plan, window, scale = ctx.how
-        given, merged, *inputs = (_resized(x[: plan.num_places], plan.num_places + 1) for x in (grad, out, q, k, v))
         infinite = torch.cat([sums, sums.new_full((1, sums.size(1)), torch.inf)])  # padding has no probability
-        totals = [x.new_zeros(x.shape, dtype=sums.dtype) for x in inputs]
+        size = plan.num_places + 1
+        totals = [x.new_zeros(size, *x.shape[1:], dtype=sums.dtype) for x in (q, k, v)]
         for call in plan.calls:
-            grads, outs, logs = (
-                x.index_select(0, call.queries).unflatten(0, call.shape[:2]) for x in (given, merged, infinite)
-            )
+            read = ((grad, call.read_queries), (out, call.read_queries), (infinite, call.queries))
+            grads, outs, logs = (x.index_select(0, at).unflatten(0, call.shape[:2]) for x, at in read)
             mask = mask_of(call, window, plan.longest)
-            parts = attend_backward(
-                grads, outs, logs, *_taken(call, *inputs), mask, is_causal=call.is_causal, scale=scale
-            )
+            taken = _taken(call, q, k, v)
+            parts = attend_backward(grads, outs, logs, *taken, mask, is_causal=call.is_causal, scale=scale)
             for total, part, places in zip(totals, parts, (call.queries, call.keys, call.keys), strict=True):
                 total.index_add_(0, places, part.flatten(0, 1).to(total.dtype))
         of_q, of_k, of_v = (_resized(total[:-1].to(q.dtype), len(q)) for total in totals)
         of_sinks = None
         if sinks is not None:  # of a key with a value of zeros
-            change = (given[:-1].to(sums.dtype) * merged[:-1].to(sums.dtype)).sum(-1)
+            change = (grad[: len(sums)].to(sums.dtype) * out[: len(sums)].to(sums.dtype)).sum(-1)
             of_sinks = -((sinks.to(sums.dtype) - sums).exp() * change).sum(0).to(sinks.dtype)
         return of_q, of_k, of_v, of_sinks, None, None, None
 
@@ -173,8 +206,8 @@ def _resized(x: Tensor, size: int) -> Tensor:
 def _taken(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[b, q, n, d], [b, k, m, d], [b, k, m, e]"""
     b, num_queries, num_keys = call.shape
-    k, v = (x.index_select(0, call.keys).unflatten(0, (b, num_keys)) for x in (k, v))
-    return q.index_select(0, call.queries).unflatten(0, (b, num_queries)), k, v
+    k, v = (x.index_select(0, call.read_keys).unflatten(0, (b, num_keys)) for x in (k, v))
+    return q.index_select(0, call.read_queries).unflatten(0, (b, num_queries)), k, v
 
 
 def attend(
@@ -208,7 +241,7 @@ def attend_backward(
     """Gradients of q, k and v in their shapes, as parts of a softmax with this output and log of the sum."""
     shapes = q.shape, k.shape, v.shape
     wide = max(q.size(-1), v.size(-1))
-    grad, out = (F.pad(x, (0, wide - x.size(-1))).transpose(1, 2) for x in (grad, out))
+    grad, out = (_widened(x, wide).transpose(1, 2) for x in (grad, out))
     q, k, v = _same_heads(q, k, v)
     how: dict[str, Any] = {"attn_mask": _added(mask, q), "scale": scale}
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -224,8 +257,13 @@ def attend_backward(
 def _same_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[b, n, l, w] each: as many heads and dimensions as the most of them have."""
     wide, times = max(q.size(-1), v.size(-1)), q.size(2) // k.size(2)
-    q, k, v = (F.pad(x, (0, wide - x.size(-1))).transpose(1, 2) for x in (q, k, v))
-    return q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    q, k, v = (_widened(x, wide).transpose(1, 2) for x in (q, k, v))
+    return (q, k, v) if times == 1 else (q, k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last dimension; `F.pad` copies also where there are none."""
+    return x if x.size(-1) == width else F.pad(x, (0, width - x.size(-1)))
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
+from megarl.mcore.models import tree_attention
 from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10)
@@ -53,6 +56,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tenso
     window=st.none() | st.integers(1, 9),
     has_sinks=st.booleans(),
     padding=st.integers(0, 2),
+    repeated=st.sampled_from([0, 4, tree_attention.REPEATED]),
     seed=st.integers(0, 99),
 )
 def test_it_is_one_masked_softmax_and_so_are_its_gradients(
@@ -61,6 +65,7 @@ def test_it_is_one_masked_softmax_and_so_are_its_gradients(
     window: int | None,
     has_sinks: bool,  # noqa: FBT001
     padding: int,
+    repeated: int,
     seed: int,
 ) -> None:
     tree, g = tree_of(rows), torch.Generator().manual_seed(seed)
@@ -71,7 +76,9 @@ def test_it_is_one_masked_softmax_and_so_are_its_gradients(
     sinks = torch.randn(heads, generator=g, dtype=torch.float64).requires_grad_() if has_sinks else None
     leaves = [*inputs, *([sinks] if sinks is not None else [])]
 
-    got = TreeAttention.apply(*inputs, sinks, TreePlan.of(tree, torch.device("cpu")), window, 0.3)
+    with mock.patch.object(tree_attention, "REPEATED", repeated):
+        plan = TreePlan.of(tree, torch.device("cpu"))
+    got = TreeAttention.apply(*inputs, sinks, plan, window, 0.3)
     used = [x[: tree.num_places] for x in inputs]
     expected = reference(*used, sinks, sees(tree, window), 0.3)
     torch.testing.assert_close(got[: tree.num_places], expected, rtol=1e-10, atol=1e-10)
@@ -99,6 +106,10 @@ def test_parts_of_similar_size_share_a_call() -> None:
     g = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 1000, (n,), generator=g).tolist() for n in (20, 21, 300)]
     rows = [[*prompt, *torch.randint(0, 1000, (30,), generator=g).tolist()] for prompt in prompts for _ in range(4)]
-    calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
+    with mock.patch.object(tree_attention, "REPEATED", 0):
+        calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
     assert [call.shape for call in calls if call.is_causal] == [(14, 31, 31), (1, 300, 300)]
     assert [call.shape for call in calls if not call.is_causal] == [(2, 124, 20), (1, 124, 299)]
+    calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
+    assert [call.shape for call in calls if call.is_causal] == [(6, 31, 31), (1, 300, 300)]
+    assert [call.shape for call in calls if not call.is_causal] == [(8, 31, 51), (1, 124, 299)]
