@@ -7,7 +7,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -75,9 +77,19 @@ def _verl_for_plugins() -> Iterator[None]:
             del sys.modules[name]
 
 
+# Beginnings of the files of code that is not the user's.
+_OURS = (f"{Path(__file__).parent}{os.sep}", "<frozen ")
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
+
+
 def describe(error: BaseException) -> str:
-    """An error as a part of a sentence.  Example: "KeyError: 'gone' (mine.py:12)", where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """An error as a part of a sentence.  Example: "KeyError: 'gone' (mine.py:12)".
+
+    The place is the last one in the user's own code, not in packages that it calls; without any of it, the last one in
+    packages; none if only code of ours is part of it.
+    """
+    others = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
+    frames = [each for each in others if not each.filename.startswith(_INSTALLED)] or others
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {_line(error)}{place}"
 

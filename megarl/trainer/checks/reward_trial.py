@@ -32,6 +32,8 @@ from megarl.trainer.collectors import surroundings
 
 PATIENCE_S = 60.0  # more than a reward's own limit: its first call may load what it needs
 ANSWER = "0"  # to a row without ground truth
+# A model writes such answers, too: nothing, and the beginning of what the reward looks for, in no language's words.
+ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```")
 
 
 class Job(NamedTuple):
@@ -77,14 +79,20 @@ class RewardTrial:
         return self._process is not None
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Call the rewards of each row with its ground truth as the answer.
+        """Call the rewards of each row with its ground truth as the answer, and once each with ODD_ANSWERS.
 
+        What they say of these does not matter, nor whether they raise with reward.on_error=zero, which expects it.
         Raises ValueError, naming row and reward, for the first one that fails.  One that takes too long is named in a
         warning, and the rest is not tried: it may wait for a service that starts later.
         """
+        odd = () if self._config.reward.on_error == "zero" else ODD_ANSWERS
+        tried: set[str] = set()  # rewards, with odd answers
         for where, prompt in rows if self._process is not None else ():
-            for fn in self._rewards_of(prompt):
-                answer = ANSWER if prompt.ground_truth is None else prompt.ground_truth
+            right = ANSWER if prompt.ground_truth is None else prompt.ground_truth
+            fns = self._rewards_of(prompt)
+            jobs = [(fn, answer) for fn in fns for answer in (right, *(() if fn in tried else odd))]
+            tried.update(fns)
+            for fn, answer in jobs:
                 outcome = self._ask(Job(fn, prompt, stand_in(prompt, answer)))
                 if outcome is None:
                     return warn(f"reward {fn} did not answer within {self._limit_s:g} s when it was tried on {where}")

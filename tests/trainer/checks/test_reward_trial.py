@@ -13,7 +13,7 @@ from megarl.trainer.checks import reward_trial
 from megarl.trainer.checks.reward_trial import RewardTrial, run_trial
 
 MINE = """
-import os, time
+import json, os, time
 
 async def acts(prompt, completion):
     if prompt.ground_truth == "raises": raise KeyError("no such unit")
@@ -28,6 +28,18 @@ def knows(prompt, completion):
 
 def acts_once(prompt):
     return len(prompt.text)
+
+def reads(prompt, completion):
+    return float(json.loads(completion.text) == prompt.ground_truth)
+
+def counts(prompt, completion):
+    return 1 / len(completion.text)
+
+def decodes(prompt, completion):
+    return float(len(completion.text.encode("ascii")))
+
+def replies(prompt, completion):
+    return float(completion.text) if completion.text.isdigit() else "no number"
 """
 
 
@@ -66,6 +78,32 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
             trial.check([row("46", "units", text="")])
         with pytest.raises(ValueError, match="its process died with exit code 3; reward.try_rows=0"):
             trial.check([row("dies")])
+
+
+@pytest.mark.parametrize(
+    ("fn", "answer", "said"),
+    [
+        ("reads", "''", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (FILE:19)"),
+        ("counts", "''", "ZeroDivisionError: division by zero (FILE:22)"),
+        ("decodes", "'¿?", "ordinal not in range(128) (FILE:25)"),
+        ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score'"),
+    ],
+)
+def test_answers_without_the_expected_form_are_tried_too(mine: str, fn: str, answer: str, said: str) -> None:
+    """The place is the line of the user's file, not one of what it calls, and none where the file raises nothing."""
+    with RewardTrial(config_of(f"{mine}:{fn}")) as trial, pytest.raises(ValueError, match="^reward.fn") as caught:
+        trial.check([row("46")])
+    assert f"with the answer {answer}" in str(caught.value)
+    assert f"{said.replace('FILE', mine)}; reward.try_rows=0" in str(caught.value)
+
+
+def test_who_expects_errors_has_them_only_of_right_answers(mine: str) -> None:
+    config = config_of(f"{mine}:counts", f"{mine}:knows")
+    config.reward.on_error = "zero"
+    with RewardTrial(config) as trial:
+        trial.check([row("46")])
+        with pytest.raises(ValueError, match="knows: tried on"):
+            trial.check([row("46", text="")])
 
 
 def test_a_reward_that_takes_too_long_is_a_warning(
