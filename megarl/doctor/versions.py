@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,17 @@ TESTED = {
     "rich": "15.0.0",
 }
 PYTHONS = ((3, 11), (3, 12))
+# Kernels of others, for GPUs, by package, and what computes without them.
+KERNELS = {
+    "transformer-engine": "Megatron's local layers and torch's attention",
+    "apex": "a product and an addition for the head's weight gradient",
+    "flash-attn": "Transformer Engine's own attention, or torch's",
+}
+KERNELS_OF_SERVERS = (
+    "sglang-kernel",
+    "sgl-kernel",
+    "flashinfer-python",
+)  # the first two are one, by its new and old name
 
 
 class Together(NamedTuple):
@@ -66,7 +78,8 @@ TORCHES = tuple(dict.fromkeys(row.torch for row in TOGETHER))
 
 def trainer_findings() -> list[Finding]:
     """Python and the packages of this environment."""
-    return [_python(), *(_package(name, tested) for name, tested in TESTED.items())]
+    packages = [_package(name, tested) for name, tested in TESTED.items()]
+    return [_python(), *packages, *(_kernels(name, otherwise) for name, otherwise in KERNELS.items())]
 
 
 def server_findings(config: Config, *, has_gpu: bool) -> list[Finding]:
@@ -82,7 +95,7 @@ def server_findings(config: Config, *, has_gpu: bool) -> list[Finding]:
         from megarl.trainer.servers.colocation import uses_gpus
 
         python = sglang_python(rollout.sglang.python)
-        found = versions_in(python, ["sglang", "torch"])
+        found = versions_in(python, ["sglang", "torch", *KERNELS_OF_SERVERS])
         theirs, ours = nccl_of(python), nccl_of(Path(sys.executable))
     except ImportError as error:
         return [Finding("SGLang", f"unknown: {error}", wanted, NOTE)]
@@ -98,6 +111,7 @@ def server_findings(config: Config, *, has_gpu: bool) -> list[Finding]:
         Finding("SGLang", found["sglang"], wanted, OK),
         Finding("NCCL", both, one, verdict, "bash launch/gpu/install.sh" if differ else ""),
         _together(found, has_gpu=has_gpu),
+        _kernels_of_servers(found, has_gpu=has_gpu),
     ]
 
 
@@ -106,6 +120,22 @@ def _python() -> Finding:
     is_one = sys.version_info[:2] in PYTHONS
     mend = "" if is_one else "PYTHON=/path/to/python3.12 bash launch/test.sh"
     return Finding("python", platform.python_version(), wanted, OK if is_one else FAIL, mend)
+
+
+def _kernels(name: str, otherwise: str) -> Finding:
+    try:
+        return Finding(name, version(name), "optional, for GPUs", OK)
+    except PackageNotFoundError:
+        return Finding(name, f"not installed: {otherwise}", "optional, for GPUs", OK)
+
+
+def _kernels_of_servers(found: Mapping[str, str], *, has_gpu: bool) -> Finding:
+    """`found`: versions in SGLang's environment."""
+    there = [f"{name} {found[name]}" for name in KERNELS_OF_SERVERS if name in found]
+    has_all = len(there) == len(KERNELS_OF_SERVERS) - 1
+    mend = "bash launch/gpu/install.sh server" if has_gpu and not has_all else ""
+    text = ", ".join(there) or "not installed: torch's operations, on a CPU"
+    return Finding("SGLang's kernels", text, "on GPUs sglang-kernel and flashinfer-python", NOTE if mend else OK, mend)
 
 
 def _package(name: str, tested: str) -> Finding:

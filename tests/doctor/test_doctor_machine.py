@@ -25,6 +25,8 @@ def test_the_object_has_every_section_with_measured_speeds_and_who_computes_what
     assert list(told["findings"]) == ["trainer", "servers", "compute", "machine", "sandbox"]
     assert rows["attention"]["found"] == "torch's scaled_dot_product_attention over packed rows"
     assert rows["optimizer"]["found"] == "torch's AdamW"
+    for name, otherwise in versions.KERNELS.items():  # which no machine without a GPU has
+        assert rows[name]["found"] == f"not installed: {otherwise}"
     for subject in ("disk speed", "loopback socket", "free memory", "free disk", "open files"):
         assert rows[subject]["value"] > 0, subject
     assert all(row["mend"] for row in rows.values() if row["verdict"] == "fail")
@@ -39,6 +41,20 @@ def test_a_table_tells_the_command_that_brings_a_missing_package(
     assert "A run cannot start here: a-package-that-nobody-has." in said
     install = f'{sys.executable} -m pip install "a-package-that-nobody-has==1.0"'
     assert f"a-package-that-nobody-has: {install}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("found", "has_gpu", "text", "verdict"),
+    [
+        ({}, False, "not installed: torch's operations, on a CPU", OK),
+        ({"sgl-kernel": "0.3"}, True, "sgl-kernel 0.3", NOTE),
+        ({"sglang-kernel": "0.4.10", "flashinfer-python": "0.7.2"}, True, None, OK),
+    ],
+)
+def test_the_kernels_of_servers_are_told(found: dict[str, str], has_gpu: bool, text: str | None, verdict: str) -> None:  # noqa: FBT001
+    row = versions._kernels_of_servers(found, has_gpu=has_gpu)
+    assert row.found == (text or "sglang-kernel 0.4.10, flashinfer-python 0.7.2")
+    assert (row.verdict, bool(row.mend)) == (verdict, verdict == NOTE)
 
 
 def test_the_versions_are_those_of_the_constraints_file():
