@@ -50,13 +50,18 @@ def model_folder(path: str, key: str = "model.path") -> str:
     """
     if Path(path).is_dir():
         return path
-    if path.count("/") > 1 or path.startswith((".", "~")):  # no name of a hub, which it would be asked for in vain
+    if not may_be_hub_name(path):  # which the hub would be asked for in vain
         raise ValueError(f"{key}={path}: no such folder; expected a folder with a config.json, or a hub name")
     try:
         return _downloaded(path)
     except Exception as error:  # no network, unknown name, no access: the hub raises a different exception for each
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{key}={path}: neither a folder nor a name that the hub gives ({reason})") from error
+
+
+def may_be_hub_name(path: str) -> bool:
+    """OWNER/NAME, or NAME; a folder that is not there has such a path, too."""
+    return path.count("/") <= 1 and not path.startswith((".", "~", "/"))
 
 
 def cached_folder(path: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts, Row
 from megarl.plugins import load_plugins
 from megarl.trainer.algorithm import make_algorithm
-from megarl.trainer.build import cached_folder, read_prompts
+from megarl.trainer.build import MINI_PLACE, cached_folder, may_be_hub_name, read_prompts
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
 from megarl.trainer.teachers import check_taught
@@ -80,15 +81,27 @@ def _roles(config: Config) -> tuple[str, ...]:
 
 
 def _model(config: Config, role: str, folder: str | None) -> str:
-    """A line on a role's model.  Raises ValueError for weights that are not whole."""
+    """A line on a role's model.  Raises ValueError for weights that are not whole, and for a mistyped folder."""
     path = model_of(config, role).path
     if folder is None:
-        made = " (trainer.prepare makes it)" if config.trainer.prepare else ""
-        return f"{group_of(role)}.path={path}: not on this machine{made}, so it was not looked at"
+        return f"{group_of(role)}.path={path}: {_absent(config, path, group_of(role))}"
     if folder != path and not any((Path(folder) / name).exists() for name in (SINGLE, INDEX)):
         return f"{group_of(role)}.path={path}: its weights are downloaded when the run starts"
     with open_hf(folder) as found:
         return f"{group_of(role)}.path={path}: {len(found.shapes):,} tensors"
+
+
+def _absent(config: Config, path: str, group: str) -> str:
+    """Why a model is not there, and what becomes of that.  Raises ValueError if it stops the run."""
+    if config.trainer.prepare or path.startswith(MINI_PLACE):
+        return "not here yet, the run makes it (so it was not looked at)"
+    here = [str(found.parent) for pattern in ("*", "*/*") for found in Path().glob(f"{pattern}/config.json")]
+    near = get_close_matches(path, here, n=1, cutoff=0.8)
+    is_in_folder = Path(path).parent != Path() and Path(path).parent.is_dir()
+    if near or is_in_folder or not may_be_hub_name(path):
+        hint = f"did you mean {near[0]}?" if near else "expected a folder with a config.json, or a hub name"
+        raise ValueError(f"{group}.path={path}: no such folder; {hint}")
+    return "no folder here, and no hub name that was downloaded before; the run asks the hub, which was not asked now"
 
 
 def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:

@@ -76,7 +76,33 @@ def test_a_model_that_is_only_a_name_yet_is_no_fault(
     assert (
         "model.path=nobody/nothing: its config.json is not on this machine; layout and memory were not planned" in told
     )
-    assert "model.path=nobody/nothing: not on this machine, so it was not looked at" in told
+    assert (
+        "model.path=nobody/nothing: no folder here, and no hub name that was downloaded before; the run asks the hub, "
+        "which was not asked now" in told
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("modles/tiny", "did you mean models/tiny?"),
+        ("models/other", "expected a folder with a config.json, or a hub name"),
+    ],
+)
+def test_a_mistyped_folder_is_no_name_of_a_hub(
+    parts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+    hint: str,
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(parts / "model")
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.path={path}", f"model.tokenizer_path={parts}/model", CHECK]
+    assert main(["train", *settings(parts, tmp_path, "mistyped", *words)]) == 2
+    assert f"error: model.path={path}: no such folder; {hint}\n" in capsys.readouterr().err
 
 
 def test_a_run_that_belongs_to_another_machine_is_laid_out_alone(
