@@ -72,12 +72,11 @@ class Way:
         return f"{self.side}, {self.words}"
 
 
-WHOLE = "actor.megatron.tensor_model_parallel_size=1"
 WAYS = (
-    Way("megarl", 2, (WHOLE,), "2 ranks, data parallel"),
-    Way("megarl", 2, (WHOLE, "rollout.num_servers=2"), "2 ranks, data parallel, 2 servers"),
-    Way("megarl", 2, (), "2 ranks, tensor parallel"),
-    Way("megarl", 1, (WHOLE,), "1 rank, 2 threads"),
+    Way("megarl", 2, (), "2 ranks, data parallel"),
+    Way("megarl", 2, ("rollout.num_servers=2",), "2 ranks, data parallel, 2 servers"),
+    Way("megarl", 2, ("actor.megatron.tensor_model_parallel_size=2",), "2 ranks, tensor parallel"),
+    Way("megarl", 1, (), "1 rank, 2 threads"),
     Way("trl", 1, (), "1 process, 2 threads"),
     Way("trl", 2, (), "2 processes, 1 thread"),
 )

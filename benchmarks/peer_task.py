@@ -59,7 +59,7 @@ class Work:
         """The model and the prompts."""
         if self.learns:
             with chdir(self.folder):
-                prepare(load_config(["recipe=quickstart_grpo", "actor.megatron.tensor_model_parallel_size=1"])[0])
+                prepare(load_config(["recipe=quickstart_grpo"])[0])
             return
         write_task(f"{self.folder}/data", **TASK)
         if self.prompt_tokens:

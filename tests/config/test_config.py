@@ -22,6 +22,7 @@ from megarl.config import (
     to_yaml,
 )
 from megarl.config.keys import followed, leaf_types, nearest
+from megarl.config.resolve import data_parallel_size
 from megarl.config.validate.values import value_of
 
 # ---- the shipped tree, and users' files
@@ -35,10 +36,10 @@ def test_every_shipped_recipe_composes_without_a_warning(recipe):
     assert config.trainer.experiment_name == recipe
 
 
-def test_the_quickstart_is_ppo_with_a_reference_on_two_tensor_parallel_ranks():
+def test_the_quickstart_is_ppo_with_a_reference_on_two_data_parallel_ranks():
     config, _ = load_config(["recipe=quickstart"])
     assert config.uses_critic and config.uses_reference
-    assert config.trainer.num_ranks == config.actor.megatron.tensor_model_parallel_size == 2
+    assert config.trainer.num_ranks == data_parallel_size(config, "actor") == 2
     assert config.trainer.run_dir == Path("runs/quickstart")
     grpo, _ = load_config(["recipe=quickstart_grpo"])
     assert not grpo.uses_critic

@@ -235,7 +235,8 @@ def test_verls_grouper_of_prefixes_is_taken_with_its_meaning(value: str, ours: s
         ("trainer.device=cuda", "trainer.device=cuda"),
         ("trainer.device=auto actor.megatron.transformer_impl=transformer_engine", "actor.megatron.transformer_impl="),
         (
-            "model=qwen3_moe_mini actor.megatron.sequence_parallel=true actor.router_replay=old",
+            "model=qwen3_moe_mini actor.megatron.tensor_model_parallel_size=2 actor.megatron.sequence_parallel=true "
+            "actor.router_replay=old",
             "actor.router_replay=old",
         ),
         ("actor.megatron.context_parallel_size=2", "actor.megatron.context_parallel_size=2"),
