@@ -132,7 +132,7 @@ def _kernels(name: str, otherwise: str) -> Finding:
 def _kernels_of_servers(found: Mapping[str, str], *, has_gpu: bool) -> Finding:
     """`found`: versions in SGLang's environment."""
     there = [f"{name} {found[name]}" for name in KERNELS_OF_SERVERS if name in found]
-    has_all = len(there) == len(KERNELS_OF_SERVERS) - 1
+    has_all = "flashinfer-python" in found and bool(found.keys() & {"sglang-kernel", "sgl-kernel"})
     mend = "bash launch/gpu/install.sh server" if has_gpu and not has_all else ""
     text = ", ".join(there) or "not installed: torch's operations, on a CPU"
     return Finding("SGLang's kernels", text, "on GPUs sglang-kernel and flashinfer-python", NOTE if mend else OK, mend)

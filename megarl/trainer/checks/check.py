@@ -95,13 +95,12 @@ def _absent(config: Config, path: str, group: str) -> str:
     """Why a model is not there, and what becomes of that.  Raises ValueError if it stops the run."""
     if config.trainer.prepare or path.startswith(MINI_PLACE):
         return "not here yet, the run makes it (so it was not looked at)"
+    if not may_be_hub_name(path):
+        raise ValueError(f"{group}.path={path}: no such folder; expected a folder with a config.json, or a hub name")
     here = [str(found.parent) for pattern in ("*", "*/*") for found in Path().glob(f"{pattern}/config.json")]
     near = get_close_matches(path, here, n=1, cutoff=0.8)
-    is_in_folder = Path(path).parent != Path() and Path(path).parent.is_dir()
-    if near or is_in_folder or not may_be_hub_name(path):
-        hint = f"did you mean {near[0]}?" if near else "expected a folder with a config.json, or a hub name"
-        raise ValueError(f"{group}.path={path}: no such folder; {hint}")
-    return "no folder here, and no hub name that was downloaded before; the run asks the hub, which was not asked now"
+    hint = f" (if it is to be a folder: did you mean {near[0]}?)" if near else ""
+    return f"no folder here, and no hub name that was downloaded before; the run asks the hub, this did not{hint}"
 
 
 def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
