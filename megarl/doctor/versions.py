@@ -47,11 +47,7 @@ KERNELS = {
     "apex": "a product and an addition for the head's weight gradient",
     "flash-attn": "Transformer Engine's own attention, or torch's",
 }
-KERNELS_OF_SERVERS = (
-    "sglang-kernel",
-    "sgl-kernel",
-    "flashinfer-python",
-)  # the first two are one, by its new and old name
+KERNELS_OF_SERVERS = ("sglang-kernel", "sgl-kernel", "flashinfer-python")  # the first two are one package, renamed
 
 
 class Together(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import fcntl
 import gc
 import io
@@ -74,7 +75,13 @@ def _serve(requests: socket.socket) -> _Request | None:
         request = _receive(requests)
         if request is None:
             return None
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, too many processes: this one serves those that run
+            for file in (request.exit_codes, *request.files.values()):
+                os.close(file)
+            requests.sendall(NUMBER.pack(-(error.errno or errno.EAGAIN)))
+            continue
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -5,8 +5,9 @@ seconds of a core.  `warm_up` starts one process that imports them while the cal
 for a fork that becomes the program: with variables, files and a session of its own, as `subprocess` would start it.
 Without a warm process, and for any other program, `start_program` is `subprocess`.
 
-The warm process has only the allowed variables of this one.  It ends with the thread that started it, and the programs
-end with it.
+The warm process has only the allowed variables of this one, so that a package which reads another one while it is
+imported, as torch does TORCH_LOGS, does not find it.  It ends with the thread that started it, and its
+programs end with it.
 """
 
 from __future__ import annotations
@@ -117,7 +118,10 @@ class _WarmProcess:
     def fork(
         self, words: Sequence[str], env: Mapping[str, str], files: Mapping[int, int], command: Sequence[str]
     ) -> _Fork:
-        """`words`: the module and its arguments; `files`: numbers there -> here.  Raises OSError if it has ended."""
+        """`words`: the module and its arguments; `files`: numbers there -> here.
+
+        Raises OSError if it has ended, or cannot fork.
+        """
         exit_codes, theirs = os.pipe()
         try:
             wanted = {"words": list(words), "env": dict(env), "files": list(files), "folder": os.getcwd()}
@@ -127,12 +131,14 @@ class _WarmProcess:
                 said = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
             if len(said) < NUMBER.size:
                 raise ConnectionResetError("the warm process has ended")
+            if (pid := NUMBER.unpack(said)[0]) < 0:
+                raise OSError(-pid, f"the warm process cannot fork: {os.strerror(-pid)}")
         except BaseException:
             os.close(exit_codes)
             raise
         finally:
             os.close(theirs)
-        return _Fork(NUMBER.unpack(said)[0], exit_codes, command)
+        return _Fork(pid, exit_codes, command)
 
     def end(self) -> None:
         """The programs that it started end with it."""
@@ -183,7 +189,7 @@ def start_program(
     words = _words_of_module(command)
     if _warm is not None and words and words[0] in _warm.programs:
         out = {1: 1, 2: 2} if log is None else dict.fromkeys((1, 2), log.fileno())
-        with contextlib.suppress(OSError):  # the warm process has ended: the usual way is left
+        with contextlib.suppress(OSError):  # the usual way is left, whose error is told
             return _warm.fork(words, env, out | {fd: fd for fd in pass_fds}, command)
     return subprocess.Popen(
         list(command),

@@ -334,11 +334,6 @@ def _is_padded(launch: EngineLaunch) -> bool:
     return is_enlarged("sglang", hf, launch.tensor_parallel_size)
 
 
-def server_places(config: Config) -> list[tuple[range, int]]:
-    """Machines and first GPU of each server of a run."""
-    return placements(config, trains=True)
-
-
 def check_gpus(config: Config, *, trains: bool) -> None:
     """Refuse servers for which this machine has too few GPUs; the other machines are assumed to be equal."""
     gpus, size = torch.cuda.device_count(), config.rollout.tensor_model_parallel_size

@@ -15,8 +15,8 @@ import yaml
 from megarl.cli import EXIT_USAGE
 from megarl.commands.this_machine import placed
 from megarl.config import load_config
+from megarl.config.placement import placements
 from megarl.processes.signals import EXIT_TERMINATED
-from megarl.trainer.build import server_places
 from megarl.trainer.run import Run
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -142,7 +142,7 @@ def test_a_server_may_load_for_as_long_as_the_settings_say_before_its_pod_counts
 def test_pods_of_the_trainer_may_hold_servers_that_are_larger_than_a_pod() -> None:
     config, _ = load_config(["recipe=grpo_deepseek_v3_671b_64x8h200"], command="train")
     assert not config.rollout.urls
-    assert {len(machines) for machines, _ in server_places(config)} == {4}
+    assert {len(machines) for machines, _ in placements(config, trains=True)} == {4}
 
 
 def test_pods_take_their_keys_from_the_secret_of_their_run_and_no_rights() -> None:

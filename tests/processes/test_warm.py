@@ -116,6 +116,36 @@ def test_other_programs_are_started_in_the_usual_way(warm_process: None, tmp_pat
     assert "usual" in (tmp_path / "log").read_text()
 
 
+def test_where_the_warm_process_cannot_fork_it_lives_on_and_programs_start_in_the_usual_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_warm", None)
+    monkeypatch.setenv("PYTHONPATH", str(HELPERS))
+    (tmp_path / "no_forks.py").write_text(NO_FORKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{HELPERS}{os.pathsep}{tmp_path}")
+    warm_up([PROGRAM], ["no_forks"])
+    first = start(tmp_path / "first", "wait")
+    second = start(tmp_path / "second", "exit", "5")
+    assert isinstance(second, subprocess.Popen) and second.wait(120) == 5
+    assert not isinstance(first, subprocess.Popen) and first.poll() is None, "what runs goes on"
+    cool_down()
+    assert first.wait(60) == -signal.SIGKILL
+
+
+NO_FORKS = """
+import errno, os
+fork, count = os.fork, []
+
+def once():
+    count.append(1)
+    if len(count) > 1:
+        raise OSError(errno.EAGAIN, "no more processes")
+    return fork()
+
+os.fork = once
+"""
+
 DRIVER = f"""
 import sys, time
 sys.path.insert(0, {str(HELPERS)!r})

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.config import Config, load_config, resolved
+from megarl.config.placement import placements
 from megarl.group import RankError
 from megarl.machines import NodeLost
 from megarl.rollout.client import ServerClient
@@ -22,7 +23,6 @@ from megarl.trainer.build import (
     check_ids,
     make_servers,
     server_launch,
-    server_places,
     server_threads,
     supervision,
 )
@@ -117,7 +117,7 @@ def test_servers_are_dealt_over_the_machines(
     rollout = config.rollout
     rollout.num_servers, rollout.tensor_model_parallel_size = servers, size
     rollout.placement, rollout.first_gpu = placement, first
-    assert [(*machines, gpu) for machines, gpu in server_places(config)] == wanted
+    assert [(*machines, gpu) for machines, gpu in placements(config, trains=True)] == wanted
 
 
 def test_servers_for_which_the_machine_has_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
