@@ -49,6 +49,14 @@ def _limit_s(item: pytest.Item) -> float:
     return 0.0 if marker is None else float(marker.args[0])
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads them
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """For `--dist loadgroup`: a worker gets a file, or all tests of a kind of server, which then starts once."""
+    callspec = getattr(item, "callspec", None)
+    of_server = None if callspec is None else callspec.params.get("any_served")
+    item.add_marker(pytest.mark.xdist_group(str(of_server or item.path)))
+
+
 @pytest.hookimpl(trylast=True)  # of those that -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that start ranks and servers take longest: first, so that no worker ends with one while others idle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from rich.console import Console
@@ -13,9 +14,10 @@ from megarl import __version__
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.validate.rewards import names_of
-from megarl.doctor import compute, machine, versions
+from megarl.doctor import compute, link, machine, versions
 from megarl.doctor.finding import FAIL, NOTE, OK, Finding
 from megarl.doctor.request import Request
+from megarl.network.auth import needed_token
 from megarl.sandbox.layers import URL, layers
 
 _COLOURS = {OK: "green", NOTE: "yellow", FAIL: "red"}
@@ -23,8 +25,12 @@ EXIT_CANNOT_RUN = 1
 
 
 def main(request: Request, config: Config) -> int:
-    """Print the findings; 0 if the quickstart can run here, else 1."""
+    """Print the findings; 0 if the quickstart can run here, else 1.  With `listen`, answer peers until interrupted."""
+    if request.listen is not None:
+        link.serve(request.listen, _token("--listen", request.listen), lambda line: print(line, flush=True))
     sections = examine(config)
+    if request.peer is not None:
+        sections["network"] = link.findings(request.peer, _token("--peer", request.peer))
     failed = [finding.subject for rows in sections.values() for finding in rows if finding.verdict == FAIL]
     if request.json:
         print(json.dumps(as_json(sections), indent=2))
@@ -50,6 +56,10 @@ def as_json(sections: dict[str, list[Finding]]) -> dict[str, Any]:
     can_run = all(finding.verdict != FAIL for rows in sections.values() for finding in rows)
     findings = {section: [row._asdict() for row in rows] for section, rows in sections.items()}
     return {"megarl": __version__, "can_run": can_run, "findings": findings}
+
+
+def _token(option: str, place: link.Place) -> str:
+    return needed_token(os.environ, f"megarl doctor {option} {place}")
 
 
 def _show(sections: dict[str, list[Finding]], failed: list[str]) -> None:

@@ -100,7 +100,16 @@ def ranks() -> Iterator[Ranks]:
 
 
 # The old version keeps the contract in CI (tests/servers/test_contract.py); the pushes into it are long.
-LONG = ("qwen3-old", "qwen3-old-tp2", "qwen3_moe-attention_dp", "mixtral", "kimi_k2", "minimax_m2-tp2")
+LONG = (
+    "qwen3-old",
+    "qwen3-old-tp2",
+    "qwen3_moe-attention_dp",
+    "deepseek_v3",  # attention_dp has its tensors, too
+    "mixtral",
+    "kimi_k2",
+    "minimax_m2-tp2",
+    "glm4_moe-tp2",
+)
 
 
 @pytest.fixture(

@@ -106,9 +106,13 @@ def test_a_folder_of_runs_that_is_not_there_yet_is_measured_where_it_will_be(tmp
         (["--run"], "megarl doctor --run: expected the folder of a run, such as runs/quickstart"),
         (
             ["--run", "runs/a", "rollout.n=2"],
-            "megarl doctor --run runs/a rollout.n=2: the run has its own settings; expected none",
+            "megarl doctor --run runs/a rollout.n=2: the run has its own settings; expected nothing else",
         ),
-        (["--jason"], "there is no option --jason; expected --json, --run RUN, --config FILE or key=value"),
+        (
+            ["--jason"],
+            "there is no option --jason; "
+            "expected --json, --run RUN, --listen ADDRESS:PORT, --peer ADDRESS:PORT, --config FILE or key=value",
+        ),
     ],
 )
 def test_words_that_are_no_request_are_one_sentence(
