@@ -41,6 +41,7 @@ LONGEST_OF_A_SAMPLE_S = 1800.0  # a test with a longer limit is not drawn
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", metavar="COUNT:SEED", help="run so many of the chosen tests, drawn by the seed")
+    parser.addoption("--half", metavar="SEED", help="run the chosen tests of half of their files, drawn by the seed")
 
 
 def _limit_s(item: pytest.Item) -> float:
@@ -64,9 +65,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         count, _, seed = sample.partition(":")
         short = [at for at, item in enumerate(items) if _limit_s(item) <= LONGEST_OF_A_SAMPLE_S]
         drawn = set(random.Random(seed).sample(short, min(int(count), len(short))))
-        config.hook.pytest_deselected(items=[item for at, item in enumerate(items) if at not in drawn])
-        items[:] = [item for at, item in enumerate(items) if at in drawn]
+        _keep(config, items, [at in drawn for at in range(len(items))])
+    if (seed := config.getoption("--half")) is not None:
+        files = sorted({item.path for item in items})
+        chosen = set(random.Random(seed).sample(files, (len(files) + 1) // 2))
+        _keep(config, items, [item.path in chosen for item in items])
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
 
 # Here and not beside the tests of bad input: with several workers this process loads no other conftest.

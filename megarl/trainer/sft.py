@@ -196,8 +196,9 @@ def _train(
             def evaluate(step: int) -> None:
                 if held_out is not None:
                     trackers.stage("testing")
+                    begun = time.monotonic()
                     state["val_loss"] = loss_of(actor, held_out, config.sft.batch_size)
-                    trackers.log(step, {VAL_LOSS: state["val_loss"]})
+                    trackers.log(step, {VAL_LOSS: state["val_loss"], "timing_s/testing": time.monotonic() - begun})
                     timer.start()
 
             if first_step == 0 and config.trainer.val_before_train:

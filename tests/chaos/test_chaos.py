@@ -82,7 +82,7 @@ def small(tmp_path: Path, *more: str) -> list[str]:
     return settings(make_parts(tmp_path), tmp_path, "chaos", *ENDLESS, *more)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nine_faults_of_every_kind_lose_no_sample(tmp_path: Path, record_property: Note) -> None:
     """Whoever has to wait for both servers needs as many steps as that takes."""
     parts = copy_parts(tmp_path)

@@ -200,7 +200,7 @@ def test_a_run_is_a_process_whose_exit_code_counts(runs: list[SweptRun], capfd: 
     assert capfd.readouterr().err == "error: rollout.nn=2: there is no key rollout.nn; did you mean rollout.n?\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.timeout(900)
 def test_a_sweep_of_two_is_interrupted_and_goes_on(tmp_path: Path) -> None:

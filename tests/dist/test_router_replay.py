@@ -5,6 +5,7 @@ The experts are random, so that no router would choose them: a token that got th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from parity_compare import TOLERANCE, assert_same_gradient
 from replay_cases import Replayed, make_batch, run_replayed, whole_column
 from replay_reference import reference_step
-from spawn import Ranks
+from spawn import Ranks, run_ranks
 from tiny_models import read_config, write_model
 from torch import Tensor
 
@@ -57,8 +58,16 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     MANY: ("one", "tp2+sp", "cp2"),
 }
 FAMILIES = tuple(OF_FAMILY)
+LONG = ("qwen3_moe_plain", "mixtral", "glm4_moe", "minimax_m2")
 EVERYWHERE = ("qwen3_moe_plain", "mixtral", "minimax_m2", "gpt_oss")  # experts in all layers
 NAMES = [(family, name) for family, names in OF_FAMILY.items() for name in names]
+
+
+def marked(cases: Iterable[tuple[str, ...]]) -> list[Any]:
+    """Those of some families are long."""
+    return [pytest.param(*case, marks=pytest.mark.long if case[0] in LONG else ()) for case in cases]
+
+
 AGAIN = [
     *((FAMILIES[0], name, how) for name in ("one", "pp2", "pp2 vpp2", "tp2+sp", "cp2") for how in RECOMPUTED),
     ("mixtral", "pp2 vpp2", "uniform"),
@@ -92,14 +101,22 @@ def found(folders: dict[str, Path]) -> dict[tuple[str, ...], Ranked]:
 
     And (family, WIDE): in one micro-batch.
     """
-    out: dict[tuple[str, ...], Ranked] = {}
-    for size, layouts in LAYOUTS.items():
-        with Ranks(size) as ranks:
-            for family in FAMILIES:
-                cases = _cases(family, layouts)
-                answers = ranks.run(run_replayed, str(folders[family]), cases, timeout_s=600) if cases else []
-                out |= {case: [answer[case] for answer in answers] for case in cases}
-    return out
+    return Answers(folders)
+
+
+class Answers(dict[tuple[str, ...], Ranked]):
+    """Those of a family are computed when the first of them is asked for."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self._folders = folders
+
+    def __missing__(self, wanted: tuple[str, ...]) -> Ranked:
+        family = wanted[0]
+        for size, layouts in LAYOUTS.items():
+            if cases := _cases(family, layouts):
+                answers = run_ranks(size, run_replayed, str(self._folders[family]), cases, timeout_s=600)
+                self.update({case: [answer[case] for answer in answers] for case in cases})
+        return dict.__getitem__(self, wanted)
 
 
 def _cases(family: str, layouts: dict[str, Layout]) -> dict[tuple[str, ...], Replayed]:
@@ -119,7 +136,7 @@ def trained(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in gradient.items() if not name.endswith("e_score_correction_bias")}
 
 
-@pytest.mark.parametrize(("family", "layout"), NAMES)
+@pytest.mark.parametrize(("family", "layout"), marked(NAMES))
 def test_log_probs_with_given_experts_are_those_of_the_definition(
     found: dict, batches: dict, references: dict, family: str, layout: str
 ) -> None:
@@ -127,7 +144,7 @@ def test_log_probs_with_given_experts_are_those_of_the_definition(
     assert (log_probs - references[family][0]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("family", "layout"), NAMES)
+@pytest.mark.parametrize(("family", "layout"), marked(NAMES))
 def test_the_gradient_with_given_experts_is_that_of_the_definition(
     found: dict, references: dict, family: str, layout: str
 ) -> None:
@@ -138,14 +155,14 @@ def test_the_gradient_with_given_experts_is_that_of_the_definition(
     assert_same_gradient(trained(found[family, layout][0]["gradient"]), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked([(family,) for family in FAMILIES]))
 def test_no_layout_changes_the_gradient(found: dict, family: str) -> None:
     expected = trained(found[family, "one"][0]["gradient"])
     for name in (name for each, name in NAMES if each == family):
         assert_same_gradient(trained(found[family, name][0]["gradient"]), expected)
 
 
-@pytest.mark.parametrize(("family", "layout", "how"), AGAIN)
+@pytest.mark.parametrize(("family", "layout", "how"), marked(AGAIN))
 def test_layers_computed_again_get_the_same_experts(found: dict, family: str, layout: str, how: str) -> None:
     """Several micro-batches are under way in each stage when the first of them is computed again."""
     one, again = (trained(found[key][0]["gradient"]) for key in ((family, "one"), (family, layout, how)))

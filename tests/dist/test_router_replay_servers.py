@@ -37,7 +37,11 @@ from megarl.servers.supervisor import Servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = (
+    "qwen3_moe",
+    pytest.param("mixtral", marks=pytest.mark.long),
+    pytest.param("deepseek_v3", marks=pytest.mark.long),
+)
 ENGINES = (pytest.param("hf", id="hf"), pytest.param("sglang", marks=pytest.mark.sglang, id="sglang"))
 TOKEN = "a token of the tests"
 PROMPTS = [[10 + i, 20, 30 + i, 7] for i in range(6)]

@@ -115,7 +115,7 @@ def test_a_run_that_is_struck_everywhere_is_the_same_to_the_bit(parts: Path, who
     assert sorted(saved) == [1, 2, 3, 4, 5], "by SIGUSR1 after step 1, by SIGTERM after 3"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_evaluations_beside_a_step_are_made_once_by_their_own_weights_whatever_dies(
     parts: Path, tmp_path: Path
 ) -> None:

@@ -120,7 +120,7 @@ def assert_fresh(run: Path, *, ahead: int) -> None:
         assert all(sample["step"] - 1 - ahead <= v <= sample["step"] - 1 for v in versions)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(parts: Path, tmp_path: Path) -> None:
     words = settings(parts, tmp_path, "orphan", *PPO, "trainer.total_training_steps=200", "rollout.max_restarts=0")
     process = train_in_a_process(words, tmp_path / "orphan.log")
@@ -138,7 +138,7 @@ def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(par
     assert re.match(r"the servers ended: no server is left; .*server 0", found.cause), found.cause
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_start_again_go_on_without_a_server_that_is_away_until_it_is_back(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,10 @@ from megarl.trainer.collectors import surroundings
 
 PATIENCE_S = 60.0  # more than a reward's own limit: its first call may load what it needs
 ANSWER = "0"  # to a row without ground truth
-# A model writes such answers, too: nothing, and the beginning of what the reward looks for, in no language's words.
-ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```")
+# A model writes such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
+# same again and again until the limit, which takes a reward of quadratic time minutes.
+ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```", "1 (" * 2**14)
+_SHOWN = 60  # characters of an answer
 
 
 class Job(NamedTuple):
@@ -95,10 +97,11 @@ class RewardTrial:
             for fn, answer in jobs:
                 outcome = self._ask(Job(fn, prompt, stand_in(prompt, answer)))
                 if outcome is None:
-                    return warn(f"reward {fn} did not answer within {self._limit_s:g} s when it was tried on {where}")
+                    said = f"when it was tried on {where} with the answer {_short(answer)}"
+                    return warn(f"reward {fn} did not answer within {self._limit_s:g} s {said}")
                 if isinstance(outcome, str):
                     raise ValueError(
-                        f"reward.fn={fn}: tried on {where} with the answer {answer!r} it failed: {outcome}; "
+                        f"reward.fn={fn}: tried on {where} with the answer {_short(answer)} it failed: {outcome}; "
                         "reward.try_rows=0 starts a run without this trial"
                     )
 
@@ -125,6 +128,10 @@ class RewardTrial:
             return self._pipe.recv()
         except (EOFError, OSError):
             return f"its process died with exit code {self._process.wait()}"
+
+
+def _short(answer: str) -> str:
+    return repr(answer) if len(answer) <= _SHOWN else f"{answer[:_SHOWN]!r}... of {len(answer)} characters"
 
 
 def stand_in(prompt: Prompt, text: str) -> Completion:

@@ -19,6 +19,7 @@ from fake_servers import Writer, babbling, completion_of, serving_in_a_process, 
 from tiny_server import ALPHABET, EOS, VOCAB
 from transformers import Qwen3ForCausalLM
 
+from megarl.processes import warm
 from megarl.rollout.collect import for_completion
 from megarl.rollout.collector.collector_client import CollectorError, Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
@@ -125,7 +126,8 @@ def check(tickets, n):
 
 
 @pytest.fixture
-def make_collectors(model_path, tmp_path):
+def make_collectors(model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(warm, "_warm", None)  # as on machines with GPUs: they import for themselves what they need
     made = []
 
     def make(urls, **options):

@@ -38,6 +38,10 @@ def counts(prompt, completion):
 def decodes(prompt, completion):
     return float(len(completion.text.encode("ascii")))
 
+def adds(prompt, completion):
+    def nested(text): return nested(text[3:]) if text.startswith("1 (") else 0.0
+    return nested(completion.text)
+
 def replies(prompt, completion):
     return float(completion.text) if completion.text.isdigit() else "no number"
 """
@@ -86,6 +90,7 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
         ("reads", "''", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (FILE:19)"),
         ("counts", "''", "ZeroDivisionError: division by zero (FILE:22)"),
         ("decodes", "'¿?", "ordinal not in range(128) (FILE:25)"),
+        ("adds", "'1 (1 (1 (", "(FILE:28)"),
         ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score'"),
     ],
 )

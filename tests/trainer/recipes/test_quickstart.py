@@ -78,7 +78,7 @@ def test_the_main_job_learns_with_completions_of_sglang(home: Path) -> None:
     assert summary["servers_died"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wrong_rewards_teach_nothing(home: Path) -> None:
     """The control, whole: with the rewards of other samples the same run does not get where the right ones must get.
 
