@@ -178,7 +178,7 @@ class Role:
         batch = batch.by_row()
         # An input that the pass computes is not there yet.
         given = self._given(batch, [name for name in (self.inputs if inputs is None else inputs) if name not in names])
-        plans = self._plan(batch)
+        plans, _ = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
         arguments: dict[str, Any] = {"role": self.name, "temperature": scale, "names": list(names), **more}
         arguments |= {"reference": reference, "shares_prefixes": self.shares_prefixes}
@@ -192,13 +192,14 @@ class Role:
         shared = ("response_mask",) if inputs and self.shares_prefixes else ()  # says how much of a row can be
         return (*inputs, *(name for name in shared if name in batch.columns))
 
-    def _plan(self, batch: Batch) -> list[RankPlan]:
-        """Which samples each replica runs; all rows of one share a micro-batch."""
+    def _plan(self, batch: Batch) -> tuple[list[RankPlan], int]:
+        """Which samples each replica runs, and the places computed at most; all rows of one share a micro-batch."""
         ranks, packing = self.group.num_replicas, self.packing
         how = {"max_tokens": packing.max_tokens, "max_sequences": packing.max_sequences}
         together = families(batch, ranks, hidden_size=self.hidden_size, **how) if self.shares_prefixes else None
+        num_places = batch.num_tokens if together is None else sum(family.size for family in together)
         lengths = batch.sample_lengths.tolist()
-        return plan(lengths, ranks, hidden_size=self.hidden_size, families=together, **how)
+        return plan(lengths, ranks, hidden_size=self.hidden_size, families=together, **how), num_places
 
 
 @dataclass
@@ -280,7 +281,7 @@ class Trainable(Role):
             return None, {f"{self.kind}/skipped_steps": Stat("sum", 1.0)}
         batch = prepare(batch) if prepare else batch
         packed = batch if how.loss.per_sequence else batch.by_row()
-        plans = self._plan(packed)
+        plans, num_places = self._plan(packed)
         arguments = {
             "role": self.name,
             "temperature": self.temperature,
@@ -306,6 +307,7 @@ class Trainable(Role):
             f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
             f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
             f"{self.kind}/skipped_steps": Stat("sum", 0.0),
+            f"{self.kind}/computed_share": Stat("mean", float(num_places), float(packed.num_tokens)),
         }
 
 

@@ -53,10 +53,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         "narrowed apart": case("actor", Layout(), narrowed=True, shares_prefixes=False),
         "narrowed": case("actor", Layout(), narrowed=True),
         "recomputed": case("actor", Layout(), engine=RECOMPUTED),
+        "adapters apart": case("actor", Layout(), lora=True, shares_prefixes=False),
+        "adapters": case("actor", Layout(), lora=True),
     }
     tables = [Table(1, folder, apart | one)]
     for size, layouts in LAYOUTS.items():
         named = {f"{name}/{role}": case(role, layout) for name, layout in layouts.items() for role in ROLES}
+        named |= {"adapters dp2": case("actor", Layout(), lora=True)} if size == 2 else {}
         tables.append(Table(size, folder, named))
     for family, layout in FAMILIES.items():
         of_family = str(write_model(root / family, family, tied=False))
@@ -106,6 +109,13 @@ def test_so_are_those_of_every_kind_of_attention_and_of_experts(found: Found, fa
 def test_so_are_those_with_tokens_that_could_not_be_drawn_and_with_layers_computed_again(found: Found) -> None:
     assert_same(found["narrowed"], found["narrowed apart"][0], steps=True)
     assert_same(found["recomputed"], found["actor"][0], steps=True)
+
+
+@pytest.mark.parametrize("where", ["adapters", "adapters dp2"])
+def test_so_are_those_of_adapters(found: Found, where: str) -> None:
+    apart = found["adapters apart"][0]
+    assert all(gradient.any() for gradient in apart["gradient"].values())
+    assert_same(found[where], apart, steps=True)
 
 
 def test_there_is_less_to_compute(found: Found) -> None:

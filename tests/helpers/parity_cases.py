@@ -18,6 +18,7 @@ from megarl.data.packing import plan
 from megarl.data.prefix_tree import families
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
+from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
@@ -110,6 +111,7 @@ class Case:
     narrowed: bool = False  # of some tokens only those of a support could be drawn
     alike: bool = False  # rows begin alike
     shares_prefixes: bool = False  # and what they have in common is computed once
+    lora: bool = False  # adapters are trained: their gradient and weights are looked at
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         reference = _reference(folder, hf, case.layout) if "reference" in case.role else None
         if role == "critic":
             fill_value_head(model)
+        adapters = _adapters(model) if case.lora else {}
         model = wrap_for_training(model, case.layout, engine)
         optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
         batch, loss = (make_alike_step if case.alike else make_step)(hf["vocab_size"]), LOSSES[case.role]
@@ -170,7 +173,10 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         columns = forward_only(model, micros, outputs, device, reference)
         optimizer.zero_grad()
         stats = backward(model, micros, outputs, loss, **how).stats
-        gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
+        if case.lora:
+            gradient = {name: param.main_grad.clone() for name, param in adapters.items()}
+        else:
+            gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
         grad_norms = []
         for step in range(case.num_steps):
             if step:
@@ -178,7 +184,9 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
                 backward(model, micros, outputs, loss, **how)
             grad_norms.append(optimizer.gradient_norm())
             optimizer.step(grad_norms[-1])
-        after = weights(model, hf, role) if case.num_steps else {}
+        after = {name: param.detach() for name, param in adapters.items()}
+        if case.num_steps and not case.lora:
+            after = weights(model, hf, role)
         return {
             "gradient": gradient if dist.get_rank() == 0 else {},
             "grad_norms": grad_norms,
@@ -191,6 +199,16 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         }
     finally:
         destroy_groups()
+
+
+def _adapters(model: Model) -> dict[str, Any]:
+    """Parameters of new adapters, none of them 0; the same on every rank whose model is whole."""
+    apply_lora(model, LoraSettings(2, 4.0), seed=3)
+    found = {f"{name} {i}": p for name, linear in adapted(model) for i, p in enumerate(linear.lora.parameters())}
+    g = torch.Generator().manual_seed(11)
+    for param in found.values():
+        param.data += 0.1 * torch.randn(param.shape, generator=g)
+    return found
 
 
 def _reference(folder: str, hf: dict[str, Any], layout: Layout) -> Model:

@@ -149,7 +149,7 @@ def test_micro_batches_hold_no_more_than_the_packing_allows() -> None:
             parts = torch.tensor([len(s) for s in sequences(payload)]).split(payload["micro_sizes"].tolist())
             assert all(int(part.sum()) <= 10 for part in parts)
     batch, critic = make_batch(4), Critic("critic", group, Packing(max_tokens=None, max_sequences=1))  # type: ignore
-    assert [p.micro_sizes for p in critic._plan(batch)] == [[1] * 4] * 2
+    assert [p.micro_sizes for p in critic._plan(batch)[0]] == [[1] * 4] * 2
 
 
 def test_statistics_are_merged_over_replicas_and_steps() -> None:
@@ -531,6 +531,20 @@ def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_f
         return
     role.load("folder", router_replay=router_replay)
     assert role.shares_prefixes is shares
+
+
+def test_the_share_of_places_that_are_computed_is_told() -> None:
+    """Rows of 10 tokens, 8 in common: one whole; of the other 2, the last common one, and one for a cut."""
+    lengths = torch.tensor([10, 10])
+    tokens = torch.tensor([*range(8), 20, 21, *range(8), 30, 31])
+    mask = torch.tensor([*[0.0] * 8, 1.0, 1.0] * 2)
+    columns = {name: torch.ones(20) for name in ("old_log_probs", "advantages")} | {"response_mask": mask}
+    batch = Batch(tokens, lengths, columns, {"group": torch.zeros(2, dtype=torch.int64), "score": torch.zeros(2)})
+    for shares, share in ((True, (10 + 4) / 20), (False, 1.0)):
+        actor = make_actor(NotingGroup(1, trained()))
+        actor.packing, actor.shares_prefixes = Packing(max_tokens=40, share_prefixes="auto"), shares
+        _, stats = actor.update(batch)
+        assert stats["actor/computed_share"].result() == pytest.approx(share)
 
 
 def test_plain_numbers_travel_to_the_ranks() -> None:

@@ -70,7 +70,9 @@ class StepMetrics:
         for name, (role, stage, passes) in _STAGES.items():
             device, seconds = self._devices.get(role), metrics.get(f"timing_s/{stage}")
             if device is not None and seconds:
-                share = metrics["perf/old_log_prob_share"] if stage == "old_log_prob" else 1.0
+                # What rows have in common is computed once; the pass for old log-probs takes a part of the batch.
+                share = metrics.get(f"{role}/computed_share", 1.0)
+                share *= metrics["perf/old_log_prob_share"] if stage == "old_log_prob" else 1.0
                 out[name] = share * mfu(device, batch, passes, seconds)
         return out
 

@@ -50,6 +50,8 @@ def test_utilization_is_the_models_flops_over_those_of_the_data_sheet() -> None:
     assert out["timing_per_token_ms/update_actor"] == pytest.approx(2000 / 150)
     assert out["timing_per_token_ms/gen"] == pytest.approx(500 / 2), "of what the policy wrote"
     assert (out["training/global_step"], out["training/epoch"]) == (6, 2), "5 steps of 4 are two epochs of 10"
+    shared = found(6, batch_of(100, 50), {**times, "actor/computed_share": 0.5})
+    assert shared["perf/mfu/actor"] == pytest.approx(out["perf/mfu/actor"] / 2), "what is computed once counts once"
     assert "perf/mfu/critic" not in out and "timing_per_token_ms/values" not in out
     assert out["perf/cpu_memory_used_gb"] > 0
 
