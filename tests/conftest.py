@@ -3,10 +3,12 @@
 import itertools
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, chdir
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +24,7 @@ import torch  # noqa: E402
 import verl_words  # noqa: E402
 from config_helpers import tables_kept  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -50,12 +53,16 @@ def _limit_s(item: pytest.Item) -> float:
     return 0.0 if marker is None else float(marker.args[0])
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads them
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """For `--dist loadgroup`: a worker gets a file, or all tests of a kind of server, which then starts once."""
-    callspec = getattr(item, "callspec", None)
-    of_server = None if callspec is None else callspec.params.get("any_served")
-    item.add_marker(pytest.mark.xdist_group(str(of_server or item.path)))
+class _ByServer(LoadFileScheduling):
+    """A worker gets the tests of a file, or those of all files with one version and size of SGLang: it starts once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        server = re.search(r"^tests/servers/.*\[(sglang_old|sglang_tp2|sglang)[_\w]*[-\]]", nodeid)
+        return server[1] if server else str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByServer:
+    return _ByServer(config, log)
 
 
 @pytest.hookimpl(trylast=True)  # of those that -m has left

@@ -133,6 +133,7 @@ class Servers:
         self._patience, self._token = patience, token
         self.joined: set[str] = set()  # urls of those that came with `add`
         self._servers = [_Watched(process) for process in processes]
+        self._is_spawned = False
         self._companions: list[Callable[[], None]] = []
         self._last_reason = "all were out before"  # why one does not serve
         self._askers = ThreadPoolExecutor(len(processes) + _MOST_JOINED, thread_name_prefix="ask")
@@ -161,16 +162,15 @@ class Servers:
         return [server.process.pid for server in self._servers]
 
     def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Start all, and return when all serve; calls `on_progress(ready, total)` after each.
+        """Start all that are not started, and return when all serve; calls `on_progress(ready, total)` after each.
 
         Raises ValueError if one refuses its model or its options, ServerDied if one ends otherwise or does not serve
         within the limit; then all are stopped.
         """
         processes = [server.process for server in self._servers]
         try:
-            choose_ports(processes)
-            for process in processes:
-                process.spawn()
+            if not self._is_spawned:
+                self.spawn()
             for server in self._servers:
                 self._await_start(server)
             for ready, (server, failure) in enumerate(self._settled(self._servers), start=1):
@@ -181,6 +181,18 @@ class Servers:
                 self._enter(server, State.SERVING)
                 if on_progress is not None:
                     on_progress(ready, len(processes))
+        except BaseException:
+            self.stop()
+            raise
+
+    def spawn(self) -> None:
+        """Start the processes of all; `start` then waits for them."""
+        processes = [server.process for server in self._servers]
+        self._is_spawned = True
+        try:
+            choose_ports(processes)
+            for process in processes:
+                process.spawn()
         except BaseException:
             self.stop()
             raise

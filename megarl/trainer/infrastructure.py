@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -27,6 +28,15 @@ from megarl.trainer.servers.colocation import Colocation
 from megarl.trainer.servers.teacher_servers import make_teacher_servers
 
 
+@contextmanager
+def _on_machines() -> Iterator[None]:
+    """Raises NodeLost where a machine is lost while servers are started."""
+    try:
+        yield
+    except MachineGone as error:
+        raise NodeLost(f"servers could not be started: {error}") from error
+
+
 class Infrastructure:
     """Example: with Infrastructure(config) as infrastructure, Run(config, infrastructure) as run: ..."""
 
@@ -34,6 +44,7 @@ class Infrastructure:
     router: Router | None = None  # with rollout.router: generation requests go to it
     door: Door | None = None  # with rollout.join: servers join and leave the run there
     reward_url: str | None = None  # of the reward model's server, if the run starts one
+    _begun: Servers | None = None  # that nobody has waited for yet
     _servers: Servers | None = None
 
     def __init__(self, config: Config, *, trains: bool = True, serves: bool = True) -> None:
@@ -80,6 +91,8 @@ class Infrastructure:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._begun is not None:
+            self._begun.stop()
         self._stack.__exit__(kind, error, trace)  # tells the other nodes the reason
 
     def _wait_for_nodes(self) -> None:
@@ -88,6 +101,18 @@ class Infrastructure:
                 on_wait=lambda missing: _say(f"waiting for machines {missing} of {nodes.num_nodes}"),
                 on_replaced=lambda sentence: _say(f"warning: {sentence}"),
             )
+
+    def spawn_servers(self) -> None:
+        """Start the processes of the servers, which load their model while the caller goes on; `serve` waits for them.
+
+        Does nothing where they run already, or were begun.  Raises NodeLost if a machine is lost.
+        """
+        if self._servers is not None or self._begun is not None:
+            return
+        servers = make_servers(self.config, self.server_token, self.nodes, trains=self._trains)
+        with _on_machines():
+            servers.spawn()
+        self._begun = servers
 
     def serve(self) -> Servers:
         """The servers, started on the first call, with their router, which begins without any server.
@@ -100,12 +125,11 @@ class Infrastructure:
             self._revive(self._servers)
         if self._servers is None:
             with ExitStack() as stack:
-                try:
-                    made = make_servers(self.config, self.server_token, self.nodes, trains=self._trains)
-                    servers = stack.enter_context(made)
+                self.spawn_servers()
+                assert self._begun is not None, "they were begun"
+                servers, self._begun = stack.enter_context(self._begun), None
+                with _on_machines():
                     servers.start()
-                except MachineGone as error:
-                    raise NodeLost(f"servers could not be started: {error}") from error
                 router = stack.enter_context(self._make_router()) if self.config.rollout.router else None
                 if router is not None:
                     router.start([])

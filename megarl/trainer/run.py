@@ -251,6 +251,10 @@ class Run:
         if teachers is not None:
             self._stack.callback(teachers.close)
         self.roles = make_roles(config, self.algorithm, self._group_of, teachers)
+        site.spawn_servers()
+        takes_turns = site.colocation is not None  # with the servers, which then load first
+        if not takes_turns:
+            self._load_roles()
         self.trackers.stage("starting servers")
         processes = site.serve()
         if teachers is not None:
@@ -263,23 +267,15 @@ class Run:
         self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)
         asked = Routed(router, self.collectors) if router else self.collectors
         self.server_manager = self._make_server_manager(processes, asked, salted=salted)
-        for group in self._groups.values():
-            group.start()
-            group.expect(predicted_s(config, group.device_name))
+        self.server_manager.release_memory()
+        if takes_turns:
+            self._load_roles()
         trained = {"actor": config.actor} | ({"critic": config.critic} if self.algorithm.critic else {})
         names = {role: self._group_of(node).device_name for role, node in trained.items()}
         self.step_metrics = StepMetrics(config, len(self.prompts), names)
         check_profile(config.trainer.profile, self.num_steps, self.groups)
         if lost := lost_at_an_end(config, self._group_of(config.actor).device_name, self.num_steps):
             warn(lost)
-        self.server_manager.release_memory()
-        resumes = self.resumed_from is not None
-        load_roles(self.roles, config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)
-        if self.roles.actor.lacks_transformer_engine:
-            warn(
-                "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
-                "`megarl plan` says; install it, or set transformer_impl=local"
-            )
         own = [url for url in processes.urls if url not in processes.joined]
         self.roles.actor.connect(push_settings(config, own, token))
         trainer, roles = config.trainer, self.roles.trainable
@@ -293,6 +289,20 @@ class Run:
         watch(self.roles.trainable, self.bad_numbers, config, self.resumed_from)
         self.roles.offload()
         (self.dir / "summary.json").unlink(missing_ok=True)  # only a finished run has one
+
+    def _load_roles(self) -> None:
+        """Start the ranks, and load what they train."""
+        for group in self._groups.values():
+            group.start()
+            group.expect(predicted_s(self.config, group.device_name))
+        self.trackers.stage("loading models")
+        resumes = self.resumed_from is not None
+        load_roles(self.roles, self.config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)
+        if self.roles.actor.lacks_transformer_engine:
+            warn(
+                "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
+                "`megarl plan` says; install it, or set transformer_impl=local"
+            )
 
     def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts, *, salted: bool) -> ServerManager:
         """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""

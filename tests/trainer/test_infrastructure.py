@@ -177,13 +177,19 @@ class Fake:
     """Servers and a router that do nothing, or fail at their start."""
 
     def __init__(self, *_: object, error: Exception | None = None, **__: object) -> None:
-        self.error, self.ended = error, False
+        self.error, self.ended, self.spawned = error, False, 0
         self.checks: list[object] = []
 
     def __enter__(self) -> Fake:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.ended = True
+
+    def spawn(self) -> None:
+        self.spawned += 1
+
+    def stop(self) -> None:
         self.ended = True
 
     def start(self, *_: object) -> None:
@@ -210,6 +216,26 @@ def test_a_machine_that_goes_while_servers_start_is_one_sentence_and_they_may_st
         assert infrastructure.serve() is second  # type: ignore[comparison-overlap]
         assert not second.ended
     assert second.ended
+
+
+def test_servers_that_are_spawned_before_are_waited_for_and_end_with_the_run_even_if_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, config = Fake(), config_of(tmp_path)
+    monkeypatch.setattr(site_module, "make_servers", lambda *_, **__: servers)
+    with Infrastructure(config) as infrastructure:
+        infrastructure.spawn_servers()
+        infrastructure.spawn_servers()
+        assert servers.spawned == 1
+    assert servers.ended
+    servers.ended = False
+    with Infrastructure(config) as infrastructure:
+        infrastructure.spawn_servers()
+        assert infrastructure.serve() is servers  # type: ignore[comparison-overlap]
+        infrastructure.spawn_servers()
+        assert servers.spawned == 2
+        assert not servers.ended
+    assert servers.ended
 
 
 def test_the_router_is_watched_with_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
