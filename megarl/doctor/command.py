@@ -28,9 +28,10 @@ def main(request: Request, config: Config) -> int:
     """Print the findings; 0 if the quickstart can run here, else 1.  With `listen`, answer peers until interrupted."""
     if request.listen is not None:
         link.serve(request.listen, _token("--listen", request.listen), lambda line: print(line, flush=True))
+    token = _token("--peer", request.peer) if request.peer is not None else ""
     sections = examine(config)
     if request.peer is not None:
-        sections["network"] = link.findings(request.peer, _token("--peer", request.peer))
+        sections["network"] = link.findings(request.peer, token)
     failed = [finding.subject for rows in sections.values() for finding in rows if finding.verdict == FAIL]
     if request.json:
         print(json.dumps(as_json(sections), indent=2))

@@ -25,9 +25,11 @@ from megarl.network.sockets import listen
 SLOW_LINK = 1.25e9  # bytes/s, 10 Gbit/s: weights of 7.6 B parameters in bfloat16 take twelve seconds there
 STREAMS = 4  # connections at once: one alone does not fill a fast link
 MEASURED_S = 1.0  # of each direction
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**18
 ROUNDS = 100  # round trips
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0  # of the proof
+PATIENCE_S = 120.0  # of what is measured: a slow link drains its buffers for long
+MOST_CONNECTIONS = 32
 _PING, _TO_PEER, _FROM_PEER = b"P", b"U", b"D"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _COUNT = struct.Struct("!Q")
@@ -68,9 +70,11 @@ def serve(place: Place, token: str, say: Callable[[str], None]) -> None:
     with listener:
         here = Place(place.host, listener.getsockname()[1])
         say(f"listening; on another machine, with the same token: megarl doctor --peer {here}   (Ctrl-C ends this)")
+        free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         while True:
+            free.acquire()  # strangers cannot take all files of this process
             connection, (host, *_) = listener.accept()
-            threading.Thread(target=_answer, args=(connection, str(host), key, say), daemon=True).start()
+            threading.Thread(target=_answer, args=(connection, str(host), key, say, free), daemon=True).start()
 
 
 def findings(peer: Place, token: str) -> list[Finding]:
@@ -82,7 +86,7 @@ def findings(peer: Place, token: str) -> list[Finding]:
         from_peer = _speed(peer, key, _FROM_PEER)
     except OSError as error:
         mend = f"megarl doctor --listen {peer}  # there, with the same token"
-        return [Finding(subject, str(error), "the peer answers", FAIL, mend)]
+        return [Finding(subject, error.strerror or str(error), "the peer answers", FAIL, mend)]
     wanted = f"{SLOW_LINK / 1e9:g} GB/s, for weights and batches (TCP; NCCL over InfiniBand is faster)"
     return [
         Finding(f"{subject}, round trip", f"{1e6 * round_trip_s:.0f} us", "optional", OK, value=round_trip_s),
@@ -99,12 +103,14 @@ def _key(token: str) -> bytes:
     return derived(token, "doctor's link").encode()
 
 
-def _answer(connection: socket.socket, host: str, key: bytes, say: Callable[[str], None]) -> None:
-    """One connection of a peer, or of a stranger, which is told and closed."""
+def _answer(
+    connection: socket.socket, host: str, key: bytes, say: Callable[[str], None], free: threading.BoundedSemaphore
+) -> None:
+    """One connection of a peer, or of a stranger, which is told and closed; then one more is free."""
     with connection:
-        connection.settimeout(TIMEOUT_S)
         try:
             kind = _welcome(connection, key)
+            connection.settimeout(PATIENCE_S)
             if kind == _PING:
                 say(f"measured from {host}")
                 while message := connection.recv(1):
@@ -117,6 +123,7 @@ def _answer(connection: socket.socket, host: str, key: bytes, say: Callable[[str
             say(f"refused {host}: it does not have the same token")
         except OSError as error:
             say(f"lost {host}: {error}")
+    free.release()
 
 
 def _welcome(connection: socket.socket, key: bytes) -> bytes:
@@ -145,6 +152,7 @@ def _connect(peer: Place, key: bytes, kind: bytes) -> socket.socket:
         if not hmac.compare_digest(proof, _proof(key, b"listener", theirs + mine)):
             raise OSError("what listens there does not have the same token")
         connection.sendall(kind)
+        connection.settimeout(PATIENCE_S)
     except BaseException:
         connection.close()
         raise
@@ -180,7 +188,7 @@ def _upload(connection: socket.socket) -> int:
     """Bytes that arrived, as the other side counted them."""
     _fill(connection, time.perf_counter() + MEASURED_S)
     connection.shutdown(socket.SHUT_WR)
-    (count,) = _COUNT.unpack(_exactly(connection, _COUNT.size))
+    (count,) = _COUNT.unpack(_exactly(connection, _COUNT.size, PATIENCE_S))
     return int(count)
 
 
@@ -198,10 +206,11 @@ def _drain(connection: socket.socket) -> int:
     return count
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Raises ConnectionError where the other side ends before."""
-    told = b""
+def _exactly(connection: socket.socket, count: int, limit_s: float = TIMEOUT_S) -> bytes:
+    """Raises ConnectionError where the other side ends before, TimeoutError after `limit_s` in all."""
+    told, until = b"", time.monotonic() + limit_s
     while len(told) < count:
+        connection.settimeout(max(0.001, until - time.monotonic()))
         part = connection.recv(count - len(told))
         if not part:
             raise ConnectionError("the other side closed the connection")

@@ -21,6 +21,11 @@ class Request(NamedTuple):
     peer: Place | None = None  # to which the network is measured
 
 
+def _json_beside(alone: str, words: list[str]) -> list[str]:
+    """What explains a run may print JSON; what listens prints lines."""
+    return [word for word in words if word == "--json" and alone == "--listen"]
+
+
 def parse(words: list[str]) -> tuple[Request, list[str]]:
     """The options among these words, and the settings.  Raises ValueError, one sentence, for words that are neither."""
     settings: list[str] = []
@@ -38,7 +43,7 @@ def parse(words: list[str]) -> tuple[Request, list[str]]:
         elif word != "--json":
             settings.append(word)
     for alone, why in (("--run", "the run has its own settings"), ("--listen", "it only answers")):
-        if alone in values and (others := [*(o for o in values if o != alone), *settings]):
+        if alone in values and (others := [*(o for o in values if o != alone), *settings, *_json_beside(alone, words)]):
             raise ValueError(f"megarl doctor {alone} {values[alone]} {' '.join(others)}: {why}; expected nothing else")
     listen, peer = (place_of(values[o], o) if o in values else None for o in ("--listen", "--peer"))
     return Request("--json" in words, Path(values["--run"]) if "--run" in values else None, listen, peer), settings

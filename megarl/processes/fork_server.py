@@ -108,8 +108,19 @@ def _receive(requests: socket.socket) -> _Request | None:
 
 
 def _read(requests: socket.socket) -> Any:
-    (size,) = NUMBER.unpack(requests.recv(NUMBER.size, socket.MSG_WAITALL))
-    return json.loads(requests.recv(size, socket.MSG_WAITALL))
+    (size,) = NUMBER.unpack(_exactly(requests, NUMBER.size))
+    return json.loads(_exactly(requests, size))
+
+
+def _exactly(requests: socket.socket, size: int) -> bytes:
+    """In pieces: a signal, as that of a program's end, cuts even a recv with MSG_WAITALL short."""
+    told = bytearray()
+    while len(told) < size:
+        part = requests.recv(size - len(told))
+        if not part:
+            raise EOFError("the process that asks has ended in the middle of a request")
+        told += part
+    return bytes(told)
 
 
 def _reap(exit_codes: dict[int, int]) -> None:
@@ -144,7 +155,8 @@ def _become(request: _Request) -> None:
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper), "they are the files 1 and 2 of the process"
         stream.reconfigure(write_through=True)  # a log is read while its program runs
-    if threads := request.env.get("OMP_NUM_THREADS"):
+    threads = request.env.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has one number for each nested level
+    if threads.isdigit() and int(threads):
         import torch  # read by OpenMP when it was loaded, which was in the warm process
 
         torch.set_num_threads(int(threads))

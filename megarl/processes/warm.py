@@ -109,6 +109,7 @@ class _WarmProcess:
                 start_new_session=True,
             )
         self._socket, self._lock = ours, threading.Lock()
+        self._is_asking = False  # stays so where a signal interrupts: a later request would get the reply to that one
         ours.sendall(message(list(imports)))
 
     @property
@@ -126,9 +127,13 @@ class _WarmProcess:
         try:
             wanted = {"words": list(words), "env": dict(env), "files": list(files), "folder": os.getcwd()}
             with self._lock:
+                if self._is_asking:
+                    raise ConnectionResetError("a request to the warm process was interrupted")
+                self._is_asking = True
                 socket.send_fds(self._socket, [b"\0"], [theirs, *files.values()])
                 self._socket.sendall(message(wanted))
                 said = self._socket.recv(NUMBER.size, socket.MSG_WAITALL)
+                self._is_asking = False
             if len(said) < NUMBER.size:
                 raise ConnectionResetError("the warm process has ended")
             if (pid := NUMBER.unpack(said)[0]) < 0:

@@ -188,13 +188,21 @@ def generate_body(
     return body
 
 
+_OWN = ("input_ids", "sampling_params", "rid", "cache_salt")  # may differ in requests that travel in one
+
+
+def joint_key(body: Mapping[str, Any]) -> str:
+    """The same for bodies of /generate that have one prompt, and that `joined_body` takes together.
+
+    A greedy request beside others may want fewer columns, for example, and travels alone.
+    """
+    others = {name: value for name, value in body.items() if name not in _OWN}
+    return json.dumps([body["input_ids"], others], sort_keys=True)
+
+
 def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One body of /generate in place of several, which differ in sampling_params, rid and cache_salt only."""
-    own = ("input_ids", "sampling_params", "rid", "cache_salt")
-    assert all({**body, **dict.fromkeys(own)} == {**bodies[0], **dict.fromkeys(own)} for body in bodies), (
-        "requests of one prompt that start at once want the same of it"
-    )
-    joined: dict[str, Any] = {**bodies[0], **{name: [body[name] for body in bodies] for name in own}}
+    """One body of /generate in place of several with one `joint_key`."""
+    joined: dict[str, Any] = {**bodies[0], **{name: [body[name] for body in bodies] for name in _OWN}}
     joined["cache_salt"] = [salt or "" for salt in joined["cache_salt"]]  # a list holds no null; "" is none, too
     return joined
 

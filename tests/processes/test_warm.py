@@ -188,3 +188,19 @@ def test_where_the_warm_process_was_killed_programs_start_in_the_usual_way(
     assert isinstance(second, subprocess.Popen)
     assert second.wait(120) == 4
     cool_down()
+
+
+def test_a_list_of_numbers_of_threads_is_taken_by_its_first(way: str, tmp_path: Path) -> None:
+    """OpenMP takes one for each nested level."""
+    program = start(tmp_path / "log", "a", env={"OMP_NUM_THREADS": "2,1"})
+    assert program.wait(120) == 0, (tmp_path / "log").read_text()
+
+
+def test_after_an_interrupted_request_programs_start_in_the_usual_way(
+    warm_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next program would get the process id of the one that nobody waited for."""
+    monkeypatch.setattr(warm._warm, "_is_asking", True)
+    program = start(tmp_path / "log", "a")
+    assert isinstance(program, subprocess.Popen)
+    assert program.wait(120) == 0, (tmp_path / "log").read_text()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megarl.rollout.protocol import joined_body
+from megarl.rollout.protocol import joined_body, joint_key
 
 SHORT = 64  # tokens: so many steps of decoding the first of an answer may wait for the last
 
@@ -40,12 +40,12 @@ class Joined:
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._open: dict[tuple[str, tuple[int, ...]], _Request] = {}  # that are not yet sent
+        self._open: dict[tuple[str, str], _Request] = {}  # that are not yet sent
         self._sent: set[asyncio.Task[None]] = set()
 
     async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
         """The reply to this request alone; raises what `post` raises."""
-        loop, key = asyncio.get_running_loop(), (url, tuple(body["input_ids"]))
+        loop, key = asyncio.get_running_loop(), (url, joint_key(body))
         if key not in self._open:
             self._open[key] = _Request()
             loop.call_soon(self._send, key)  # behind all that are ready to run, and so to ask
@@ -54,7 +54,7 @@ class Joined:
         reply.add_done_callback(request.cancel_if_unwanted)
         return await reply
 
-    def _send(self, key: tuple[str, tuple[int, ...]]) -> None:
+    def _send(self, key: tuple[str, str]) -> None:
         request = self._open.pop(key)
         request.task = asyncio.get_running_loop().create_task(self._deliver(key[0], request.parts))
         self._sent.add(request.task)

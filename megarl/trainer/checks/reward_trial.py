@@ -153,6 +153,6 @@ def run_trial(pipe: Connection, argument: tuple[int, Callable[[list[str]], Rewar
                     made[fn] = make([fn])
                     made[fn].start()
                 (outcome,) = runner.run(made[fn].score(prompt, [completion]))
-            except Exception as error:  # it cannot be loaded here
+            except (Exception, SystemExit) as error:  # it cannot be loaded here
                 outcome = f"{type(error).__name__}: {error}"
             pipe.send(outcome)

@@ -100,8 +100,11 @@ def test_one_that_is_cancelled_leaves_the_others_and_the_last_one_ends_the_reque
 
 
 def test_bodies_that_want_other_things_are_not_joined() -> None:
-    (error, _) = asyncio.run(ask_all(Post(), ("a", body([1], 5)), ("a", body([1], 6) | {"return_logprob": False})))
-    assert isinstance(error, AssertionError)
+    """A greedy answer beside others wants no columns of the support, or of experts."""
+    post, wanted = Post(), {"return_sampling_mask": True}
+    asked = [("a", body([1], seed) | wanted) for seed in (5, 6)]
+    assert asyncio.run(ask_all(post, *asked, ("a", body([1], 7)))) == [5, 6, 7]
+    assert [isinstance(sent["sampling_params"], list) for sent in post.sent] == [True, False]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
