@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,7 +72,8 @@ class RewardTrial:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):  # with the programs that a reward left running: it leads a session
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._pipe.close()
 
