@@ -33,11 +33,14 @@ def test_others_read_no_file_of_a_run_and_no_file_holds_a_key(tmp_path: Path, mo
         wait_for_step(run, 2, process)
         children = psutil.Process(process.pid).children(recursive=True)
         keys, shown = {*GIVEN.values(), server_token({}, GIVEN[VARIABLE])}, b""
+        forked = set()
         for child in children:
             shown += " ".join(child.cmdline()).encode()
             if child.cmdline()[1:3] in (["-m", "megarl.roles.worker"], ["-m", "megarl.hf_server.main"]):
                 # They are forked, and got their keys, the ranks' own too, over a socket.
                 assert not {VARIABLE, TOKEN, TOKEN_VARIABLE} & child.environ().keys()
+                forked.add(child.cmdline()[2])
+        assert forked == {"megarl.roles.worker", "megarl.hf_server.main"}
         next(child for child in children if "megarl.roles.worker" in child.cmdline()).kill()
         assert process.wait() == 1, log.read_text()
     finally:

@@ -34,7 +34,7 @@ from megarl.trainer.collectors import surroundings
 PATIENCE_S = 60.0  # more than a reward's own limit: its first call may load what it needs
 ANSWER = "0"  # to a row without ground truth
 # A model writes such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
-# same again and again until the limit, which takes a reward of quadratic time minutes.
+# same again and again until the limit, where a reward of quadratic time shows.
 ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```", "1 (" * 2**14)
 _SHOWN = 60  # characters of an answer
 
