@@ -75,25 +75,29 @@ def _serve(requests: socket.socket) -> _Request | None:
         request = _receive(requests)
         if request is None:
             return None
+        has_session, child_side = os.pipe()
         try:
             pid = os.fork()
         except OSError as error:  # no memory, too many processes: this one serves those that run
-            for file in (request.exit_codes, *request.files.values()):
+            for file in (has_session, child_side, request.exit_codes, *request.files.values()):
                 os.close(file)
             requests.sendall(NUMBER.pack(-(error.errno or errno.EAGAIN)))
             continue
         if pid == 0:
+            os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for file in (ear, mouth, request.exit_codes, *exit_codes.values()):
+            for file in (has_session, child_side, ear, mouth, request.exit_codes, *exit_codes.values()):
                 os.close(file)
             requests.close()
             die_with_parent(parent)
             _become(request)
             return request
         exit_codes[pid] = request.exit_codes
-        for file in request.files.values():
+        for file in (child_side, *request.files.values()):
             os.close(file)
+        os.read(has_session, 1)  # ends when the fork closes its side: a caller may at once signal the session
+        os.close(has_session)
         requests.sendall(NUMBER.pack(pid))
 
 
@@ -137,8 +141,7 @@ def _reap(exit_codes: dict[int, int]) -> None:
 
 
 def _become(request: _Request) -> None:
-    """Take over the session, the files, the variables and the arguments of the program."""
-    os.setsid()
+    """Take over the files, the variables and the arguments of the program."""
     above = max([2, *request.files]) + 1  # no number that is wanted hides a file that is still needed
     held = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for number, file in request.files.items()}
     for file in request.files.values():
@@ -166,7 +169,7 @@ def _show(command: Sequence[str]) -> None:
     """Write a command line over that of the warm process, for `ps` and all that reads /proc/PID/cmdline."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, in proc(5) fields 48 and 49
-    text = b"\0".join(word.encode() for word in command)[: end - begin - 1]
+    text = b"\0".join(os.fsencode(word) for word in command)[: end - begin - 1]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 

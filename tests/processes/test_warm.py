@@ -204,3 +204,27 @@ def test_after_an_interrupted_request_programs_start_in_the_usual_way(
     program = start(tmp_path / "log", "a")
     assert isinstance(program, subprocess.Popen)
     assert program.wait(120) == 0, (tmp_path / "log").read_text()
+
+
+def test_a_started_program_leads_its_session_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who ends a program at once signals its session, with all that the program has started."""
+    monkeypatch.setattr(warm, "_warm", None)
+    (tmp_path / "late_session.py").write_text(LATE_SESSION)
+    monkeypatch.setenv("PYTHONPATH", f"{HELPERS}{os.pathsep}{tmp_path}")
+    warm_up([PROGRAM], ["late_session"])
+    program = start(tmp_path / "log", "wait")
+    os.killpg(program.pid, signal.SIGKILL)
+    assert program.wait(60) == -signal.SIGKILL
+    cool_down()
+
+
+LATE_SESSION = """
+import os, time
+setsid = os.setsid
+
+def late():
+    time.sleep(0.5)
+    setsid()
+
+os.setsid = late
+"""
