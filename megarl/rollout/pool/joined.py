@@ -43,8 +43,8 @@ class Joined:
         self._open: dict[tuple[str, str], _Request] = {}  # that are not yet sent
         self._sent: set[asyncio.Task[None]] = set()
 
-    async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
-        """The reply to this request alone; raises what `post` raises."""
+    async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> tuple[Any, object]:
+        """The reply to this request alone, and what identifies that in which it was sent; raises what `post` raises."""
         loop, key = asyncio.get_running_loop(), (url, joint_key(body))
         if key not in self._open:
             self._open[key] = _Request()
@@ -52,7 +52,7 @@ class Joined:
         request, reply = self._open[key], loop.create_future()
         request.parts.append(_Part(body, most_bytes, reply))
         reply.add_done_callback(request.cancel_if_unwanted)
-        return await reply
+        return await reply, request
 
     def _send(self, key: tuple[str, str]) -> None:
         request = self._open.pop(key)

@@ -27,7 +27,14 @@ class ServerFailed(RuntimeError):
 
 
 class Senseless(ServerFailed):
-    """The reply is not one to this request."""
+    """The reply is not one to this request.
+
+    `sent`: identifies what was sent, which may have been several requests in one; None: this error is of all of them.
+    """
+
+    def __init__(self, why: str, sent: object = None) -> None:
+        super().__init__(why)
+        self.sent = self if sent is None else sent
 
 
 class Untrustworthy(ServerFailed):
@@ -71,6 +78,7 @@ class PoolServer:
     resting_until: float = 0.0
     num_faults: int = 0  # failed attempts in a row, of those at the same time one
     num_senseless: int = 0  # senseless replies since the last trust
+    last_senseless: object = None  # what was sent for the last of them
     away_since: float | None = None  # when the first request did not reach it, if none did since
     num_tokens: int = 0  # of all replies
     wrote_s: float = 0.0  # sum of the durations of the requests that wrote them
@@ -136,7 +144,8 @@ class PoolServer:
             is_gone = now - self.away_since >= patience_s
             return f"no request has reached it for {patience_s:g} s; the last: {error}" if is_gone else ""
         self.num_faults += self.resting_until <= now
-        self.num_senseless += isinstance(error, Senseless)
+        if isinstance(error, Senseless) and error.sent is not self.last_senseless:
+            self.num_senseless, self.last_senseless = self.num_senseless + 1, error.sent
         if max(self.num_faults, self.num_senseless) < FAULTS:
             return ""
         return f"{FAULTS} requests {'in a row ' if self.num_faults >= FAULTS else ''}failed; the last: {error}"

@@ -140,8 +140,11 @@ class Sender:
             body["lora_path"] = adapter[0]
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
         is_short = self._joined is not None and params.max_new_tokens <= SHORT and adapter is None
-        ask_for = self._joined.ask if self._joined is not None and is_short else self._post
-        reply = await ask_for(server.url, body, completion_bytes(len(prompt_ids), params, columns))
+        most_bytes, sent = completion_bytes(len(prompt_ids), params, columns), object()
+        if self._joined is not None and is_short:
+            reply, sent = await self._joined.ask(server.url, body, most_bytes)
+        else:
+            reply = await self._post(server.url, body, most_bytes)
         ask.stop_clock()
         try:
             (parsed,) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known)
@@ -150,7 +153,7 @@ class Sender:
             ask.num_tokens = error.num_tokens
             raise
         except ValueError as error:
-            raise Senseless(str(error)) from error
+            raise Senseless(str(error), sent) from error
         completion, cached_tokens = parsed.completion, parsed.cached_tokens
         ask.num_tokens = num_tokens = len(completion.token_ids)
         if not num_tokens:

@@ -268,6 +268,27 @@ def test_senseless_replies_among_good_ones_are_counted_too():
     run(test)
 
 
+def test_a_senseless_reply_to_several_requests_counts_once():
+    """Short answers to one prompt travel in one request."""
+
+    async def test():
+        unfit, num_bad = [], FAULTS - 1
+
+        async def moody(request):
+            nonlocal num_bad
+            num_bad -= 1
+            num = len((await request.json())["input_ids"])
+            return web.json_response([{"output_ids": [3]}] * num if num_bad >= 0 else reply_to() * num)
+
+        options = {"timeout_s": 60, "rest_s": 0.001, "joins": True}
+        options["on_unfit"] = lambda url, reason: unfit.append(url)
+        async with serving(moody) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            await asyncio.gather(*(pool.generate([3, 4], PARAMS) for _ in range(8)))
+            assert [len(body["rid"]) for body in seen[0]] == [8] * FAULTS and not unfit
+
+    run(test)
+
+
 def test_a_server_that_hangs_is_reported_at_once():
     """It does not even end a request whose time is over; its request is written elsewhere."""
 
