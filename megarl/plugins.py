@@ -82,16 +82,24 @@ _OURS = (f"{Path(__file__).parent}{os.sep}", "<frozen ")
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib"))
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, function: Callable[..., Any] | None = None) -> str:
     """An error as a part of a sentence.  Example: "KeyError: 'gone' (mine.py:12)".
 
     The place is the last one in the user's own code, not in packages that it calls; without any of it, the last one in
-    packages; none if only code of ours is part of it.
+    packages.  If only code of ours is part of it, the place is that of `function`, whose value was wrong.
     """
     others = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
     frames = [each for each in others if not each.filename.startswith(_INSTALLED)] or others
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else _place_of(function)
     return f"{type(error).__name__}: {_line(error)}{place}"
+
+
+def _place_of(function: Callable[..., Any] | None) -> str:
+    """Where a function of the user begins; empty for one of ours, and for one that was not written in Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if code is None or code.co_filename.startswith((*_OURS, *_INSTALLED)):
+        return ""
+    return f" ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _line(error: BaseException) -> str:

@@ -39,9 +39,9 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     except (TypeError, ValueError):
         return function  # built in C: its arguments are unknown
     if "solution_str" in parameters:
-        return _from_verl(fn, function, parameters)
+        return _wrapping(function, _from_verl(fn, function, parameters))
     if "messages" in parameters:
-        function = _with_messages(function)
+        return _wrapping(function, _with_messages(function))
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -50,6 +50,12 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
             f"or ({', '.join(VERL_ARGUMENTS)})"
         ) from None
     return function
+
+
+def _wrapping(function: Callable[..., Any], adapted: RewardFn) -> RewardFn:
+    """For messages, which say where the user's function is."""
+    vars(adapted)["__wrapped__"] = function
+    return adapted
 
 
 def _with_messages(function: Callable[..., Any]) -> RewardFn:

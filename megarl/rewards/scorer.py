@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from megarl import sandbox
@@ -165,15 +166,19 @@ async def _awaited(reward: AsyncReward, prompt: Prompt, completion: Completion) 
             raise
         return "a part of the reward was cancelled, by the reward itself"
     except Exception as error:
-        return describe(error)
+        return describe(error, reward)
 
 
 def _called(fn: str, reward: RewardFn, prompt: Prompt, completion: Completion) -> Outcome:
     try:
         return with_pred(fn, prompt, completion, to_result(reward(prompt, completion)))
     except Exception as error:
-        return describe(error)
+        return describe(error, reward)
 
 
 def _limited(limit: Limit, function: AsyncReward) -> AsyncReward:
-    return lambda prompt, completion: limit(lambda: function(prompt, completion))
+    @wraps(function)
+    async def limited(prompt: Prompt, completion: Completion) -> Any:
+        return await limit(lambda: function(prompt, completion))
+
+    return limited

@@ -77,7 +77,7 @@ def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
     except _TimeUpError:
         return f"no answer within {_Settings.timeout_s:g} s"
     except (Exception, SystemExit) as error:
-        return describe(error)
+        return describe(error, reward)
 
 
 def _end_with_parent() -> None:

@@ -114,7 +114,8 @@ class RewardTrial:
     def _rewards_of(self, prompt: Prompt) -> list[str]:
         by_source, fns = self._config.reward.by_data_source, self._config.reward.fn
         mine = [by_source[prompt.data_source]] if prompt.data_source in by_source else fns
-        return [fn for fn in mine if fn not in SERVICES]
+        audits = [] if self._config.reward.audit is None else [self._config.reward.audit]
+        return [fn for fn in (*mine, *audits) if fn not in SERVICES]
 
     def _ask(self, job: Job) -> Outcome | None:
         """None after `_limit_s`."""

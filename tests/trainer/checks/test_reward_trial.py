@@ -44,6 +44,12 @@ def adds(prompt, completion):
 
 def replies(prompt, completion):
     return float(completion.text) if completion.text.isdigit() else "no number"
+
+async def replies_later(prompt, completion):
+    return float(completion.text) if completion.text.isdigit() else None
+
+def replies_to_messages(prompt, completion, messages):
+    return float(completion.text) if completion.text.isdigit() else {}
 """
 
 
@@ -91,15 +97,24 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
         ("counts", "''", "ZeroDivisionError: division by zero (FILE:22)"),
         ("decodes", "'¿?", "ordinal not in range(128) (FILE:25)"),
         ("adds", "'1 (1 (1 (", "(FILE:28)"),
-        ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score'"),
+        ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score' (FILE:31)"),
+        ("replies_later", "''", "returned None, a NoneType; expected a number or a dict with 'score' (FILE:34)"),
+        ("replies_to_messages", "''", "returned a dict with the keys []; expected 'score' among them (FILE:37)"),
     ],
 )
 def test_answers_without_the_expected_form_are_tried_too(mine: str, fn: str, answer: str, said: str) -> None:
-    """The place is the line of the user's file, not one of what it calls, and none where the file raises nothing."""
+    """The place is the line of the user's file, and that of its function where only the value is wrong."""
     with RewardTrial(config_of(f"{mine}:{fn}")) as trial, pytest.raises(ValueError, match="^reward.fn") as caught:
         trial.check([row("46")])
     assert f"with the answer {answer}" in str(caught.value)
     assert f"{said.replace('FILE', mine)}; reward.try_rows=0" in str(caught.value)
+
+
+def test_an_audit_is_tried_too(mine: str) -> None:
+    config = config_of("exact")
+    config.reward.audit = f"{mine}:counts"
+    with RewardTrial(config) as trial, pytest.raises(ValueError, match="mine.py:counts: tried on .*ZeroDivisionError"):
+        trial.check([row("46")])
 
 
 def test_who_expects_errors_has_them_only_of_right_answers(mine: str) -> None:
