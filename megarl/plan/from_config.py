@@ -93,17 +93,22 @@ def job_of(
         push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
         bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(own.hf)),
         async_save=config.trainer.async_save and config.trainer.saves,
-        time_limits=TimeLimits(
-            request_s=rollout.request_timeout_s,
-            piece_tokens=rollout.piece_tokens,
-            start_s=rollout.start_timeout_s,
-            call_s=config.trainer.call_timeout_s,
-            loads_servers=not rollout.urls and not config.first_push_is_whole,
-            saves=config.trainer.saves,
-        ),
+        time_limits=_time_limits(config),
     )
     read = server_args.read(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
     return replace(job, **read | {"not_modelled": (*_not_modelled(config), *read["not_modelled"])})
+
+
+def _time_limits(config: Config) -> TimeLimits:
+    rollout, trainer = config.rollout, config.trainer
+    return TimeLimits(
+        request_s=rollout.request_timeout_s,
+        piece_tokens=rollout.piece_tokens,
+        start_s=rollout.start_timeout_s,
+        call_s=trainer.call_timeout_s,
+        loads_servers=not rollout.urls and not config.first_push_is_whole,
+        saves=trainer.saves,
+    )
 
 
 def _most_drawn(config: Config, vocab_size: int) -> int:

@@ -231,10 +231,8 @@ class Run:
         self.bad_numbers = BadNumbers(config.trainer.on_nonfinite, self.dir, epochs=config.actor.ppo_epochs)
         write_text(self.dir / "config.yaml", to_yaml(config))
         resume_step = self.first_step if self.resumed_from else None
-        drop_after(self.dir / SAMPLES, resume_step)
-        drop_after(self.dir / VISITS, resume_step)
-        drop_after(self.dir / TOKENS, resume_step)
-        drop_after(self.dir / TIMELINE, resume_step)
+        for name in (SAMPLES, VISITS, TOKENS, TIMELINE):
+            drop_after(self.dir / name, resume_step)
         # The evaluation after the step of the save is made again.
         drop_after(self.dir / EVALUATIONS, resume_step, also=lambda row: row["step"] == resume_step)
         self.audit = read_audit(self.dir / EVALUATIONS)

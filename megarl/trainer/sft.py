@@ -178,15 +178,7 @@ def _train(
         with make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes) as group:
             actor = _actor(config, group, num_steps, resumed)
             check_profile(config.trainer.profile, num_steps, [group])
-            saver = Saver(
-                folder / "checkpoints",
-                {"actor": actor},
-                Retention.of(config),
-                in_background=config.trainer.async_save,
-                limit_s=config.trainer.call_timeout_s,
-                warn=warn,
-                origin=resumed.origin if resumed else None,
-            )
+            saver = _saver(config, actor, resumed)
             progress.saver = saver
             times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
             bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
@@ -235,6 +227,18 @@ def _train(
     trackers.close()
     summary = {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
     return summary | ({"val_loss": state.get("val_loss")} if held_out is not None else {})
+
+
+def _saver(config: Config, actor: Actor, resumed: Checkpoint | None) -> Saver:
+    return Saver(
+        config.trainer.run_dir / "checkpoints",
+        {"actor": actor},
+        Retention.of(config),
+        in_background=config.trainer.async_save,
+        limit_s=config.trainer.call_timeout_s,
+        warn=warn,
+        origin=resumed.origin if resumed else None,
+    )
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from typing import Protocol
 from transformers import AutoTokenizer
 
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.collect import MakeWriter, Scored
+from megarl.rollout.collect import MakeWriter, Scored, Writer
 from megarl.rollout.collector.messages import (
     Cancel,
     Close,
@@ -150,7 +150,6 @@ def collect_garbage_rarely() -> None:
 
 
 async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings, scorer: Scorer) -> None:
-    inbox: asyncio.Queue[list[Message] | Exception] = asyncio.Queue()
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
     pool = EnginePool(
         settings.urls,
@@ -166,80 +165,89 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         on_unfit=(lambda url, reason: outbox.put(("unfit", url, reason))) if settings.reports_unfit else None,
         slow_factor=settings.slow_factor,
     )
-    running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
-
     writer = settings.make_writer(pool, tokenizer, timed(scorer.score), settings.piece_tokens)
-
-    told = False
-
-    def tell_reward_error() -> None:
-        nonlocal told
-        if scorer.first_error and not told:
-            told = True
-            outbox.put(("reward error", scorer.first_error))
-
-    async def one(order: Order) -> None:
-        spent = ScoringTime()
-        SPENT.set(spent)  # of this task and of those that it starts
-        group = await writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
-        if isinstance(group, LostRollout):
-            logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
-        tell_reward_error()  # before its group: a run may end with that
-        outbox.put(("group", order.number, pack(group), spent.seconds))
-
-    async def let_go(url: str, num_slots: int) -> None:
-        await pool.leave(url, num_slots)
-        outbox.put(("left", url))
-
-    async def beat() -> None:
-        while True:
-            tell_reward_error()
-            outbox.put(("beat", pool.counters() | writer.counters()))
-            faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
-            await asyncio.sleep(HEARTBEAT_S)
-
+    inbox: asyncio.Queue[list[Message] | Exception] = asyncio.Queue()
     collect_garbage_rarely()
     threading.Thread(target=_read_all, args=(pipe, asyncio.get_running_loop(), inbox), daemon=True).start()
-
-    def start(order: Order) -> None:
-        task = running[order.number] = tasks.create_task(one(order))
-        task.add_done_callback(partial(ended, order.number))
-
-    def ended(number: int, task: asyncio.Task[None]) -> None:
-        if running[number] is task:  # an order may come back after it was cancelled
-            del running[number]
-
     async with pool, writer:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(beat())
-                while True:
-                    messages = await inbox.get()
-                    if isinstance(messages, Exception):
-                        raise messages
-                    for message in messages:
-                        match message:
-                            case Order():
-                                start(message)
-                            case Cancel(number):
-                                if number in running:  # it may have ended just now
-                                    running[number].cancel()
-                            case Trust(url, version, adapter):
-                                pool.trust(url, version, adapter)
-                            case Fence(url):
-                                pool.fence(url)
-                            case Hold(url):
-                                pool.hold(url)
-                            case Join(url, num_slots):
-                                pool.join(url, num_slots)
-                            case Leave(url, num_slots):
-                                tasks.create_task(let_go(url, num_slots))
-                            case Close():
-                                raise _Closed
+                await _Collecting(pool, writer, scorer, outbox, tasks).obey(inbox)
         except BaseExceptionGroup as group:
             error = _first(group)
             if not isinstance(error, _Closed):
                 raise error from group
+
+
+class _Collecting:
+    """What runs between the first message and the last one."""
+
+    def __init__(
+        self, pool: EnginePool, writer: Writer, scorer: Scorer, outbox: Outbox, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._pool, self._writer, self._scorer, self._outbox, self._tasks = pool, writer, scorer, outbox, tasks
+        self._running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
+        self._told = False  # the first error of a reward
+        tasks.create_task(self._beat())
+
+    async def obey(self, inbox: asyncio.Queue[list[Message] | Exception]) -> None:
+        """Do what the messages say.  Raises _Closed, or what happened when one was read."""
+        while True:
+            messages = await inbox.get()
+            if isinstance(messages, Exception):
+                raise messages
+            for message in messages:
+                self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        match message:
+            case Order():
+                task = self._running[message.number] = self._tasks.create_task(self._order(message))
+                task.add_done_callback(partial(self._ended, message.number))
+            case Cancel(number):
+                if number in self._running:  # it may have ended just now
+                    self._running[number].cancel()
+            case Trust(url, version, adapter):
+                self._pool.trust(url, version, adapter)
+            case Fence(url):
+                self._pool.fence(url)
+            case Hold(url):
+                self._pool.hold(url)
+            case Join(url, num_slots):
+                self._pool.join(url, num_slots)
+            case Leave(url, num_slots):
+                self._tasks.create_task(self._let_go(url, num_slots))
+            case Close():
+                raise _Closed
+
+    async def _order(self, order: Order) -> None:
+        spent = ScoringTime()
+        SPENT.set(spent)  # of this task and of those that it starts
+        group = await self._writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
+        if isinstance(group, LostRollout):
+            logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
+        self._tell_reward_error()  # before its group: a run may end with that
+        self._outbox.put(("group", order.number, pack(group), spent.seconds))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._running[number] is task:  # an order may come back after it was cancelled
+            del self._running[number]
+
+    async def _let_go(self, url: str, num_slots: int) -> None:
+        await self._pool.leave(url, num_slots)
+        self._outbox.put(("left", url))
+
+    async def _beat(self) -> None:
+        while True:
+            self._tell_reward_error()
+            self._outbox.put(("beat", self._pool.counters() | self._writer.counters()))
+            faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _tell_reward_error(self) -> None:
+        if self._scorer.first_error and not self._told:
+            self._told = True
+            self._outbox.put(("reward error", self._scorer.first_error))
 
 
 class _Closed(Exception):
