@@ -15,6 +15,7 @@ import fcntl
 import gc
 import io
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -154,7 +155,11 @@ def _become(request: _Request) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     sys.argv = [str(Path(request.folder) / request.words[0]), *request.words[1:]]
-    sys.path[0] = request.folder
+    if not sys.flags.safe_path:
+        sys.path[0] = request.folder
+    multiprocessing.current_process().authkey = os.urandom(32)  # programs of their own do not share this
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # nor the state of random numbers, which Python's own module sees to
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper), "they are the files 1 and 2 of the process"
         stream.reconfigure(write_through=True)  # a log is read while its program runs

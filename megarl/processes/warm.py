@@ -71,7 +71,10 @@ class _Fork:
         return code
 
     def _look(self, timeout: float | None) -> int | None:
-        with self._lock:
+        timeout = None if timeout is None else max(0.0, timeout)
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            return None  # another thread waits for it
+        try:
             if self.returncode is None:
                 ready = select.poll()
                 ready.register(self._exit_codes, select.POLLIN)
@@ -81,6 +84,8 @@ class _Fork:
                     self.returncode = NUMBER.unpack(said)[0] if said else _KILLED
                     os.close(self._exit_codes)
             return self.returncode
+        finally:
+            self._lock.release()
 
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
+
 INHERITED: list[str] = []  # stays empty: a fork does not see what another one wrote
 
 
@@ -21,6 +23,7 @@ def main() -> None:
         "is_leader": os.getsid(0) == os.getpid(),
         "inherited": INHERITED,
         "pid": os.getpid(),
+        "drawn": float(numpy.random.random()),
     }
     if "OMP_NUM_THREADS" in os.environ:
         import torch  # which a warm process has imported already

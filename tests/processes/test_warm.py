@@ -86,6 +86,15 @@ def test_a_program_that_runs_has_no_exit_code_until_it_is_killed(way: str, tmp_p
     program.kill()  # it has ended: nothing happens
 
 
+def test_it_may_be_looked_at_while_another_thread_waits_for_it(way: str, tmp_path: Path) -> None:
+    program = start(tmp_path / "log", "wait")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(program.wait, 120)
+        assert program.poll() is None
+        program.kill()
+        assert waiting.result() == -signal.SIGKILL == program.poll()
+
+
 def test_files_are_passed_with_their_numbers(way: str, tmp_path: Path) -> None:
     """Two at once, of which each could take the number of the other on its way."""
     (mine, theirs), (_, other) = os.pipe(), os.pipe()
@@ -104,7 +113,9 @@ def test_programs_are_started_by_several_threads_at_once(way: str, tmp_path: Pat
     with ThreadPoolExecutor(8) as threads:
         programs = list(threads.map(lambda n: start(tmp_path / f"log_{n}", "exit", str(n)), range(8)))
         assert list(threads.map(lambda program: program.wait(120), programs)) == list(range(8))
-    assert [said(tmp_path / f"log_{n}")["words"] for n in range(8)] == [["exit", str(n)] for n in range(8)]
+    found = [said(tmp_path / f"log_{n}") for n in range(8)]
+    assert [each["words"] for each in found] == [["exit", str(n)] for n in range(8)]
+    assert len({each["drawn"] for each in found}) == 8, "each has random numbers of its own"
 
 
 def test_other_programs_are_started_in_the_usual_way(warm_process: None, tmp_path: Path) -> None:
