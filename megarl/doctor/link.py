@@ -50,6 +50,7 @@ def place_of(text: str, option: str) -> Place:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as sockets do with a name
     except ValueError:
         host = port = None
     if not host or port is None or parts.netloc != text or "@" in text:

@@ -102,7 +102,7 @@ def test_nobody_there_is_a_failure_with_the_command_for_the_other_side() -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["10.0.0.1", "10.0.0.1:x", ":80", "", "10.0.0.1:80/a", "a@10.0.0.1:80", "1.2.3.4:99999"]
+    "text", ["10.0.0.1", "10.0.0.1:x", ":80", "", "10.0.0.1:80/a", "a@10.0.0.1:80", "1.2.3.4:99999", "a..b:80"]
 )
 def test_what_is_no_place_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match="expected ADDRESS:PORT, such as 10.0.0.1:29400"):
