@@ -72,7 +72,7 @@ OWN: dict[str, dict[str, str]] = {
         | _each("hidden_dropout attention_dropout", "the policy that is trained must be the one that is sampled: 0")
         | _each("moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff", "rewards alone train the router")
         | _each("moe_router_dtype", "routers compute in float32, since rounding alone would choose other experts")
-        | _each("moe_grouped_gemm use_cpu_initialization", "it follows from this machine")
+        | _each("moe_grouped_gemm use_cpu_initialization use_te_activation_func", "it follows from this machine")
         | _each(
             "attention_softmax_in_fp32 calculate_per_token_loss variable_seq_lengths overlap_p2p_comm batch_p2p_comm "
             "deallocate_pipeline_outputs finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func "

@@ -1,4 +1,4 @@
-"""Runs on a rank: the feed-forwards of a model with and without Megatron's fused activation."""
+"""Runs on a rank: the feed-forwards of a model with our gate, Megatron's operations and its fused activation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 
 
-def with_and_without(families: list[str]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """Of each family: outputs and gradients without the fused activation, and with it (uncompiled)."""
+def in_three_ways(families: list[str]) -> dict[str, tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """Of each family: outputs and gradients with our gate, with Megatron's operations, and with its fused activation,
+    which is not compiled.
+    """
     make_groups(Layout())
     try:
         found = {}
@@ -25,7 +27,9 @@ def with_and_without(families: list[str]) -> dict[str, tuple[list[Tensor], list[
                 torch.compiler.set_stance("force_eager"),
             ):
                 fused = _outputs_and_gradients(family, is_fused=True)
-            found[family] = _outputs_and_gradients(family, is_fused=False), fused
+            with mock.patch.object(model_module, "_has_our_gate", lambda _: False):
+                apart = _outputs_and_gradients(family, is_fused=False)
+            found[family] = _outputs_and_gradients(family, is_fused=False), apart, fused
         return found
     finally:
         destroy_groups()

@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_named():
 def test_memory_with_local_layers_is_told_beside_it():
     plain = predict(own(), FREE)
     # of a token: 6 and 4 times the hidden size, 5 and 3 times the width of the feed-forward; four layers, and one twice
-    fused, local = 4 * 16 + 2 * (4 + 2) * 4 + 3 * 32, 6 * 16 + 3 * 16 + 2 * 8 + 4 * 4 + 5 * 32
+    fused, local = 4 * 16 + 2 * (4 + 2) * 4 + 3 * 32, 4 * 16 + 2 + 3 * (16 + 8) + 3 * 4 + 4 + 3 * 32
     more = 2 * 100 * 5 * (local - fused)
     assert plain.local_totals == {"actor": plain.memory["actor"]["total"] + more}
     assert plain.fits and plain.fits_local

@@ -1,8 +1,7 @@
-"""Core attention and norms in plain torch, used when Transformer Engine is missing.
+"""Core attention in plain torch, used when Transformer Engine is missing.
 
-Megatron's own local spec refuses packed sequences and context parallelism (dot_product_attention:57,153), and its norm
-refuses sequence parallelism (torch_norm:32); these two modules support all three.  Attention also supports windows in
-some layers and attention sinks.
+Megatron's own local spec refuses packed sequences and context parallelism (dot_product_attention:57,153); this module
+supports both, and windows in some layers and attention sinks.
 """
 
 from __future__ import annotations
@@ -23,17 +22,6 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 
 from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
-
-
-class Norm:
-    """torch's RMSNorm or LayerNorm, marked so that Megatron sums its gradient over sequence-parallel ranks."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:  # noqa: ARG003
-        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
-        norm = kind(hidden_size, eps=eps)
-        for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel
-        return norm
 
 
 def zigzag(start: int, length: int, cp: int, rank: int) -> Tensor:

@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megarl.mcore.models.attention import Norm, SDPAttention
+from megarl.mcore.models.attention import SDPAttention
+from megarl.mcore.models.pointwise import Gate, Norm
 from megarl.mcore.models.transformer_engine import TransformerEngineProvider
 from megarl.mcore.training.execution import ExecutionOptions
 
@@ -21,7 +22,9 @@ LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether 
 
 
 class LocalProvider(LocalSpecProvider):
-    """Norms and attention that support packed rows and every parallelism."""
+    """Norms and attention that support packed rows and every parallelism (Megatron's norm refuses sequence
+    parallelism, torch_norm:32), and the gate of experts.
+    """
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
         return Norm
@@ -29,16 +32,22 @@ class LocalProvider(LocalSpecProvider):
     def core_attention(self) -> type:
         return SDPAttention
 
+    def activation_func(self) -> type:
+        return Gate
+
 
 def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
     """One layer: attention with fused q, k, v, and a gated feed-forward or experts; for `block_spec`."""
-    return gpt_layer_specs.get_gpt_layer_local_spec(
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
+    if not has_experts:  # of experts the provider says it
+        spec.submodules.mlp.submodules.activation_func = Gate  # used with config.use_te_activation_func alone
+    return spec
 
 
 def layers_with_experts(config: TransformerConfig) -> list[bool]:

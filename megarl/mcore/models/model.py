@@ -88,7 +88,16 @@ def transformer_config(
     )
     set_twice = ours.keys() & engine.override_transformer_config.keys() - set(FUSIONS)
     assert not set_twice, f"{sorted(set_twice)}: refused when the configuration was read"
-    return family.config(**ours | dict(engine.override_transformer_config))
+    chosen = ours | dict(engine.override_transformer_config)
+    # The name is older than its meaning: activations are modules of the layers' specs.
+    chosen["use_te_activation_func"] = not engine.uses_transformer_engine and _has_our_gate(chosen)
+    return family.config(**chosen)
+
+
+def _has_our_gate(settings: dict[str, Any]) -> bool:
+    """Whether a feed-forward of local layers is gated by `pointwise.Gate`, and not by a fused kernel."""
+    is_plain = settings.get("activation_func_clamp_value") is None and not settings.get("glu_linear_offset")
+    return settings.get("activation_func") is F.silu and is_plain and not settings.get("bias_activation_fusion")
 
 
 def _check_sinks(layout: Layout, engine: ExecutionOptions) -> None:

@@ -161,8 +161,8 @@ def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 
     """Numbers that a layer of Transformer-Engine keeps per token: the operands of products, norms and attention.
 
     A gated feed-forward keeps 3 times its width: gate and up, which are one tensor, and their product, the input of the
-    last linear.  This is right with Megatron's fused activation only (mcore/models/fusions.py).  Separate
-    operations also keep silu(gate) and up + 0, 5 in all, as the local layers do.
+    last linear.  So it is with Megatron's fused activation (mcore/models/fusions.py) and with our gate
+    (mcore/models/pointwise.py).
 
     imbalance: tokens of a rank's experts, relative to a uniform distribution.
     """
@@ -179,24 +179,24 @@ def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 
 
 
 def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
-    """The same without fused kernels, counted tensor by tensor (test_measured_memory.py, test_saved_tensors.py).
+    """The same of the local layers, counted tensor by tensor (test_measured_memory.py, test_saved_tensors.py).
 
-    Latent attention and shared experts were not measured; they are scaled like a standard layer.  On a GPU their
-    activation is fused too, so that this is more than they keep.
+    Latent attention and shared experts were not measured; they are scaled like a standard layer.
     """
     hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
     if "kv_lora_rank" in hf:
         inner = 3 * _attention_kept(hf) // 2
     else:
-        size, pairs = attention_size(hf), hf.get("num_key_value_heads") or hf["num_attention_heads"]
-        queries, keys = hf["num_attention_heads"] * size, pairs * size
-        inner = 3 * queries + 2 * keys + 4 * size + (3 * (queries + keys) if has_head_norms(hf) else 0)
+        heads, size = hf["num_attention_heads"], attention_size(hf)
+        pairs = hf.get("num_key_value_heads") or heads
+        inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
+        inner += heads * size + heads + pairs if has_head_norms(hf) else 0
     if not sparse:
-        return 6 * hidden // split + (inner + 5 * hf["intermediate_size"]) // layout.tp
+        return 4 * hidden // split + 2 + (inner + 3 * hf["intermediate_size"]) // layout.tp
     chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
-    inner += chosen * hidden + 6 * expert_size(hf) * (chosen + shared)
-    return 6 * hidden // split + inner // layout.tp + 12 * (num_experts(hf) or 0)
+    inner += chosen * hidden + 4 * expert_size(hf) * (chosen + shared)  # also before an expert's share is applied
+    return 4 * hidden // split + 2 + inner // layout.tp + 12 * (num_experts(hf) or 0)
 
 
 def _attention_kept(hf: HFConfig) -> int:

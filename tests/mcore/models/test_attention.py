@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.mcore.models import attention as attention_module
-from megarl.mcore.models.attention import Norm, PackedParams, SDPAttention, pad_plan
+from megarl.mcore.models.attention import PackedParams, SDPAttention, pad_plan
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HEADS, DIM = 4, 8
@@ -211,15 +210,6 @@ def _rows_of(buckets: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
         out += [(offset + n * length, length) for n in range(count)]
         offset += count * length
     return out
-
-
-def test_norms_are_torchs_and_marked_for_sequence_parallelism() -> None:
-    for sequence_parallel in (True, False):
-        norm = Norm(SimpleNamespace(normalization="RMSNorm", sequence_parallel=sequence_parallel), 16, eps=1e-6)
-        assert isinstance(norm, torch.nn.RMSNorm)
-        assert norm.eps == 1e-6
-        assert norm.weight.sequence_parallel is sequence_parallel
-    assert isinstance(Norm(SimpleNamespace(normalization="LayerNorm", sequence_parallel=False), 16), torch.nn.LayerNorm)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,6 +38,7 @@ def test_the_keys_of_json_stand_for_programs(capsys):
 
 def test_both_kinds_of_layers_are_planned(capsys):
     words = ("recipe=grpo_qwen3_32b_8x8h100", "actor.megatron.transformer_impl=auto", "--json")
+    words = (*words, "actor.ppo_max_token_len_per_gpu=20000")
     for more in ([], ["actor.megatron.transformer_impl=local"], ["actor.lora.rank=8"]):
         assert call(*words, *more) == 0
     auto, local, adapters = (json.loads(line) for line in capsys.readouterr().out.splitlines())

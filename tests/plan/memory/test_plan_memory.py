@@ -92,13 +92,13 @@ def test_a_norm_of_queries_and_keys_keeps_its_inputs():
     assert memory.activations == 2 * 100 * 5 * (KEPT + (4 + 2) * 4)
 
 
-def test_layers_without_fused_kernels_keep_more():
-    local, kept = replace(WORK, local=True), 6 * 16 + 3 * 16 + 2 * 8 + 4 * 4 + 5 * 32
+def test_local_layers_keep_more():
+    local, kept = replace(WORK, local=True), 4 * 16 + 2 + 3 * (16 + 8) + 3 * 4 + 4 + 3 * 32
     assert of_stage_bytes(HF, Layout(), 0, local).activations == 2 * 100 * 5 * kept
     named = of_stage_bytes(HF | {"model_type": "qwen3", "head_dim": 4}, Layout(), 0, local)
-    assert named.activations == 2 * 100 * 5 * (kept + 3 * (16 + 8))
+    assert named.activations == 2 * 100 * 5 * (kept + 16 + 4 + 2)
     hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    experts = kept - 5 * 32 + 2 * (16 + 6 * 32) + 12 * 4
+    experts = kept - 3 * 32 + 2 * (16 + 4 * 32) + 12 * 4
     assert of_stage_bytes(hf, Layout(), 0, local).activations == 2 * 100 * 5 * experts
 
 

@@ -87,7 +87,7 @@ def test_the_layers_of_transformer_engine_are_planned_with_the_fused_activation(
     hf = hf_of("qwen3_mini")
     widths = {"intermediate_size": hf["intermediate_size"] + 100}
     assert kept_numbers(hf | widths, Layout(), False) - kept_numbers(hf, Layout(), False) == 3 * 100
-    assert locally_kept(hf | widths, Layout(), False) - locally_kept(hf, Layout(), False) == 5 * 100
+    assert locally_kept(hf | widths, Layout(), False) - locally_kept(hf, Layout(), False) == 3 * 100
     of_gpu = {"gpu": True, "transformer_engine": True, "permutation": True, "accumulation": True}
     assert fusions(**of_gpu, latent_attention=False)["bias_activation_fusion"]
 
@@ -105,12 +105,11 @@ def kept_of(case: Case) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("preset", "most"), [("qwen2_5_mini", 1.02), ("qwen3_mini", 1.12)])
-def test_a_local_layer_keeps_what_is_planned(preset: str, most: float) -> None:
-    """With norms of queries and keys the rule is higher, because it also has what such a norm keeps for a while."""
+@pytest.mark.parametrize("preset", ["qwen2_5_mini", "qwen3_mini"])
+def test_a_local_layer_keeps_what_is_planned(preset: str) -> None:
     hf = hf_of(preset)
     few, many = (Case("kept", hf | {"num_hidden_layers": layers}) for layers in (1, 3))
     with Ranks(1) as ranks:
         (less,), (more,) = (ranks.run(kept_of, case) for case in (few, many))
     measured = (more - less) / 2 / 4 / few.tokens
-    assert 0.98 < locally_kept(hf, Layout(), False) / measured < most
+    assert locally_kept(hf, Layout(), False) == measured

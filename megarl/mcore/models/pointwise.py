@@ -1,0 +1,90 @@
+"""Norms and the gate of Megatron's local layers: one node of autograd each, where torch has a chain of operations.
+
+Around small products the elementwise operations of a layer take as long as the products do.  Those of a chain read and
+write the whole row again and again, and keep what lies between them for the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Norm:
+    """RMSNorm or LayerNorm, marked so that Megatron sums its gradient over sequence-parallel ranks."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:  # noqa: ARG003
+        kind = {"RMSNorm": RMSNorm, "LayerNorm": nn.LayerNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps)
+        for param in norm.parameters():
+            param.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with a backward pass of six operations on CPUs in place of some thirteen; its GPU kernel is fused."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same."""
+        return _Rms.apply(x, self.weight, self.eps) if x.is_cpu else super().forward(x)
+
+
+class _Rms(torch.autograd.Function):
+    """y = x r w with r = (mean(x^2) + eps)^(-1/2), and so dx = r w dy - x r^3 sum(w dy x) / n.
+
+    16-bit numbers are computed in float32, as torch does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # without a tensor of squares
+        scale = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        given, weight, scale = ctx.saved_tensors
+        x, grad, size = _wide(given), _wide(grad), given.shape[-1]
+        products = (grad * x).reshape(-1, size)
+        inner = (products @ _wide(weight)).view(scale.shape).mul_(scale.pow(3)).div_(-size)
+        of_x = (grad * weight).mul_(scale).addcmul_(x, inner)
+        return of_x.to(given.dtype), (scale.reshape(-1) @ products).to(weight.dtype), None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Gate(nn.Module):
+    """silu(gate) * up.  Keeps its input alone for the backward pass, as Megatron's fused kernel for GPUs does."""
+
+    def __init__(self, config: Any = None) -> None:  # noqa: ARG002
+        """`config`: as Megatron passes it."""
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., gate and up] -> [..., half of it]."""
+        return _Gate.apply(x)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        of_x = torch.empty_like(x)
+        of_gate, of_up = of_x.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return of_x
