@@ -24,7 +24,9 @@ from megarl.data.prefix_tree import PrefixTree
 # On CPUs one call in place of two is faster, by a third for short nodes; a longer one's mask would take much memory.
 REPEATED = 128  # keys above a node that are copied for each of its children
 MASKED = 512  # places of such a child
-WASTE = 1.3  # of a call: the largest part of it by the smallest, in queries and in keys
+WASTE = 1.3  # of a call: its largest part is at most this times the smallest and 8, in queries and in keys
+
+Part = tuple[np.ndarray, np.ndarray]  # places of queries, and of keys
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class TreePlan:
         for node in below:  # a parent comes before its children
             if node >= 0:
                 above[node] = np.concatenate([above[int(tree.parents[node])], own[node][:-1]])
-        whole: list[tuple[np.ndarray, np.ndarray]] = []  # a node, and all that it sees
-        alone: list[tuple[np.ndarray, np.ndarray]] = []  # a node without what is above it
-        seen: list[tuple[np.ndarray, np.ndarray]] = []  # children of a node, and what is above them
+        whole: list[Part] = []  # a node, and all that it sees
+        alone: list[Part] = []  # a node without what is above it
+        seen: list[Part] = []  # children of a node, and what is above them
         for node, children in below.items():
             repeats = {child: 0 < len(above[node]) <= REPEATED and len(own[child]) <= MASKED for child in children}
             whole += [(own[child], np.concatenate([above[node], own[child]])) for child in children if repeats[child]]
@@ -85,17 +87,9 @@ class TreePlan:
         return cls(tuple(call.on(device) for call in calls), tree.num_places, longest)
 
 
-def _calls(
-    parts: list[tuple[np.ndarray, np.ndarray]], at: np.ndarray, *, is_causal: bool, is_first: bool
-) -> Iterator[Call]:
+def _calls(parts: list[Part], at: np.ndarray, *, is_causal: bool, is_first: bool) -> Iterator[Call]:
     """Parts (queries, keys) of similar size together, so that little is padding."""
-    lots: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    for part in sorted((part for part in parts if len(part[1])), key=lambda part: (len(part[1]), len(part[0]))):
-        if lots and all(len(x) <= WASTE * len(least) + 8 for x, least in zip(part, lots[-1][0], strict=True)):
-            lots[-1].append(part)
-        else:
-            lots.append([part])
-    for lot in lots:
+    for lot in _lots(parts):
         queries, keys = (_padded([part[i] for part in lot], len(at) - 1) for i in (0, 1))
         last, (own, others) = len(at) - 2, (torch.from_numpy(x.ravel()) for x in (queries, keys))
         yield Call(
@@ -110,6 +104,24 @@ def _calls(
             key_positions=torch.from_numpy(at[keys]),
             has_all_keys=bool(keys.max() <= last),
         )
+
+
+def _lots(parts: list[Part]) -> list[list[Part]]:
+    """Parts with keys in lots of which the largest is near the smallest, in queries and in keys."""
+    lots: list[list[Part]] = []  # fewest keys first
+    queries: list[tuple[int, int]] = []  # the fewest and the most of each lot
+    for part in sorted((part for part in parts if len(part[1])), key=lambda part: (len(part[1]), len(part[0]))):
+        own, keys = map(len, part)
+        for at, lot in enumerate(lots):
+            fewest, most = min(own, queries[at][0]), max(own, queries[at][1])
+            if most <= WASTE * fewest + 8 and keys <= WASTE * len(lot[0][1]) + 8:
+                lot.append(part)
+                queries[at] = (fewest, most)
+                break
+        else:
+            lots.append([part])
+            queries.append((own, own))
+    return lots
 
 
 def _padded(parts: list[np.ndarray], padding: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -113,3 +114,27 @@ def test_parts_of_similar_size_share_a_call() -> None:
     calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
     assert [call.shape for call in calls if call.is_causal] == [(6, 31, 31), (1, 300, 300)]
     assert [call.shape for call in calls if not call.is_causal] == [(8, 31, 51), (1, 124, 299)]
+
+
+def test_a_short_part_is_not_padded_to_a_much_longer_one_that_sees_as_much() -> None:
+    """Answers of 100 to a prompt of 20 see 120, those of 21 to a prompt of 100 see 121: each with a place more."""
+    prompts = (range(20), range(100, 200))
+    rows = [
+        [*prompt, 200 + i, *range(300, 299 + answer)]
+        for prompt, answer in zip(prompts, (100, 21), strict=True)
+        for i in range(2)
+    ]
+    calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
+    assert [call.shape for call in calls if not call.is_causal] == [(2, 101, 120), (2, 22, 121)]
+
+
+@given(sizes=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 200)), max_size=30))
+def test_no_part_of_a_call_is_much_larger_than_another(sizes: list[tuple[int, int]]) -> None:
+    parts = [(np.arange(queries), np.arange(keys)) for queries, keys in sizes]
+    calls = list(tree_attention._calls(parts, np.append(np.arange(200), -1), is_causal=False, is_first=True))
+    found = []
+    for call in calls:
+        of_call = [(positions >= 0).sum(1) for positions in (call.query_positions, call.key_positions)]
+        assert all(counts.max() <= tree_attention.WASTE * counts.min() + 8 for counts in of_call)
+        found += list(zip(*(counts.tolist() for counts in of_call), strict=True))
+    assert sorted(found) == sorted((queries, keys) for queries, keys in sizes if keys)
