@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 # A key of config.json; if true, the folder has no weights, and models keep Megatron's random initialisation from the
 # run's seed.  For benchmarks only: no published model has it.
 RANDOM_WEIGHTS = "megarl_random_weights"
+MIN_SHARED = 4  # tokens that rows have in common at least for them to be computed once: fewer would save little
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,21 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
             if size % layout.vpp:
                 yield Misfit("vpp", f"{KEYS['vpp']}={layout.vpp} does not divide the {size} layers of a pipeline rank")
                 return
+
+
+def can_share_prefixes(layout: Layout, device: str, *, router_replay: bool) -> bool:
+    """Whether ranks in this layout can compute once what rows begin with in common; device: cpu | cuda."""
+    return device == "cpu" and layout.cp == 1 and not router_replay
+
+
+def shares_prefixes(asked: str, role: str, *, can_share: bool) -> bool:
+    """Whether a role's ranks do so, for trainer.share_prefixes=`asked`: auto | on | off.
+
+    Raises: ValueError for `on` where they cannot.
+    """
+    if asked == "on" and not can_share:
+        raise ValueError(f"trainer.share_prefixes=on: the ranks of {role} cannot; expected auto or off")
+    return asked != "off" and can_share
 
 
 def rank_misfits(layout: Layout, num_ranks: int) -> Iterator[Misfit]:

@@ -6,6 +6,7 @@ from megarl.layout import (
     KEYS,
     Layout,
     ModelNumbers,
+    can_share_prefixes,
     misfits,
     numbers_of,
     padded_vocab_size,
@@ -105,6 +106,14 @@ def test_the_field_at_fault_is_the_largest_that_was_set() -> None:
     assert next(rank_misfits(Layout(tp=2, cp=4), 6)).field == "cp"
     assert [misfit.field for misfit in rank_misfits(Layout(tp=4), 6)] == ["tp", "tp"]
     assert [misfit.field for misfit in rank_misfits(Layout(etp=4), 6)] == ["etp"]
+
+
+def test_prefixes_are_shared_on_cpus_over_whole_sequences_whose_experts_are_not_given() -> None:
+    whole = Layout(tp=2, sequence_parallel=True, pp=2, vpp=2, ep=2)
+    assert can_share_prefixes(whole, "cpu", router_replay=False)
+    assert not can_share_prefixes(whole, "cuda", router_replay=False)
+    assert not can_share_prefixes(whole, "cpu", router_replay=True)
+    assert not can_share_prefixes(Layout(cp=2), "cpu", router_replay=False)
 
 
 @pytest.mark.parametrize(

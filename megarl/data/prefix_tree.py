@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.data.packing import Family, cost_of
+from megarl.layout import MIN_SHARED
 from megarl.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
 
-MIN_SHARED = 4  # tokens that rows have in common at least, else a tree would save little
 # Columns that the model's side of a step reads of the tokens that are learnt.  Two rows may learn the same tokens and
 # have other entries, so that with such a column only the context before the first learnt token is shared.
 OF_A_ROW = (SUPPORT, TEACHER_HIDDEN, TEACHER_IDS)

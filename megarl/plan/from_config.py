@@ -12,6 +12,7 @@ from megarl.config import Config, layout_of, model_config
 from megarl.config.old_log_probs import pass_share
 from megarl.config.resolve import micro_batch_keys
 from megarl.config.validate.models import group_of, model_of
+from megarl.layout import can_share_prefixes
 from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role, TimeLimits
@@ -53,6 +54,7 @@ def job_of(
         epochs=actor.ppo_epochs,
         max_tokens=own.max_tokens,
         log_prob_tokens=own.log_prob_tokens,
+        max_sequences=own.max_sequences,
         recompute=own.recompute,
         optimizer=actor.optim.name,
         dtype=own.dtype,
@@ -64,6 +66,7 @@ def job_of(
         lora_rank=own.lora_rank,
         lora_targets=own.lora_targets,
         local=own.local,
+        shares_prefixes=own.shares_prefixes,
         old_share=pass_share(config),
         router_replay=actor.router_replay,
         most_drawn=_most_drawn(config, int(own.hf["vocab_size"])),
@@ -147,14 +150,18 @@ def role_of(config: Config, name: str) -> Role:
     limit = getattr(node, keys.tokens) if sequences is None else sequences * longest
     recompute = recompute_of(megatron)
     lora_rank = config.actor.lora.rank if name == "actor" else 0  # adapters need local layers
+    layout, device = layout_of(megatron), "cpu" if config.trainer.device == "cpu" else "cuda"
+    replays = name == "actor" and config.actor.router_replay != "off"
+    can_share = can_share_prefixes(layout, device, router_replay=replays)
     return Role(
         name=name,
         hf=numbers_of_model(config, name),
-        layout=layout_of(megatron),
+        layout=layout,
         num_ranks=node.num_ranks,
         first_rank=node.first_rank,
         max_tokens=limit,
         log_prob_tokens=limit,
+        max_sequences=sequences,
         recompute=recompute,
         optimizer=node.optim.name if name in ("actor", "critic") else None,
         dtype=config.model.dtype,
@@ -165,7 +172,8 @@ def role_of(config: Config, name: str) -> Role:
         optimizer_on_host=name in ("actor", "critic") and node.optim.on_host,
         lora_rank=lora_rank,
         lora_targets=tuple(config.actor.lora.targets),
-        local=config.trainer.device == "cpu" or megatron.transformer_impl == "local" or lora_rank > 0,
+        local=device == "cpu" or megatron.transformer_impl == "local" or lora_rank > 0,
+        shares_prefixes=config.trainer.share_prefixes != "off" and can_share,
     )
 
 

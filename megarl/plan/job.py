@@ -21,6 +21,7 @@ class Role:
     first_rank: int = 0  # of the trainer's
     max_tokens: int = 16384  # of a training micro-batch, over all context-parallel ranks
     log_prob_tokens: int = 16384  # of a micro-batch of a forward-only pass
+    max_sequences: int | None = None  # of any micro-batch, if the limit is one of sequences
     recompute: str = "none"  # none | selective (core attention) | full (layers)
     optimizer: str | None = "adamw"
     dtype: str = "bfloat16"
@@ -32,6 +33,7 @@ class Role:
     lora_rank: int = 0  # above 0 only adapters are trained
     local: bool = False  # layers without Transformer-Engine
     lora_targets: tuple[str, ...] = (ALL,)
+    shares_prefixes: bool = False  # the prompt of several completions is computed once
 
     @property
     def copies(self) -> int:
@@ -75,6 +77,7 @@ class Job:
     # the actor's training, as in Role
     max_tokens: int = 16384
     log_prob_tokens: int = 16384
+    max_sequences: int | None = None
     recompute: str = "none"
     optimizer: str = "adamw"
     dtype: str = "bfloat16"
@@ -87,6 +90,7 @@ class Job:
     lora_rank: int = 0
     lora_targets: tuple[str, ...] = (ALL,)
     local: bool = False
+    shares_prefixes: bool = False
     old_share: float = 1.0  # of the step's completions in a forward pass for the old log-probs alone
     router_replay: str = "off"  # off | old | rollout
     pins_routes: bool = True  # SGLang keeps the experts of tokens in host memory; our own server within its KV cache
@@ -130,8 +134,9 @@ class Job:
     def actor(self) -> Role:
         return Role(
             "actor", self.hf, self.layout, self.num_ranks, self.first_rank, self.max_tokens, self.log_prob_tokens,
-            self.recompute, self.optimizer, self.dtype, self.fsdp, self.overlap_grad_reduce, self.param_offload,
-            self.optimizer_offload, self.optimizer_on_host, self.lora_rank, self.local, self.lora_targets,
+            self.max_sequences, self.recompute, self.optimizer, self.dtype, self.fsdp, self.overlap_grad_reduce,
+            self.param_offload, self.optimizer_offload, self.optimizer_on_host, self.lora_rank, self.local,
+            self.lora_targets, self.shares_prefixes,
         )  # fmt: skip
 
     @property

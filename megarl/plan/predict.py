@@ -12,7 +12,7 @@ from megarl.plan.memory.host import host_budget
 from megarl.plan.time import serving, transfers
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.serving import Rollout, Server
-from megarl.plan.time.training import Training, scoring, training
+from megarl.plan.time.training import Training, computed, scoring, training
 
 STAGES = (
     *("gen", "old_log_prob", "ref", "teachers", "values"),
@@ -38,6 +38,7 @@ class Prediction:
     mfu_step: float  # the same operations over the whole step, on all GPUs
     bubble: float  # idle time of the pipeline over its working time
     push_s: float
+    computed_tokens: dict[str, float]  # of the STAGES that the trainer's models run
     micro_batches: int  # of each replica in an optimizer step
     concurrency: float  # concurrent completions of a server
     limits: list[Limit]  # times of the stages against the configuration's limits
@@ -68,6 +69,7 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
         mfu_step=share,
         bubble=trained.bubble,
         push_s=stages["update_weights"],
+        computed_tokens=computed_tokens(job),
         micro_batches=trained.micro_batches,
         concurrency=written.concurrency,
         limits=times,
@@ -126,6 +128,19 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
     servers = transfers.offload_of_servers(job, constants)
     found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + servers
     return found
+
+
+def computed_tokens(job: Job) -> dict[str, float]:
+    """Tokens that each stage of the trainer computes in a step, over all replicas; fewer where prompts are shared."""
+    found = {"old_log_prob": job.old_share * computed(job, job.actor, learns=False)} if job.old_share else {}
+    if job.reference:
+        found["ref"] = computed(job, job.reference, learns=False)
+    if job.teachers:
+        found["teachers"] = sum(computed(job, role, learns=False) for role in job.teachers) / len(job.teachers)
+    if job.critic:
+        found["values"] = computed(job, job.critic, learns=False)
+        found["update_critic"] = computed(job, job.critic, learns=True)
+    return found | {"update_actor": computed(job, job.actor, learns=True)}
 
 
 def _step(job: Job, stages: dict[str, float], written: Rollout, constants: Constants) -> float:

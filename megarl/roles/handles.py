@@ -19,6 +19,7 @@ from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan
 from megarl.data.prefix_tree import families
 from megarl.group import Group, Reply
+from megarl.layout import shares_prefixes
 from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.roles.columns import payload, unpacked, with_values
 
@@ -121,10 +122,8 @@ class Role:
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
-        can_share = replies[0].result["can_share"] and not router_replay
-        if self.packing.share_prefixes == "on" and not can_share:
-            raise ValueError(f"trainer.share_prefixes=on: the ranks of {self.name} cannot; expected auto or off")
-        self.shares_prefixes = self.packing.share_prefixes != "off" and can_share
+        can_share = bool(replies[0].result["can_share"])
+        self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, can_share=can_share)
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from megarl.algo.divergences import make_divergence
 from megarl.batch import Batch
 from megarl.group.follow import Answer, follow
-from megarl.layout import Layout
+from megarl.layout import Layout, can_share_prefixes
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.mcore.models.model import DTYPES, Model
@@ -122,7 +122,7 @@ class Worker:
         self.roles[arguments["role"]] = role
         sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
         role.offload_by_default()
-        can_share = self.device.type == "cpu" and self.layout.cp == 1  # tree_attention.py is for the CPU
+        can_share = can_share_prefixes(self.layout, self.device.type, router_replay=arguments["router_replay"])
         return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine, "can_share": can_share}, {}
 
     def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:

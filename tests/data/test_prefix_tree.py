@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megarl.batch import Batch
 from megarl.data.packing import plan
-from megarl.data.prefix_tree import MIN_SHARED, CommonPrefixes, PrefixTree, families
+from megarl.data.prefix_tree import CommonPrefixes, PrefixTree, families
+from megarl.layout import MIN_SHARED
 from megarl.sample import TEACHER_IDS
 
 # Few tokens and short rows, so that many begin alike, end inside of others, or are equal.

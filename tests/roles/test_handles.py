@@ -506,19 +506,17 @@ def test_a_sequence_longer_than_a_row_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "can_share", "router_replay", "shares"),
+    ("asked", "can_share", "shares"),
     [
-        ("auto", True, False, True),
-        ("on", True, False, True),
-        ("off", True, False, False),
-        ("auto", False, False, False),
-        ("auto", True, True, False),
-        ("on", False, False, None),
-        ("on", True, True, None),
+        ("auto", True, True),
+        ("on", True, True),
+        ("off", True, False),
+        ("auto", False, False),
+        ("on", False, None),
     ],
 )
 def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_for_and_they_cannot(
-    asked: str, *, can_share: bool, router_replay: bool, shares: bool | None
+    asked: str, *, can_share: bool, shares: bool | None
 ) -> None:
     said = {"parameters_per_rank": 7, "hidden_size": 16, "lacks_transformer_engine": False, "can_share": can_share}
     group: Any = NotingGroup(1, lambda *_: Reply(said, {}))
@@ -527,9 +525,9 @@ def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_f
         with pytest.raises(
             ValueError, match="^trainer.share_prefixes=on: the ranks of ref cannot; expected auto or off"
         ):
-            role.load("folder", router_replay=router_replay)
+            role.load("folder")
         return
-    role.load("folder", router_replay=router_replay)
+    role.load("folder")
     assert role.shares_prefixes is shares
 
 

@@ -8,12 +8,13 @@ from rich.console import Console
 
 from megarl.config import ConfigError, load_config
 from megarl.config.old_log_probs import source_of_old_log_probs, why_own_pass
+from megarl.layout import shares_prefixes
 from megarl.plan.cluster import Plan, check_size, plan_of
 from megarl.plan.command.request import Request
 from megarl.plan.command.show import as_json, proposal_json, show, show_proposals
 from megarl.plan.from_config import job_of
 from megarl.plan.job import Job
-from megarl.plan.predict import predict
+from megarl.plan.predict import Prediction, predict
 from megarl.plan.search import Proposal, search
 
 
@@ -25,8 +26,9 @@ def main(request: Request, words: list[str]) -> int:
     for warning in plan.warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", markup=False, highlight=False)
     prediction = predict(job)
+    shared = _prefixes(plan, job, prediction)
     old = source_of_old_log_probs(plan.config, why_own_pass(plan.config))
-    said = [*plan.said, *_lengths(job, request), *_dispatch(plan, job), old]
+    said = [*plan.said, *_lengths(job, request), *_dispatch(plan, job), *shared, old]
     proposals = _proposals(plan, request, job) if request.search else []
     console = Console()
     if request.json:
@@ -67,6 +69,19 @@ def _dispatch(plan: Plan, job: Job) -> list[str]:
     key = "actor.megatron.moe_token_dispatcher_type"
     is_open = plan.config.actor.megatron.moe_token_dispatcher_type == "auto" and job.layout.ep > 1
     return [f"tokens reach experts by alltoall; where deep_ep is installed, {key}=flex plans DeepEP"] if is_open else []
+
+
+def _prefixes(plan: Plan, job: Job, prediction: Prediction) -> list[str]:
+    """What becomes of prompts with several completions.  Raises: ValueError where the run refuses to share them."""
+    asked = plan.config.trainer.share_prefixes
+    shares = shares_prefixes(asked, "actor", can_share=job.shares_prefixes)
+    if job.n == 1 or asked == "off":
+        return []
+    key, count = f"trainer.share_prefixes={asked}", f"{job.n} completions"
+    if not shares:
+        return [f"a prompt is computed with each of its {count}; {key} shares it on CPUs alone"]
+    part = f"{prediction.computed_tokens['update_actor']:,.0f} of {job.tokens * job.epochs:,.0f} tokens"
+    return [f"a prompt is computed once for its {count} ({key}): update_actor computes {part}"]
 
 
 def _lengths(job: Job, request: Request) -> list[str]:

@@ -150,6 +150,7 @@ def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, 
         "mfu_step": round(prediction.mfu_step, 4),
         "bubble": round(prediction.bubble, 4),
         "push_s": round(prediction.push_s, 3),
+        "computed_tokens": {name: round(tokens) for name, tokens in prediction.computed_tokens.items()},
         "stages": {name: round(seconds, 3) for name, seconds in prediction.stages.items()},
         "limits": [
             {

@@ -10,7 +10,7 @@ from megarl.plan.memory.adapters import trained
 from megarl.plan.memory.memory import MOMENTS, part_of
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.flops import forward_flops
-from megarl.plan.time.lengths import context_of
+from megarl.plan.time.lengths import context_of, family_of
 from megarl.plan.time.passes import Machine, Pass
 
 
@@ -30,15 +30,15 @@ class Cut:
     """The split of a replica's sequences into micro-batches."""
 
     count: int
-    tokens: float  # per micro-batch
+    tokens: float  # computed, per micro-batch
 
 
 def training(job: Job, role: Role | None = None, constants: Constants = CONSTANTS) -> Training:
     """All optimizer steps of a step of the run.  role None: the actor."""
     role = role or job.actor
     machine, layout = Machine(job, role, constants), role.layout
-    context = context_of(job, constants)
     tokens = job.tokens * job.epochs / job.optimizer_steps
+    context = context_of(job, constants, family_of(job, role, tokens, role.max_tokens))
     cut = micro_batches(job, role, tokens, role.max_tokens)
     passes = stages(machine, cut, context)
     turn = max(one.both for one in passes)
@@ -49,7 +49,7 @@ def training(job: Job, role: Role | None = None, constants: Constants = CONSTANT
     steps = job.optimizer_steps
     seconds = one_step * steps
     times = 2 if role.lora_rank else 3  # frozen weights need no gradient
-    flops = times * forward_flops(machine.shape, job.tokens * job.epochs, context)
+    flops = times * forward_flops(machine.shape, computed(job, role, learns=True), context)
     parts = {
         "work": work * steps,
         "bubble": idle * steps,
@@ -66,8 +66,16 @@ def scoring(job: Job, role: Role | None = None, constants: Constants = CONSTANTS
     role = role or job.actor
     machine, layout = Machine(job, role, constants), role.layout
     cut = micro_batches(job, role, job.tokens, role.log_prob_tokens)
-    turn = max(one.forward for one in stages(machine, cut, context_of(job, constants)))
+    context = context_of(job, constants, family_of(job, role, job.tokens, role.log_prob_tokens))
+    turn = max(one.forward for one in stages(machine, cut, context))
     return (cut.count + (layout.pp - 1) / layout.vpp) * turn * constants.replica_imbalance
+
+
+def computed(job: Job, role: Role, *, learns: bool) -> float:
+    """Tokens that the role computes in its training, all epochs of it, or in a forward pass over a step's sequences."""
+    tokens, limit = (job.tokens * job.epochs, role.max_tokens) if learns else (job.tokens, role.log_prob_tokens)
+    together = tokens / job.optimizer_steps if learns else tokens
+    return family_of(job, role, together, limit).computed(tokens, job)
 
 
 def stages(machine: Machine, cut: Cut, context: float) -> list[Pass]:
@@ -85,18 +93,19 @@ def stages(machine: Machine, cut: Cut, context: float) -> list[Pass]:
 
 
 def micro_batches(job: Job, role: Role, tokens: float, limit: int) -> Cut:
-    """The smallest number of equal micro-batches of a replica; `tokens` are those of all replicas.
+    """The smallest number of equal micro-batches of a replica; `tokens` are those of all replicas' sequences.
 
     With an interleaved pipeline the number is a multiple of pp.
     """
     layout = role.layout
-    sequences = max(1.0, tokens / job.mean_tokens / role.copies)
-    fill = max(0.5, 1 - 0.25 * job.mean_tokens / limit)  # sequences are not split to fill the rest of a row
-    count = max(1, ceil(sequences * job.mean_tokens / (limit * fill) - 1e-9))
-    count = min(count, ceil(sequences))
+    family = family_of(job, role, tokens, limit)
+    families = max(1.0, tokens / job.mean_tokens / family.sequences / role.copies)
+    fill = max(0.5, 1 - 0.25 * family.places / limit)  # families are not split to fill the rest of a row
+    count = max(1, ceil(families * family.places / (limit * fill) - 1e-9))
+    count = min(count, ceil(families))
     if layout.vpp > 1:
         count = ceil(count / layout.pp) * layout.pp
-    return Cut(count, sequences * job.mean_tokens / count)
+    return Cut(count, families * family.places / count)
 
 
 def _gradients(machine: Machine, cut: Cut, slowest: Pass) -> float:

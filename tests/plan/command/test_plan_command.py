@@ -222,6 +222,24 @@ def test_a_layout_in_words():
     assert layout_words(job_of(plan.config, plan.gpu).layout) == "tp 4, pp 4, vpp 2"
 
 
+def test_what_becomes_of_prompts_is_said(capsys):
+    words = ("recipe=quickstart", "model=qwen2_5_0_5b", "--gpu", "h100", "--prompt-tokens", "16", "rollout.n=8")
+    words += ("data.max_prompt_length=32", "data.max_response_length=32", "--response-tokens", "10", "--json")
+    words += ("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "actor.ppo_epochs=1")
+    assert call(*words, "trainer.device=cpu") == 0
+    assert call(*words, "trainer.device=auto") == 0
+    shared, apart = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert shared["computed_tokens"]["update_actor"] == 4 * (16 + 8 * 11)
+    assert apart["computed_tokens"]["update_actor"] == 4 * 8 * 26
+    once = "a prompt is computed once for its 8 completions (trainer.share_prefixes=auto): update_actor computes "
+    assert any(line.startswith(once) for line in shared["assumed"])
+    each = "a prompt is computed with each of its 8 completions; trainer.share_prefixes=auto shares it on CPUs alone"
+    assert each in apart["assumed"]
+    assert call(*words, "trainer.device=auto", "trainer.share_prefixes=on") == 2
+    refused = "error: trainer.share_prefixes=on: the ranks of actor cannot; expected auto or off"
+    assert capsys.readouterr().err.strip() == refused
+
+
 def test_help_names_the_options(capsys):
     assert call("--help") == 0
     text = capsys.readouterr().out
