@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from torch import Tensor
 
 from megarl.algo import ActorLoss
 from megarl.algo.distillation import Distillation
-from megarl.batch import Batch
-from megarl.data.packing import plan
+from megarl.batch import Batch, MicroBatch
+from megarl.data.packing import RankPlan, plan
+from megarl.data.prefix_tree import families
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import build_model, read_hf_config
-from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
-from megarl.mcore.training.packed_rows import micro_batches
+from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import HIDDEN, TOP_K, Outputs, backward, forward_only
 from megarl.weights.hf.adapter import adapter_tensors
 from megarl.weights.hf.head import read_heads
@@ -28,8 +30,20 @@ CPU = torch.device("cpu")
 TEMPERATURE, BETA = 0.8, 0.3
 
 
+def packed(
+    batch: Batch, where: RankInfo, columns: Sequence[str], shares_prefixes: bool
+) -> tuple[RankPlan, list[MicroBatch]]:
+    """This replica's sequences, with these columns."""
+    how: dict[str, Any] = {"max_tokens": 24}
+    if shares_prefixes:
+        how["families"] = families(batch, where.num_replicas, max_sequences=None, hidden_size=32, **how)
+    part = plan(batch.lengths.tolist(), where.num_replicas, **how)[where.replica]
+    own = batch.select(part.indices).keep_columns(*columns)
+    return part, micro_batches(own, part.micro_sizes, shares_prefixes=shares_prefixes)
+
+
 def teacher_columns(
-    folder: str, batch: Batch, layouts: dict[str, Layout], top_k: int
+    folder: str, batch: Batch, layouts: dict[str, Layout], top_k: int, shares_prefixes: bool = False
 ) -> dict[str, list[tuple[list[int], dict[str, Tensor]]]]:
     """Of each layout, on reporters: the samples of this replica, and their hidden states and most likely tokens.
 
@@ -42,8 +56,7 @@ def teacher_columns(
             hf = read_hf_config(folder)
             model = build_model(hf, layout)
             load_hf(model, folder, hf)
-            part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
-            micros = micro_batches(batch.select(part.indices).keep_columns(), part.micro_sizes)
+            part, micros = packed(batch, where, (), shares_prefixes)
             said: dict[str, Tensor] = {}
             for names in ((HIDDEN,), TOP_K):
                 outputs = Outputs(layout, 45, TEMPERATURE, names, top_k=top_k)
@@ -62,6 +75,7 @@ def student_gradients(
     cases: dict[str, tuple[Layout, str]],
     top_k: bool,
     lora: LoraSettings | None = None,
+    shares_prefixes: bool = False,
 ) -> dict[str, Any]:
     """Of each case, a layout and a divergence: the statistics on reporters, and on rank 0 the whole gradient.
 
@@ -79,8 +93,7 @@ def student_gradients(
             chunks, model = model, wrap_for_training(model, layout)
             heads = read_heads(teachers, model, hf["vocab_size"])
             loss = ActorLoss("reinforce", distillation=Distillation(name, BETA, top_k, ("first", "second")))
-            part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=24)[where.replica]
-            micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
+            _, micros = packed(batch, where, loss.columns, shares_prefixes)
             assert loss.distillation is not None
             outputs = Outputs(
                 layout, hf["vocab_size"], TEMPERATURE, tuple(loss.outputs), loss.distillation.function, heads
@@ -98,6 +111,7 @@ def student_gradients(
                 "gradient": gradient if dist.get_rank() == 0 else {},
                 "adapters": adapters if dist.get_rank() == 0 else {},
                 "num_micros": len(micros),
+                "num_places": sum(make_row(micro, layout, CPU).tokens.numel() for micro in micros),
             }
         finally:
             destroy_groups()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from chunks import fill_value_head, gradients, parameters, weights
+from chunks import fill_value_head, gradients, named_parameters, parameters, weights
+from megatron.core.transformer.moe import moe_utils, router
 from spawn import run_ranks
 
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.step_columns import step_columns
 from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
-from megarl.data.prefix_tree import families
+from megarl.data.prefix_tree import CommonPrefixes, families
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
@@ -25,6 +30,7 @@ from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
+from megarl.mcore.training.wrappers import OneProcess
 from megarl.ragged import Ragged, names_in_batch
 from megarl.sample import SUPPORT
 from megarl.weights.hf.load import load_hf
@@ -98,6 +104,13 @@ def make_alike_step(vocab_size: int) -> Batch:
     return Batch(torch.tensor(sum(rows, [])), lengths, columns)
 
 
+def in_episodes(batch: Batch) -> Batch:
+    """The 13 rows of `make_alike_step`, those alike beside each other, as 7 samples of up to 3 rows in 3 groups."""
+    ordered = batch.select(CommonPrefixes.of(batch).order.tolist())
+    samples = replace(ordered, rows=torch.tensor([3, 1, 2, 3, 1, 2, 1]))
+    return samples.with_per_sequence(group=torch.tensor([0, 0, 1, 1, 2, 2, 2]))
+
+
 @dataclass(frozen=True)
 class Case:
     """An optimizer step, and what it is computed by."""
@@ -112,6 +125,10 @@ class Case:
     alike: bool = False  # rows begin alike
     shares_prefixes: bool = False  # and what they have in common is computed once
     lora: bool = False  # adapters are trained: their gradient and weights are looked at
+    exact: bool = False  # weights, activations and gradients are float64; on one rank, and without steps
+    policy_loss: str | None = None  # of an actor: instead of that of LOSSES, over samples of several rows
+    policy_args: Mapping[str, float] = field(default_factory=dict)
+    agg_mode: str = "seq-mean-token-mean"  # with it
 
 
 @dataclass(frozen=True)
@@ -143,6 +160,28 @@ def run_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
 
 def run_case(folder: str, case: Case) -> dict[str, Any]:
     """What this rank sees; whole tensors on rank 0.  A sharded optimizer leaves no whole gradient to be looked at."""
+    with _routers_in_float64() if case.exact else nullcontext():
+        return _run_case(folder, case)
+
+
+@contextmanager
+def _routers_in_float64() -> Iterator[None]:
+    """Megatron's routers compute scores in float32, whatever their input: they name it themselves."""
+
+    class Wide(ModuleType):
+        float32 = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    with ExitStack() as patches:
+        for module in (moe_utils, router):
+            patches.enter_context(mock.patch.object(module, "torch", Wide("torch")))
+        patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
+        yield
+
+
+def _run_case(folder: str, case: Case) -> dict[str, Any]:
     where, device = make_groups(case.layout), device_for("auto")
     try:
         hf, role = read_hf_config(folder), case.role.split()[0]
@@ -150,12 +189,13 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         model = build_model(hf, case.layout, role=role, engine=engine)
         load_hf(model, folder, hf, role=role)
         reference = _reference(folder, hf, case.layout) if "reference" in case.role else None
+        for chunk in (*model, *(reference or ())) if case.exact else ():
+            chunk.double()
         if role == "critic":
             fill_value_head(model)
         adapters = _adapters(model) if case.lora else {}
-        model = wrap_for_training(model, case.layout, engine)
-        optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
-        batch, loss = (make_alike_step if case.alike else make_step)(hf["vocab_size"]), LOSSES[case.role]
+        model = _wrapped_in_float64(model) if case.exact else wrap_for_training(model, case.layout, engine)
+        batch, loss = _step_of(case, hf["vocab_size"])
         columns_read = loss.columns
         if case.narrowed:
             batch = with_support(batch, hf["vocab_size"])
@@ -165,19 +205,21 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
             how_packed["families"] = families(
                 batch, where.num_replicas, max_tokens=case.max_tokens, max_sequences=None, hidden_size=32
             )
-        part = plan(batch.lengths.tolist(), where.num_replicas, **how_packed)[where.replica]
+        part = plan(batch.sample_lengths.tolist(), where.num_replicas, **how_packed)[where.replica]
         own = batch.select(part.indices).keep_columns(*columns_read)
         micros = micro_batches(own, part.micro_sizes, shares_prefixes=case.shares_prefixes)
         outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])
         how = {"num_tokens": batch.num_tokens, "device": device, "reference": reference}
         columns = forward_only(model, micros, outputs, device, reference)
-        optimizer.zero_grad()
         stats = backward(model, micros, outputs, loss, **how).stats
-        if case.lora:
-            gradient = {name: param.main_grad.clone() for name, param in adapters.items()}
+        if case.lora or case.exact:  # what is sent to servers and files is never float64
+            trained = adapters if case.lora else dict(named_parameters(model))
+            gradient = {name: param.main_grad.clone() for name, param in trained.items()}
         else:
             gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
-        grad_norms = []
+        grad_norms: list[float] = []
+        if case.num_steps:
+            optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))
         for step in range(case.num_steps):
             if step:
                 optimizer.zero_grad()
@@ -199,6 +241,25 @@ def run_case(folder: str, case: Case) -> dict[str, Any]:
         }
     finally:
         destroy_groups()
+
+
+def _step_of(case: Case, vocab_size: int) -> tuple[Batch, Any]:
+    """What is packed of a step, with the columns that the driver makes of all of it, and its loss."""
+    batch = (make_alike_step if case.alike else make_step)(vocab_size)
+    if case.policy_loss is None:
+        return batch, LOSSES[case.role]
+    loss = ActorLoss(case.policy_loss, args=case.policy_args, entropy_coeff=0.01)
+    how: dict[str, Any] = {"loss": loss, "agg_mode": case.agg_mode, "loss_scale_factor": 16.0, "seed": 11}
+    batch = step_columns(in_episodes(batch), **how)
+    return batch if loss.per_sequence else batch.by_row(), loss
+
+
+def _wrapped_in_float64(model: Model) -> Model:
+    """Ready for training in one process; `OneProcess` alone would add up gradients in float32."""
+    wrapped = [OneProcess(chunk) for chunk in model]
+    for param in (param for chunk in wrapped for param in chunk.trained):
+        param.main_grad = param.main_grad.double()
+    return wrapped
 
 
 def _adapters(model: Model) -> dict[str, Any]:
