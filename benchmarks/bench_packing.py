@@ -4,7 +4,8 @@
     python benchmarks/bench_packing.py --quick    one small case of each distribution
 
 No model runs.  A sequence costs what it costs in a transformer: its tokens, and its attention, which grows with the
-square of them.  Every way packs the same lengths; what it says is checked, then measured.
+square of them.  Every way packs the same lengths; what it says is checked, then measured.  Where several answers have
+one prompt, megarl packs them together and computes the prompt once: how many places that saves, and how long it takes.
 """
 
 from __future__ import annotations
@@ -13,18 +14,27 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from packing_ways import WAYS, Dealt, Task
 from page import Result, arguments, run
+
+from megarl.batch import Batch
+from megarl.data.packing import plan
+from megarl.data.prefix_tree import CommonPrefixes, PrefixTree, families, runs
 
 HIDDEN_SIZE = 4096  # for the costs: an 8B model's
 SEED = 20
 RANKS = {1_000: 8, 10_000: 64, 100_000: 256, 1_000_000: 1024}  # sequences -> data-parallel ranks
 QUICK_RANKS = {300: 4}
+ANSWERS = (4, 8, 16)  # to a prompt
+MOST_SHARED = 1_000  # sequences: for common prefixes there must be tokens, of 1,000 long ones 64 MB
+VOCAB_SIZE = 151_936
+SHARED = "megarl, shared prompts"
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,26 @@ class Lengths:
     max_tokens: int  # of a micro-batch
 
     def draw(self, num_sequences: int, seed: int = SEED) -> list[int]:
+        """Tokens of each sequence, all of different prompts."""
+        return [int(n) for n in sum(self._parts(num_sequences, seed))]
+
+    def draw_groups(self, num_sequences: int, answers: int, seed: int = SEED) -> Batch:
+        """Random tokens; each `answers` sequences that follow each other have the prompt of the first of them."""
+        prompt, response = self._parts(num_sequences, seed)
+        first = np.arange(num_sequences) // answers * answers
+        prompt = prompt[first]
+        lengths = prompt + response
+        starts = lengths.cumsum() - lengths
+        tokens = np.random.default_rng(seed).integers(0, VOCAB_SIZE, lengths.sum())
+        tokens[runs(starts, prompt)] = tokens[runs(starts[first], prompt)]
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(lengths))
+
+    def _parts(self, num_sequences: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of each sequence's prompt and response."""
         rng = np.random.default_rng(seed)
         response = rng.lognormal(np.log(self.median), self.sigma, num_sequences).clip(1, self.longest)
         prompt = rng.integers(self.prompt // 4, self.prompt + 1, num_sequences)
-        return [int(n) for n in response.astype(np.int64) + prompt]
+        return prompt, response.astype(np.int64)
 
 
 WORK = {
@@ -63,8 +89,8 @@ def measures(task: Task, dealt: Dealt, *, is_padded: bool = False) -> dict[str, 
     ranks: the dearest rank over the mean of all; step: the same when all ranks wait for each other after every
     micro-batch, so that each round takes as long as its dearest.
     """
-    _check(task, dealt)
     widths = [[_width(task, members, is_padded) for members in mine] for mine in dealt]
+    _check(task, dealt, widths)
     computed, tokens = sum(map(sum, widths)), sum(task.lengths)
     num_rounds = len(dealt[0])
     costs = np.array([[_cost(task, members, is_padded) for members in mine] for mine in dealt], dtype=np.float64)
@@ -88,6 +114,44 @@ def measure(task: Task, name: str, repeats: int) -> dict[str, Any]:
     return measures(task, dealt, is_padded=name == "padded") | {"seconds": statistics.median(taken)}
 
 
+def measure_shared(task: Task, batch: Batch, repeats: int) -> dict[str, float]:
+    """The same where what sequences begin with in common is computed once, and the share of the tokens that this saves.
+
+    apart: micro-batches of the same sequences if nothing is shared; seconds: the driver finds what is in common, and
+    packs.  ValueError for no packing.
+    """
+    how: dict[str, Any] = {"max_tokens": task.max_tokens, "hidden_size": task.hidden_size}
+    taken = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        together = families(batch, task.num_ranks, max_sequences=None, **how)
+        dealt = [rank.micro_batches for rank in plan(task.lengths, task.num_ranks, families=together, **how)]
+        taken.append(time.perf_counter() - begun)
+    apart = plan(task.lengths, task.num_ranks, **how)
+    places = [[_places(batch, members) for members in mine] for mine in dealt]
+    _check(task, dealt, places)
+    computed = sum(map(sum, places))
+    return {
+        "micro-batches": len(dealt[0]),
+        "apart": len(apart[0].micro_sizes),
+        "unused": 1 - computed / (len(dealt) * len(dealt[0]) * task.max_tokens),
+        "saved": 1 - computed / batch.num_tokens,
+        "seconds": statistics.median(taken),
+    }
+
+
+def shared_rows(kind: str, num_sequences: int, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """A row for each number of answers to a prompt."""
+    shape = WORK[kind]
+    for answers in ANSWERS:
+        batch = shape.draw_groups(num_sequences, answers)
+        lengths = batch.lengths.tolist()
+        task = Task(lengths, cost_of(lengths), num_ranks, shape.max_tokens, HIDDEN_SIZE)
+        found = measure_shared(task, batch, 3)
+        case = {"work": kind, "sequences": num_sequences, "data ranks": num_ranks, "answers": answers}
+        yield {**case, "way": SHARED, **found}
+
+
 def work(options: argparse.Namespace) -> Result:
     ranks = QUICK_RANKS if options.quick else {n: r for n, r in RANKS.items() if n <= options.sequences}
     if not ranks:
@@ -107,12 +171,14 @@ def work(options: argparse.Namespace) -> Result:
                 slow[name] = found["seconds"] / num_sequences
                 sys.stderr.write(f"{kind}, {num_sequences:,} sequences: {name} took {found['seconds']:.3g} s\n")
                 rows.append({"work": kind, "sequences": num_sequences, "data ranks": num_ranks, "way": name, **found})
+            if num_sequences <= MOST_SHARED:
+                rows += shared_rows(kind, num_sequences, num_ranks)
     return Result(
         "packing",
         "cpu",
         {"costs": f"L * (12 * {HIDDEN_SIZE} + L)", "seed": SEED, "lengths": {k: vars(v) for k, v in WORK.items()}},
         rows,
-        ratios(rows),
+        saved(rows) | ratios(rows),
         [LEGEND, *notes],
         title="Packing sequences into micro-batches",
     )
@@ -122,8 +188,19 @@ LEGEND = (
     "padding: share of what is computed that is no token; unused: share of the micro-batches' room that nothing "
     "fills; ranks: the dearest rank over the mean of all; step: the same where the ranks wait for each other after "
     "each micro-batch. Ratios: the median over all cases of the other's figure over megarl's, waste being 1 / share of "
-    "the room that holds tokens; above 1 is better here."
+    "the room that holds tokens; above 1 is better here. saved: share of the tokens that are not computed because they "
+    "stand in a prompt that several answers have, in the ratios the median over the kinds of work; apart: "
+    "micro-batches of the same sequences if nothing is shared."
 )
+
+
+def saved(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The share of the tokens that shared prompts save, for each number of answers the median over the cases."""
+    of_answers: dict[int, list[float]] = {}
+    for row in rows:
+        if row["way"] == SHARED:
+            of_answers.setdefault(row["answers"], []).append(row["saved"])
+    return {f"saved_{answers}_answers": statistics.median(found) for answers, found in of_answers.items()}
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -147,12 +224,12 @@ FIGURES = {
 }
 
 
-def _check(task: Task, dealt: Dealt) -> None:
+def _check(task: Task, dealt: Dealt, widths: list[list[int]]) -> None:
     if sorted(i for mine in dealt for members in mine for i in members) != list(range(len(task.lengths))):
         raise ValueError("a packing lost or doubled a sequence")
     if len(dealt) != task.num_ranks or len({len(mine) for mine in dealt}) != 1:
         raise ValueError("a packing gave its ranks unequal numbers of micro-batches")
-    if any(sum(task.lengths[i] for i in members) > task.max_tokens for mine in dealt for members in mine):
+    if any(width > task.max_tokens for mine in widths for width in mine):
         raise ValueError("a packing filled a micro-batch beyond its limit")
 
 
@@ -161,6 +238,14 @@ def _width(task: Task, members: Sequence[int], is_padded: bool) -> int:
     if is_padded and members:
         return len(members) * max(task.lengths[i] for i in members)
     return sum(task.lengths[i] for i in members)
+
+
+def _places(batch: Batch, members: list[int]) -> int:
+    """Tokens that are computed where what sequences have in common stands once."""
+    if not members:
+        return 0
+    own = batch.select(members)
+    return PrefixTree.of(own, CommonPrefixes.of(own)).num_places
 
 
 def _cost(task: Task, members: Sequence[int], is_padded: bool) -> int:

@@ -10,10 +10,13 @@ import bench_packing
 import packing_ways
 import page
 import pytest
-from bench_packing import WORK, cost_of, measures, ratios
+import torch
+from bench_packing import ANSWERS, SHARED, WORK, Lengths, cost_of, measure_shared, measures, ratios, saved
 from hypothesis import given
 from hypothesis import strategies as st
 from packing_ways import WAYS, Task, largest_differencing
+
+from megarl.batch import Batch
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -70,6 +73,32 @@ def test_measures_by_hand() -> None:
     assert filled == {"micro-batches": 1, "padding": 4 / 16, "unused": 0.0, "ranks": 1.0, "step": 1.0}
 
 
+def test_what_shared_prompts_save_by_hand() -> None:
+    """Two prompts of 10 tokens, each with 3 answers of 5: one has 10 + 3 * 6 places in place of 45."""
+    tokens = [[*range(100 * prompt, 100 * prompt + 10), *[1000 + i] * 5] for prompt in (0, 1) for i in range(3)]
+    batch = Batch(torch.tensor(tokens).flatten(), torch.full((6,), 15))
+    found = measure_shared(task([15] * 6, num_ranks=2, max_tokens=35), batch, 1)
+    del found["seconds"]
+    shares = {"unused": pytest.approx(1 - 56 / 70), "saved": pytest.approx(1 - 56 / 90)}
+    assert found == {"micro-batches": 1, "apart": 2} | shares
+
+
+def test_the_answers_to_a_prompt_begin_with_it_and_go_on_apart() -> None:
+    batch = Lengths(median=20, sigma=0.4, longest=40, prompt=16, max_tokens=100).draw_groups(7, 3)
+    rows = batch.tokens.split(batch.lengths.tolist())
+    for first, others in ((0, (1, 2)), (3, (4, 5)), (6, ())):
+        for other in others:
+            length = min(len(rows[first]), len(rows[other]))
+            common = int((rows[first][:length] == rows[other][:length]).long().cumprod(0).sum())
+            assert 4 <= common <= 16
+    assert not set(rows[0].tolist()) & set(rows[3].tolist())
+
+
+def test_what_is_saved_is_the_median_over_the_cases() -> None:
+    rows = [{"way": SHARED, "answers": 4, "saved": share} for share in (0.1, 0.5, 0.2)]
+    assert saved([*rows, {"way": "megarl"}]) == {"saved_4_answers": 0.2}
+
+
 @pytest.mark.parametrize(
     ("dealt", "said"),
     [
@@ -118,7 +147,11 @@ def test_a_quick_run_prints_its_ratios_last(tmp_path: Path, capsys: pytest.Captu
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     figures = ("waste", "ranks", "step", "seconds")
     assert list(said)[-4:] == [f"{figure}_padded_over_megarl" for figure in figures]
-    assert {row["way"] for row in said["rows"]} == set(WAYS)
+    assert {row["way"] for row in said["rows"]} == {*WAYS, SHARED}
+    for kind in WORK:
+        shares = [row["saved"] for row in said["rows"] if row["work"] == kind and row["way"] == SHARED]
+        assert len(shares) == len(ANSWERS)
+        assert 0 < shares[0] < shares[1] < 1, "eight answers have more in common than four"
     assert said["step_padded_over_megarl"] > 1
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -127,7 +160,7 @@ def test_what_would_take_too_long_is_left_out_and_said(tmp_path: Path, monkeypat
     monkeypatch.setattr(bench_packing, "RANKS", {20: 2, 40: 2})
     options = bench_packing.parser().parse_args(["--limit-s", "0", "--out", str(tmp_path)])
     result = bench_packing.work(options)
-    assert {row["sequences"] for row in result.rows} == {20}
+    assert {row["sequences"] for row in result.rows if row["way"] in WAYS} == {20}
     assert "mathematics, 40 sequences: first_fit would take over 0 s" in result.notes
 
 
