@@ -12,8 +12,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.mcore.models.attention import Norm, SDPAttention
+from megarl.mcore.models.attention import SDPAttention
 from megarl.mcore.models.layers import block_spec
+from megarl.mcore.models.pointwise import Norm
 from megarl.mcore.models.transformer_engine import local_name, without_extra_state
 from megarl.mcore.training import execution as engine_module
 from megarl.mcore.training.execution import ExecutionOptions
