@@ -297,7 +297,7 @@ def learn(
             stats |= of_critic
     if step >= algorithm.critic_warmup:
         with timer("update_actor"):
-            prepare = roles.teachers.read_step if roles.teachers else None
+            prepare = roles.teachers.read_step if roles.teachers and roles.teachers.reads_steps else None
             batch, of_actor = roles.actor.update(batch, seed=seed, prepare=prepare, later=later)
             stats |= of_actor
     if scored < 1:  # now all of them are known

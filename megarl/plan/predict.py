@@ -104,12 +104,11 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
 
     def pass_s(name: str, share: float = 1.0) -> float:
         role, memory = roles[name]
-        offload = transfers.offload_of_call(job, role, memory, constants, learns=False)
-        return share * scoring(job, role, constants) + offload
+        return share * scoring(job, role, constants) + transfers.onload_of_pass(job, role, memory, constants)
 
     def update_s(name: str, seconds: float) -> float:
         role, memory = roles[name]
-        return seconds + job.optimizer_steps * transfers.offload_of_call(job, role, memory, constants, learns=True)
+        return seconds + transfers.offload_of_update(job, role, memory, constants)
 
     found = {"gen": written.seconds}
     if job.old_share:
@@ -122,7 +121,7 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
         found["values"] = pass_s("critic")
         found["update_critic"] = update_s("critic", training(job, job.critic, constants).seconds)
     found["update_actor"] = update_s("actor", trained.seconds)
-    onloaded = transfers.offload_of_push(job, roles["actor"][1], constants)
+    onloaded = transfers.onload_of_push(job, roles["actor"][1], constants)
     found["update_weights"] = transfers.push(job, constants) + onloaded
     turn = sum(transfers.offload_of_turn(job, role, memory, constants) for role, memory in roles.values())
     servers = transfers.offload_of_servers(job, constants)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from megarl.group import Group, Reply
 from megarl.layout import shares_prefixes
 from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.roles.columns import payload, unpacked, with_values
+from megarl.roles.push_settings import PushSettings
 
 
 class SaveError(RuntimeError):
@@ -60,24 +63,6 @@ class Update:
         return (taught.divergence, taught.beta) if taught and not taught.top_k else None
 
 
-@dataclass(frozen=True)
-class PushSettings:
-    """Targets and options of pushes that are the same for every push."""
-
-    urls: tuple[str, ...]
-    token: str = field(repr=False)
-    dtype: str = "float32"  # of the servers' weights
-    bucket_bytes: int | None = None  # of two buckets; None: from the model's size
-    timeout_s: float = 120.0
-    pause_mode: str = "retract"  # what happens to running requests during a push: retract | in_place | abort
-    adapters_kept: int = 0  # adapters that a server keeps; 0: servers get whole weights with merged adapters
-    transport: str = "auto"  # of the weights to a server: shared | sharded | gathered | auto
-    check_every: int = 0  # pushes between checks by whole tensors or an exported folder, see Pusher; 0: none
-    export_folder: str | None = None  # of these comparisons; None: a temporary folder, for servers on this machine
-    # GPUs of trainer and servers, as the fields of a weights.push.gpu_handles.Gpus; None: unknown.
-    gpus: dict[str, Any] | None = None
-
-
 @dataclass
 class Role:
     """A model in a group."""
@@ -91,6 +76,7 @@ class Role:
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
     shares_prefixes: bool = field(default=False, init=False)  # it should, and the loaded model can
+    offloads: bool = field(default=False, init=False)  # some of it is in host memory between calls
 
     def load(
         self,
@@ -123,12 +109,13 @@ class Role:
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
         can_share = bool(replies[0].result["can_share"])
+        self.offloads = any((engine or {}).get(name) for name in ("param_offload", "optimizer_offload"))
         self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, can_share=can_share)
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:
         """Offload the whole role to host memory; later calls onload what they need and offload it again."""
-        self.group.call("offload", {"role": self.name})
+        self.group.call("offload", {"role": self.name, "by_default": False})
 
     def onload(self) -> None:
         """Onload the whole role; it stays on the device."""
@@ -234,8 +221,9 @@ class Trainable(Role):
         batch = batch.with_per_sequence(index=torch.arange(batch.num_sequences))  # so that an error can name the sample
         notes = isinstance(how.loss, ActorLoss) and OLD not in batch.columns
         stats: list[Stats] = []
-        for epoch in range(how.epochs):
-            for members in mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + epoch):
+        with self._onloaded_once() if prepare is None else nullcontext():  # beside it other roles need the device
+            epochs = (mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + n) for n in range(how.epochs))
+            for members in chain.from_iterable(epochs):
                 mini = batch.select(members)
                 noted, found = self._step(mini, how, seed=seed * 1000 + len(stats), prepare=prepare)
                 stats.append(found)
@@ -249,6 +237,19 @@ class Trainable(Role):
         if is_compared and kl in merged:  # the weights have not moved, so any difference does not come from training
             merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
         return batch, merged
+
+    @contextmanager
+    def _onloaded_once(self) -> Iterator[None]:
+        """The whole role stays on the device for all steps of an update, with the same peak as a step of its own.
+
+        After an error nothing is offloaded: it ends these ranks.
+        """
+        if not self.offloads:
+            yield
+            return
+        self.onload()
+        yield
+        self.group.call("offload", {"role": self.name, "by_default": True})
 
     def _require_room(self, batch: Batch, how: Update) -> None:
         """Raises ValueError for a sample whose rows have to share a micro-batch and do not fit into one."""

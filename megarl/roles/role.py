@@ -21,7 +21,7 @@ from megarl.mcore.checkpoint.files import Saving
 from megarl.mcore.models.lora import AdapterSet, LoraSettings, apply_lora, attached, detach, settings_of
 from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.training.execution import ExecutionOptions
-from megarl.mcore.training.offload import OffloadBuffer
+from megarl.mcore.training.offload import Moved, OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.router_replay import add_router_replay
 from megarl.weights.hf.load import load_hf
@@ -81,12 +81,11 @@ class Role:
         with attached(self.chunks, self.adapters):
             yield
 
-    def offload_by_default(self) -> None:
+    def offload_by_default(self) -> list[Moved]:
         """Offload what is on the device only during calls that need it."""
-        for buffer in [*self.weights, self.gradients] if self.engine.param_offload else []:
-            buffer.offload()
-        if self.engine.optimizer_offload:
-            self.moments.offload()
+        buffers = [*self.weights, self.gradients] if self.engine.param_offload else []
+        buffers += [self.moments] if self.engine.optimizer_offload else []
+        return [buffer.offload() for buffer in buffers]
 
 
 def build_role(arguments: dict[str, Any], layout: Layout) -> Role:

@@ -132,20 +132,27 @@ class Worker:
         return {}, {}
 
     def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Offload the whole role to host memory; returns the bytes moved.  Later calls onload what they need."""
+        """Offload the whole role to host memory; returns the bytes copied.  Later calls onload what they need.
+
+        `by_default`: only what the options of the role offload.
+        """
         role = self.roles[arguments["role"]]
-        return {"num_bytes": sum(sum(buffer.offload()) for buffer in role.buffers)}, {}
+        moved = role.offload_by_default() if arguments["by_default"] else [buffer.offload() for buffer in role.buffers]
+        return {"num_bytes": sum(each.copied for each in moved)}, {}
 
     def onload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Onload the whole role; it stays on the device until `offload`."""
         for buffer in self.roles[arguments["role"]].buffers:
-            buffer.onload()
+            buffer.onload(to_read=True)
         return {}, {}
 
     @contextmanager
-    def onloaded(self, name: str, *others: str, gradients: bool = False, moments: bool = False) -> Iterator[Role]:
+    def onloaded(
+        self, name: str, *others: str, writes: bool, gradients: bool = False, moments: bool = False
+    ) -> Iterator[Role]:
         """Onload the weights of a role, and of others that it needs; afterwards what was offloaded is offloaded again.
 
+        `writes`: its parameters may be others afterwards.  What is only read is not copied to the host again.
         `gradients`, `moments`: also the role's gradient buffers, its optimizer state.
         """
         roles = [self.roles[each] for each in (name, *others)]
@@ -158,7 +165,10 @@ class Worker:
         buffers += [roles[0].gradients] * gradients + [roles[0].moments] * moments
         offloaded = [buffer for buffer in buffers if buffer.is_offloaded]
         for buffer in offloaded:
-            buffer.onload()
+            buffer.onload(to_read=True)
+        for role in roles:  # parameters that are gathered late are written by the next pass, or by what reads them
+            for buffer in role.weights if (writes and role is roles[0]) or role.engine.overlap_param_gather else []:
+                buffer.written()
         try:
             with ExitStack() as complete:
                 for role in roles:
@@ -169,16 +179,16 @@ class Worker:
                 buffer.offload()
 
     @contextmanager
-    def readable(self, name: str, *, moments: bool = False) -> Iterator[Role]:
-        """A role with onloaded, synchronized parameters, which code other than its forward pass can read."""
-        with self.onloaded(name, moments=moments) as role, synchronized(role.model):
+    def readable(self, name: str, *, writes: bool = False, moments: bool = False) -> Iterator[Role]:
+        """A role with onloaded, synchronized parameters, which code other than its forward pass can read, or write."""
+        with self.onloaded(name, writes=writes, moments=moments) as role, synchronized(role.model):
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
         """The columns `names` of every token of this replica's sequences: see `Outputs`, and ROUTED_EXPERTS."""
         micros = micro_batches(*_unpack(tensors), shares_prefixes=arguments["shares_prefixes"])
         notes = ROUTED_EXPERTS in arguments["names"]
-        with self.onloaded(arguments["role"], *_references(arguments)) as role:
+        with self.onloaded(arguments["role"], *_references(arguments), writes=False) as role:
             outputs, reference = self._outputs(role, arguments), self._reference(arguments)
             found = forward_only(role.model, micros, outputs, self.device, reference, notes_experts=notes)
         return {}, self._reported(found)
@@ -190,7 +200,8 @@ class Worker:
         "bad": the first number of the replica's sequences that is not finite; "where": by rank, a parameter whose
         gradient is not, if the norm is not finite.
         """
-        with self.onloaded(arguments["role"], *_references(arguments), gradients=True, moments=True) as role:
+        others = _references(arguments)
+        with self.onloaded(arguments["role"], *others, writes=True, gradients=True, moments=True) as role:
             assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
             limits = arguments["limits"]
             step = train_step(
@@ -287,7 +298,7 @@ class Worker:
         return {"faults": faults_of_share(Path(arguments["folder"]), dist.get_rank(), dist.get_world_size())}, {}
 
     def restore(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        with self.readable(arguments["role"], moments=True) as role:
+        with self.readable(arguments["role"], writes=True, moments=True) as role:
             checkpoint.load(Path(arguments["folder"]), role.model, role.optimizer)
         return {}, {}
 
@@ -300,7 +311,7 @@ class Worker:
 
 
 def _pusher(role: Role, settings: dict[str, Any], life: str) -> Pusher | AdapterPusher:
-    """`settings`: the fields of a handles.PushSettings; `life`: of these ranks."""
+    """`settings`: the fields of a PushSettings; `life`: of these ranks."""
     urls, token, timeout_s = settings["urls"], settings["token"], settings["timeout_s"]
     if keep := settings["adapters_kept"]:
         return AdapterPusher(

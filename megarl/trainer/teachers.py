@@ -80,13 +80,16 @@ class Teachers:
             return self._with_reward(batch, stats)
         return batch if self.distill.top_k is None else self._with_top_k(batch, self.distill.top_k), stats
 
+    @property
+    def reads_steps(self) -> bool:
+        """Whether the loss needs what is too large for an iteration: see `read_step`."""
+        return self.distill.form == "loss" and self.distill.top_k is None
+
     def read_step(self, batch: Batch) -> Batch:
-        """Add what the loss needs of teachers for one optimizer step, and what is too large for an iteration.
+        """Add what the loss needs of teachers for one optimizer step.
 
         teacher_hidden  [N, H] for a divergence over the vocabulary: see mcore.logprobs.divergence.TeacherStates
         """
-        if self.distill.form != "loss" or self.distill.top_k is not None:
-            return batch
         on_ranks: Mapping[str, Any] = self.models  # the configuration allows no others
         said = list(self._said(batch, lambda name, part: on_ranks[name].hidden_states(part)))
         widest = max(model.hidden_size for model in on_ranks.values())

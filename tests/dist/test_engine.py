@@ -58,6 +58,7 @@ def alone(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Found:
         "offloaded": replace(dense, engine=OFFLOAD),
         "offloaded bf16": replace(dense, dtype="bfloat16", engine=OFFLOAD),
         "parameters offloaded": replace(dense, engine=ExecutionOptions(param_offload=True)),
+        "adapters offloaded": replace(dense, with_adapters=True, engine=OFFLOAD),
         "muon": replace(dense, optim="muon", with_gradients=True),
         "muon experts": replace(experts, optim="muon"),
         "muon none": replace(dense, optim="muon", engine=ExecutionOptions("none")),
@@ -128,6 +129,7 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         ("offloaded", "dense"),
         ("offloaded bf16", "dense bf16"),
         ("parameters offloaded", "dense"),
+        ("adapters offloaded", "adapters"),
         ("muon none", "muon"),
     ],
 )
@@ -226,6 +228,15 @@ def test_what_is_offloaded_is_counted_in_bytes(alone: Found) -> None:
     first, *later = alone["offloaded"][0]["moved"]
     assert first == (weights, weights, 0), "there are no moments before the first step"
     assert later == [(weights, weights, moments)] * 2
+
+
+def test_weights_are_copied_after_a_step_and_not_after_a_look(alone: Found) -> None:
+    weights, moments = alone["offloaded"][0]["bytes"]
+    assert alone["offloaded"][0]["copied"] == [(weights, 0), *[(weights + moments, moments)] * 2]
+    (first, again), second, third = alone["adapters offloaded"][0]["copied"]
+    assert again == 0, "there are no moments before the first step"
+    assert second[0] - second[1] == first, "the host's memory is new, as there are moments now"
+    assert 0 < third[0] - third[1] < first / 4, "the frozen base is not copied"
 
 
 def test_float32_copies_are_offloaded_with_the_optimizer(alone: Found) -> None:

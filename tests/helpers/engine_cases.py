@@ -73,14 +73,22 @@ class Trained:
             self.model, self.optimizer, parameters=offload, moments=case.engine.optimizer_offload
         )
         self.gradients = OffloadBuffer(self.model, None, gradients=offload)
+        self.gathers_late = case.engine.overlap_param_gather
         self.moved: list[Any] = []
+        self.copied: list[tuple[int, int]] = []
 
     def step(self) -> dict[str, Any]:
-        """A night, a look at log-probs without gradient buffers, and a step on the same batch; what came of it."""
-        self.moved.append(tuple(a + b for a, b in zip(self.buffer.offload(), self.gradients.offload(), strict=True)))
-        self.buffer.onload()
+        """A night, a look at log-probs without gradient buffers, a nap, and a step on the same batch."""
+        night, of_gradients = self.buffer.offload(), self.gradients.offload()
+        self.moved.append(tuple(a + b for a, b in zip(night[:3], of_gradients[:3], strict=True)))
+        self.buffer.onload(to_read=True)
+        if self.gathers_late:
+            self.buffer.written()
         batch = make_step(self.hf["vocab_size"])
         seen = forward_only(self.model, self.micros(batch), self.outputs, self.device)
+        self.copied.append((night.copied, self.buffer.offload().copied))
+        self.buffer.onload(to_read=True)
+        self.buffer.written()
         self.gradients.onload()
         return {"norm": self.train(batch).grad_norm, "seen": [x["log_probs"] for x in seen]}
 
@@ -126,6 +134,7 @@ def run(case: Case, root: str) -> dict[str, Any]:
         "norms": [step["norm"] for step in steps],
         "seen": [step["seen"] for step in steps],
         "moved": trained.moved,
+        "copied": trained.copied,
         "bytes": _bytes(trained),
         "traced": traced,
     }

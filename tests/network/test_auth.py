@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.network.auth import derived, given_token, needed_token, server_token, without_tokens
-from megarl.roles.handles import PushSettings
+from megarl.roles.push_settings import PushSettings
 from megarl.roles.teacher_servers import TeacherServers
 from megarl.rollout.collector.collector import CollectorSettings
 

@@ -19,7 +19,8 @@ from megarl.batch import Batch, Stat, token_positions
 from megarl.data.packing import RankPlan
 from megarl.group import RankError, Reply
 from megarl.roles.columns import payload as payload_of
-from megarl.roles.handles import Actor, Critic, Packing, PushSettings, Reference, Update
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Update
+from megarl.roles.push_settings import PushSettings
 
 Payload = dict[str, Tensor]
 
@@ -92,6 +93,26 @@ def test_epochs_times_mini_batches_of_whole_groups() -> None:
             assert {t // 8 for t in of_step} == {t // 8 for t in of_step if t % 8 == 0}, "whole groups"
     orders = {tuple(sorted(t // 8 for t in group.calls[2 * e][2][0]["tokens"].tolist())) for e in range(3)}
     assert len(orders) > 1, "each epoch shuffles anew"
+
+
+def test_a_role_that_is_offloaded_comes_and_goes_once_for_all_steps_of_an_update() -> None:
+    """With passes of others between its steps it comes and goes for each, as they need the device."""
+    of_update = trained()
+
+    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+        return of_update(method, arguments, payload, replica) if method == "update" else Reply({}, {})
+
+    for prepare, wanted in ((None, ["onload", *["update"] * 4, "offload"]), (lambda batch: batch, ["update"] * 4)):
+        group = NotingGroup(2, answer)
+        actor = make_actor(group, epochs=2)
+        actor.offloads = True
+        actor.update(make_batch(4), prepare=prepare)
+        assert [method for method, _, _ in group.calls] == wanted
+    group = NotingGroup(2, answer)
+    actor = make_actor(group, epochs=2)
+    actor.offloads = True
+    actor.update(make_batch(4))
+    assert group.calls[-1][1] == {"role": "actor", "by_default": True}, "no more goes than its options say"
 
 
 def test_the_same_seed_makes_the_same_steps() -> None:

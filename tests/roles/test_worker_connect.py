@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.roles import worker as worker_module
-from megarl.roles.handles import PushSettings
+from megarl.roles.push_settings import PushSettings
 from megarl.roles.worker import Role, Worker
 
 URLS = ("http://a", "http://b")

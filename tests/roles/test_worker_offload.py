@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.layout import Layout
+from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.offload import Moved
 from megarl.roles import role as role_module
 from megarl.roles import worker as worker_module
@@ -19,14 +20,18 @@ ALL = {"parameters", "gradients", "moments"}
 
 class FakeBed:
     def __init__(self) -> None:
-        self.is_offloaded = True
+        self.is_offloaded, self.is_written = True, False
 
     def offload(self) -> Moved:
         self.is_offloaded = True
-        return Moved(1, 1, 1)
+        return Moved(1, 1, 1, 2)
 
-    def onload(self) -> None:
+    def onload(self, *, to_read: bool) -> None:
+        assert to_read, "who writes says so"
         self.is_offloaded = False
+
+    def written(self) -> None:
+        self.is_written = True
 
 
 def onloaded(role: Role) -> set[str]:
@@ -75,11 +80,18 @@ WHERE = {
         (Worker.restore, {"parameters", "moments"}),
     ],
 )
-def test_a_call_onloads_only_what_it_reads(seen: Any, method: Callable[..., Any], wanted: set[str]) -> None:
+@pytest.mark.parametrize("gathers_late", [False, True])
+def test_a_call_onloads_only_what_it_needs_and_says_what_it_writes(
+    seen: Any, method: Callable[..., Any], wanted: set[str], gathers_late: bool
+) -> None:
     worker, found = seen
+    role = worker.roles["actor"]
+    if gathers_late:  # a pass that only reads gathers parameters that the step before has left, and so writes them
+        role.engine = ExecutionOptions(overlap_param_gather=True, overlap_grad_reduce=True)
     method(worker, WHERE, {})
     assert found == [wanted]
-    assert onloaded(worker.roles["actor"]) == set(), "it sleeps again"
+    assert onloaded(role) == set(), "it sleeps again"
+    assert role.parameters.is_written is (gathers_late or method is Worker.restore)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +119,17 @@ def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
     worker, _ = seen
     worker.onload({"role": "actor"}, {})
     assert onloaded(worker.roles["actor"]) == ALL
-    assert worker.offload({"role": "actor"}, {})[0] == {"num_bytes": 9}
+    assert worker.offload({"role": "actor", "by_default": False}, {})[0] == {"num_bytes": 6}
     assert onloaded(worker.roles["actor"]) == set()
+
+
+def test_after_an_update_a_role_is_where_its_options_say(seen: Any) -> None:
+    worker, _ = seen
+    role = worker.roles["actor"]
+    role.engine = ExecutionOptions(optimizer_offload=True)
+    worker.onload({"role": "actor"}, {})
+    assert worker.offload({"role": "actor", "by_default": True}, {})[0] == {"num_bytes": 2}
+    assert onloaded(role) == {"parameters", "gradients"}
 
 
 def test_a_role_with_local_layers_and_context_parallelism_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

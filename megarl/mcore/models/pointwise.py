@@ -60,14 +60,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class Gate(nn.Module):
-    """silu(gate) * up.  Keeps its input alone for the backward pass, as Megatron's fused kernel for GPUs does."""
+class Gate:
+    """silu(gate) * up.  Keeps its input alone for the backward pass, as Megatron's fused kernel for GPUs does.
 
-    def __init__(self, config: Any = None) -> None:  # noqa: ARG002
+    No module: Megatron asks each module of a feed-forward for its part of a checkpoint.
+    """
+
+    def __init__(self, config: Any = None) -> None:
         """`config`: as Megatron passes it."""
-        super().__init__()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[..., gate and up] -> [..., half of it]."""
         return _Gate.apply(x)
 

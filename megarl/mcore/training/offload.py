@@ -2,6 +2,9 @@
 
 Only memory moves, not tensor objects: a storage frees its bytes and later allocates the same size again.  So
 parameters, views into Megatron's contiguous buffers and the optimizer's references all stay valid.
+
+Parameters that were only read since they came from the host are still there: they are not copied back.  Who onloads
+says so, and whoever writes says so, too; without a word everything is copied.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ SMALL = 8  # bytes: step counters and the like stay
 
 
 class Moved(NamedTuple):
-    """Bytes that were offloaded from the device."""
+    """Bytes that were offloaded from the device, and how many of them were copied to the host."""
 
     parameters: int
     gradients: int
     optimizer: int
+    copied: int
 
 
 class OffloadBuffer:
@@ -51,40 +55,62 @@ class OffloadBuffer:
         self._parts, self.is_offloaded = (parameters, gradients, moments), False
         self._host = HostMemory(())  # a part for each storage in `_kept`
         self._kept: list[torch.UntypedStorage] = []
+        self._same: dict[int, torch.UntypedStorage] = {}  # parameters that the host has as they are, by part
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self) -> Moved:
         """Copy to host memory and free the device's.  Does nothing if already offloaded."""
         if self.is_offloaded:
-            return Moved(0, 0, 0)
+            return Moved(0, 0, 0, 0)
         self.is_offloaded = True  # even if there is nothing yet: the first step creates the moments
         found = zip(self._storages(), self._parts, strict=True)
         weights, gradients, state = (part if chosen else [] for part, chosen in found)
-        moved = Moved(*(sum(x.nbytes() for x in part) for part in (weights, gradients, state)))
-        self._kept, self._emptied = [*weights, *state], [(x, x.nbytes()) for x in gradients]
-        sizes = tuple(x.nbytes() for x in self._kept)
+        of_weights, of_gradients, of_state = (sum(x.nbytes() for x in part) for part in (weights, gradients, state))
+        self._kept = [*weights, *state]
+        self._emptied = [(x, x.nbytes()) for x in gradients]
+        sizes, copied = tuple(x.nbytes() for x in self._kept), 0
         if self._host.sizes != sizes:
-            self._host = HostMemory(())  # frees the old memory before there is new
+            self._host, self._same = HostMemory(()), {}  # frees the old memory before there is new
             self._host = HostMemory(sizes)
-        for storage, host in zip(self._kept, self._host.parts, strict=True):
-            host.copy_(_bytes(storage), non_blocking=True)
+        for part, (storage, host) in enumerate(zip(self._kept, self._host.parts, strict=True)):
+            if part not in self._same or self._same[part]._cdata != storage._cdata:
+                host.copy_(_bytes(storage), non_blocking=True)
+                copied += storage.nbytes()
         _wait()
         for storage in (*self._kept, *gradients):
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        return moved
+        return Moved(of_weights, of_gradients, of_state, copied)
 
-    def onload(self) -> None:
-        """Allocate device memory again and fill it, gradients with zeros.  Does nothing if not offloaded."""
+    def onload(self, *, to_read: bool = False) -> None:
+        """Allocate device memory again and fill it, gradients with zeros.  Does nothing if not offloaded.
+
+        `to_read`: who writes parameters later calls `written`; until then they need no copy.  Buffers of modules, the
+        optimizer's state and Megatron-FSDP's shards are always copied.
+        """
+        if not self.is_offloaded:
+            return
         for storage, host in zip(self._kept, self._host.parts if self._kept else (), strict=True):
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
         for storage, size in self._emptied:
             storage.resize_(size)
             _bytes(storage).zero_()
+        read = {x._cdata for x in self._parameters()} if to_read else set()
+        self._same = {part: storage for part, storage in enumerate(self._kept) if storage._cdata in read}
         self._kept, self._emptied, self.is_offloaded = [], [], False
         _wait()
+
+    def written(self) -> None:
+        """Something writes, or may write, the parameters: the next `offload` copies all but the frozen ones."""
+        trained = {x._cdata for x in self._parameters(trained=True)}
+        self._same = {part: storage for part, storage in self._same.items() if storage._cdata not in trained}
+
+    def _parameters(self, *, trained: bool = False) -> Iterator[torch.UntypedStorage]:
+        chunks = [chunk for chunk in self.model if not isinstance(chunk, FullyShardedDataParallel)]
+        found = (param for chunk in chunks for param in chunk.parameters())
+        return _distinct([param for param in found if param.requires_grad or not trained], set())
 
     def _storages(self) -> tuple[list[torch.UntypedStorage], ...]:
         """Storages of weights, gradients and the optimizer, each once: a shared one counts as the first of these."""

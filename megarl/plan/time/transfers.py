@@ -65,22 +65,35 @@ def _gather(job: Job, num_bytes: int, constants: Constants) -> float:
     return of_stages + links.ring(dense, layout.tp) + links.ring(experts, expert_ranks)
 
 
-def offload_of_call(job: Job, role: Role, held: Memory, constants: Constants, *, learns: bool) -> float:
-    """Seconds of offload for a pass over a batch or an optimizer step."""
-    moved = held.weights if role.param_offload else 0
-    moved += held.optimizer if learns and role.optimizer_offload else 0
-    return _both_ways(job, moved, constants)
+def onload_of_pass(job: Job, role: Role, held: Memory, constants: Constants) -> float:
+    """Seconds until offloaded weights are on the GPU for a pass that reads them; the host keeps its copy."""
+    return _host_link(job, held.weights if role.param_offload else 0, constants)
 
 
-def offload_of_push(job: Job, held: Memory, constants: Constants) -> float:
-    """Seconds of offload of the actor's weights, if they are offloaded before a push."""
-    return _both_ways(job, held.weights if job.shared or job.param_offload else 0, constants)
+def offload_of_update(job: Job, role: Role, held: Memory, constants: Constants) -> float:
+    """Seconds of offload for an update: once for all its steps, unless teachers' passes come between them."""
+    weights = held.weights if role.param_offload else 0
+    state = held.optimizer if role.optimizer_offload else 0
+    back = 0 if role.lora_rank else weights  # a frozen base is not copied back; adapters are small beside it
+    return (job.optimizer_steps if job.reads_heads else 1) * _host_link(job, weights + back + 2 * state, constants)
+
+
+def onload_of_push(job: Job, held: Memory, constants: Constants) -> float:
+    """Seconds until the actor's weights are on the GPU, if they are offloaded before a push."""
+    return _host_link(job, held.weights if job.shared or job.param_offload else 0, constants)
 
 
 def offload_of_turn(job: Job, role: Role, held: Memory, constants: Constants) -> float:
-    """Seconds of offload of everything that stays on the GPU during the trainer's turn, with colocation."""
-    moved = (0 if role.param_offload else held.weights) + (0 if role.optimizer_offload else held.optimizer)
-    return _both_ways(job, moved if job.shared else 0, constants)
+    """Seconds of offload of everything that stays on the GPU during the trainer's turn, with colocation.
+
+    All of it comes; what an update writes is copied back.
+    """
+    if not job.shared:
+        return 0.0
+    weights = 0 if role.param_offload else held.weights
+    state = 0 if role.optimizer_offload else held.optimizer
+    back = weights if role.optimizer is not None and not role.lora_rank else 0
+    return _host_link(job, weights + back + 2 * state, constants)
 
 
 def offload_of_servers(job: Job, constants: Constants) -> float:
@@ -88,5 +101,6 @@ def offload_of_servers(job: Job, constants: Constants) -> float:
     return constants.sleep_s + constants.wake_s if job.shared else 0.0
 
 
-def _both_ways(job: Job, num_bytes: int, constants: Constants) -> float:
-    return 2 * num_bytes / (job.gpu.host_bandwidth * constants.host)
+def _host_link(job: Job, num_bytes: int, constants: Constants) -> float:
+    """Seconds for so many bytes between a GPU and its host."""
+    return num_bytes / (job.gpu.host_bandwidth * constants.host)

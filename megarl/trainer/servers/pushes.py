@@ -12,7 +12,8 @@ from megarl.batch import Batch
 from megarl.config import Config
 from megarl.config.placement import gpu_seats
 from megarl.data.prompts import Prompts
-from megarl.roles.handles import Actor, PushSettings
+from megarl.roles.handles import Actor
+from megarl.roles.push_settings import PushSettings
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
 # Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.

@@ -51,7 +51,7 @@ def buffer(views: Views, **how: Any) -> OffloadBuffer:
 def test_bytes_leave_and_come_back(views: Views) -> None:
     a, address = views.a, id(views.a)
     sleeper = buffer(views)
-    assert sleeper.offload() == Moved(parameters=48, gradients=48, optimizer=0)
+    assert sleeper.offload() == Moved(parameters=48, gradients=48, optimizer=0, copied=48)
     assert views.flat.untyped_storage().nbytes() == views.gradients.untyped_storage().nbytes() == 0
     assert sleeper.is_offloaded
     sleeper.onload()
@@ -77,7 +77,7 @@ def test_a_second_sleep_and_a_second_wake_do_nothing(views: Views) -> None:
     sleeper = buffer(views)
     sleeper.onload()
     sleeper.offload()
-    assert sleeper.offload() == Moved(0, 0, 0)
+    assert sleeper.offload() == Moved(0, 0, 0, 0)
     sleeper.onload()
     sleeper.onload()
     assert views.flat.tolist() == list(range(12))
@@ -103,6 +103,60 @@ def test_tensors_that_appeared_since_the_last_sleep_sleep_too(views: Views) -> N
     sleeper.onload()
     assert views.moments.tolist() == list(range(100))
     assert views.flat.tolist() == list(range(12))
+
+
+def test_what_was_only_read_is_not_copied_again(views: Views) -> None:
+    sleeper = buffer(views)
+    assert sleeper.offload().copied == 48
+    for _ in range(2):
+        sleeper.onload(to_read=True)
+        assert views.flat.tolist() == list(range(12))
+        assert sleeper.offload() == Moved(parameters=48, gradients=48, optimizer=0, copied=0)
+    assert views.flat.untyped_storage().nbytes() == 0
+    sleeper.onload()
+    assert sleeper.offload().copied == 48, "without a word everything may have been written"
+
+
+def test_what_was_written_is_copied_and_comes_back(views: Views) -> None:
+    sleeper = buffer(views)
+    sleeper.offload()
+    sleeper.onload(to_read=True)
+    sleeper.written()
+    views.flat += 1
+    assert sleeper.offload().copied == 48
+    sleeper.onload(to_read=True)
+    assert views.flat.tolist() == list(range(1, 13))
+    assert sleeper.offload().copied == 0, "it holds until the next write"
+
+
+def test_frozen_parameters_and_buffers_of_modules(views: Views) -> None:
+    """The former are never written, the latter may be by a pass that only reads parameters."""
+    views.base = nn.Parameter(torch.arange(5.0), requires_grad=False)
+    views.register_buffer("counts", torch.zeros(3))
+    sleeper = buffer(views)
+    assert sleeper.offload().copied == 48 + 20 + 12
+    sleeper.onload(to_read=True)
+    views.counts += 1  # type: ignore[operator]
+    assert sleeper.offload().copied == 12
+    sleeper.onload(to_read=True)
+    sleeper.written()
+    assert sleeper.offload().copied == 48 + 12
+    sleeper.onload()
+    assert views.counts.tolist() == [1, 1, 1] and views.base.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_parameter_with_another_storage_or_size_is_copied(views: Views) -> None:
+    views.base = nn.Parameter(torch.arange(5.0), requires_grad=False)
+    sleeper = buffer(views)
+    sleeper.offload()
+    sleeper.onload(to_read=True)
+    views.base.data = torch.full((5,), 7.0)
+    assert sleeper.offload().copied == 20
+    sleeper.onload(to_read=True)
+    views.more = nn.Parameter(torch.ones(100))
+    assert sleeper.offload().copied == 48 + 20 + 400, "the host's memory is new"
+    sleeper.onload()
+    assert views.base.tolist() == [7] * 5 and views.flat.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -133,14 +187,14 @@ def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_sleeps_unasked(views: Views) -> None:
-    assert buffer(views, parameters=False, gradients=False).offload() == Moved(0, 0, 0)
+    assert buffer(views, parameters=False, gradients=False).offload() == Moved(0, 0, 0, 0)
     assert views.flat.untyped_storage().nbytes() == 48
 
 
 def test_weights_wake_alone_while_their_gradients_sleep_elsewhere(views: Views) -> None:
     weights, gradients = buffer(views, gradients=False), buffer(views, parameters=False)
-    assert weights.offload() == Moved(parameters=48, gradients=0, optimizer=0)
-    assert gradients.offload() == Moved(parameters=0, gradients=48, optimizer=0)
+    assert weights.offload() == Moved(parameters=48, gradients=0, optimizer=0, copied=48)
+    assert gradients.offload() == Moved(parameters=0, gradients=48, optimizer=0, copied=0)
     weights.onload()
     assert views.flat.tolist() == list(range(12))
     assert views.gradients.untyped_storage().nbytes() == 0

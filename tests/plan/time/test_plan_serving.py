@@ -228,28 +228,38 @@ def test_experts_go_stacked_unless_they_are_gathered():
     assert transfers.tensors(job(hf=MOE)) == 4 * (12 + 3 * 4)
 
 
-def test_an_offloaded_role_comes_and_goes_for_each_call():
-    own = job(param_offload=True, optimizer_offload=True)
+def test_an_offloaded_role_comes_for_each_pass_and_comes_and_goes_once_for_an_update():
+    own = job(param_offload=True, optimizer_offload=True, epochs=3)
     held = fullest(own.actor)
-    assert transfers.offload_of_call(own, own.actor, held, FREE, learns=False) == pytest.approx(2 * held.weights / 1e8)
     both = held.weights + held.optimizer
-    assert transfers.offload_of_call(own, own.actor, held, FREE, learns=True) == pytest.approx(2 * both / 1e8)
+    assert transfers.onload_of_pass(own, own.actor, held, FREE) == pytest.approx(held.weights / 1e8)
+    assert transfers.offload_of_update(own, own.actor, held, FREE) == pytest.approx(2 * both / 1e8)
     assert transfers.offload_of_turn(own, own.actor, held, FREE) == 0
+    taught = replace(own, reads_heads=True)
+    assert taught.optimizer_steps > 1
+    assert transfers.offload_of_update(taught, taught.actor, held, FREE) == pytest.approx(
+        taught.optimizer_steps * 2 * both / 1e8
+    )
+    adapted = replace(own, lora_rank=8)
+    assert transfers.offload_of_update(adapted, adapted.actor, held, FREE) == pytest.approx(
+        (held.weights + 2 * held.optimizer) / 1e8
+    )
 
 
 def test_another_stays_for_the_whole_turn():
     own = job()
     held = fullest(own.actor)
-    assert transfers.offload_of_call(own, own.actor, held, FREE, learns=True) == 0
+    assert transfers.onload_of_pass(own, own.actor, held, FREE) == 0
+    assert transfers.offload_of_update(own, own.actor, held, FREE) == 0
     assert transfers.offload_of_turn(own, own.actor, held, FREE) == pytest.approx(
         2 * (held.weights + held.optimizer) / 1e8
     )
-    assert transfers.offload_of_turn(replace(own, shared=False), own.actor, held, FREE) == 0
-    assert (
-        transfers.offload_of_push(replace(own, shared=False), held, FREE)
-        == 0
-        < transfers.offload_of_push(own, held, FREE)
-    )
+    frozen = replace(own.actor, optimizer=None)
+    assert transfers.offload_of_turn(own, frozen, held._replace(optimizer=0), FREE) == pytest.approx(held.weights / 1e8)
+    apart = replace(own, shared=False)
+    assert transfers.offload_of_turn(apart, own.actor, held, FREE) == 0
+    assert transfers.onload_of_push(apart, held, FREE) == 0
+    assert transfers.onload_of_push(own, held, FREE) == pytest.approx(held.weights / 1e8)
 
 
 def test_servers_that_share_sleep_and_wake():
