@@ -248,3 +248,17 @@ def test_a_number_that_is_not_finite_stops_the_run_with_the_name_of_its_sample(
     assert "the run stopped: token loss of broken is nan at token 6 of sample 0-" in said, "the first after the prompt"
     report = (tmp_path / "broken" / "logs" / "failure.txt").read_text()
     assert "Traceback" in report and "token loss of broken is nan at token 6 of sample 0-" in report
+
+
+@pytest.mark.slow
+def test_a_run_whose_roles_are_offloaded_ends_with_the_same_weights(parts: Path, tmp_path: Path) -> None:
+    """Critic, actor and reference, two epochs of two optimizer steps each; to the bit."""
+    offload = [f"{role}.megatron.param_offload=true" for role in ("actor", "critic", "ref")]
+    offload += [f"{role}.megatron.optimizer_offload=true" for role in ("actor", "critic")]
+    ppo = ["algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "actor.ppo_epochs=2", "actor.ppo_mini_batch_size=2"]
+    ends = []
+    for name, more in (("plain", []), ("offloaded", offload)):
+        words = ["trainer.total_training_steps=2", "trainer.test_freq=-1", *ppo, *more]
+        assert main(["train", *settings(parts, tmp_path, name, *plugins(parts), *words)]) == 0
+        ends.append((tmp_path / name / "hf" / "model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
