@@ -321,3 +321,17 @@ def test_a_server_of_ours_has_the_cores_unless_the_trainer_uses_them_too(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
     config, _ = load_config(["recipe=quickstart_grpo", *words])
     assert server_threads(config, trains=trains) == threads
+
+
+@pytest.mark.parametrize(("device", "during"), [("cpu", 1), ("cuda", 2)])
+def test_without_gpus_the_driver_leaves_the_cores_to_ranks_and_servers(
+    tmp_path: Path, device: str, during: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Infrastructure(config_of(tmp_path, device=device), serves=False):
+            assert torch.get_num_threads() == during
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
