@@ -33,6 +33,7 @@ from megarl.plan.command.report import report
 from megarl.processes.failure_report import write_report
 from megarl.processes.signals import EXIT_TERMINATED, Terminated
 from megarl.report import request as report_request
+from megarl.terminal import pages, sentences
 from megarl.watch import request as watch_request
 
 
@@ -185,11 +186,11 @@ def main(argv: list[str] | None = None) -> int:
     help_wanted = _take_flag(words, "--help", "-h")
     several = _take_flag(words, "--multirun", "-m")
     if _take_flag(words, "--version"):
-        Console().print(f"megarl {__version__}", highlight=False)
+        sentences().print(f"megarl {__version__}")
         return 0
     try:
         if help_wanted or not words:
-            _help(words, Console(stderr=not help_wanted))
+            _help(words, pages(stderr=not help_wanted, markup=True))
             return 0 if help_wanted else EXIT_USAGE
         return _run_several(words[0], words[1:]) if several else _run(words[0], words[1:])
     except KeyboardInterrupt:
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_config(config: Config) -> int:
     """`megarl config`: YAML on stdout, which `--config` accepts."""
-    Console(soft_wrap=True).print(to_yaml(config), markup=False, highlight=False, end="")
+    sentences().print(to_yaml(config), end="")
     return 0
 
 
@@ -314,7 +315,7 @@ def _take_flag(words: list[str], *names: str) -> bool:
 
 
 def _complain(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences(stderr=True).print(sentence)
 
 
 def _help(words: list[str], console: Console) -> None:
@@ -341,7 +342,7 @@ def _no_command(name: str) -> str:
 
 
 def _print_help(console: Console) -> None:
-    console.print("[bold]megarl[/] COMMAND \\[recipe=NAME | --config FILE] \\[key=value ...]", highlight=False)
+    console.print("[bold]megarl[/] COMMAND \\[recipe=NAME | --config FILE] \\[key=value ...]")
     console.print("Reinforcement-learning post-training of language models with Megatron-Core and SGLang.\n")
     _print_table(console, "commands", [(name, command.about) for name, command in COMMANDS.items()])
     _print_table(console, "keys: GROUP.NAME=VALUE", list(GROUPS.items()))
@@ -356,13 +357,13 @@ def _print_help(console: Console) -> None:
 
 
 def _print_command(console: Console, name: str, command: Command) -> None:
-    console.print(f"[bold]megarl {name}[/] \\[recipe=NAME | --config FILE] \\[key=value ...]", highlight=False)
-    console.print(f"{command.about}\n", highlight=False)
+    console.print(f"[bold]megarl {name}[/] \\[recipe=NAME | --config FILE] \\[key=value ...]")
+    console.print(f"{command.about}\n")
     _print_table(console, "keys that it reads", [(group, GROUPS[group]) for group in command.groups])
     _print_table(console, "examples", list(command.examples))
     if name == "train":
-        console.print(MULTIRUN, highlight=False)
-    console.print("megarl config --help KEY explains a key.", highlight=False)
+        console.print(MULTIRUN)
+    console.print("megarl config --help KEY explains a key.")
 
 
 def _print_key(console: Console, found: Description) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
 
 from megarl.algo.advantages.estimate import estimate
 from megarl.algo.correction import correct, leave_out_old
@@ -36,6 +35,7 @@ from megarl.processes.signals import NO_STEP, Signals
 from megarl.report.page import reported
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Sample
+from megarl.terminal import sentences
 from megarl.trainer.algorithm import Algorithm
 from megarl.trainer.artifacts import finish, remember
 from megarl.trainer.bad_numbers import BadNumbers, forget_rollbacks
@@ -392,5 +392,5 @@ def prepare(config: Config) -> None:
 def main(config: Config) -> int:
     """`megarl train`."""
     train(config)
-    Console().print(f"results: {config.trainer.run_dir.resolve()}", highlight=False)
+    sentences().print(f"results: {config.trainer.run_dir.resolve()}")
     return 0

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from megarl.config import read_yaml
 from megarl.durable_files import SUMS, Unreadable, faults_of_sums
+from megarl.terminal import pages, sentences
 from megarl.trainer.checkpoint.checkpoint import folders_under, forget, forget_left, step_of
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores
@@ -98,7 +99,7 @@ def show(request: Request) -> int:
             str(content["step"]), size, when, ", ".join(content["roles"]), state,
             ", ".join(reasons.get(content["step"], [])), "" if score is None else f"{score:.4g}",
         )  # fmt: skip
-    console = Console()
+    console = pages()
     if not console.is_terminal:
         console.width = 120
     console.print(table)
@@ -193,7 +194,7 @@ def _warn(sentence: str) -> None:
 
 
 def _say(sentence: str, *, error: bool = False) -> None:
-    Console(stderr=error, soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences(stderr=error).print(sentence)
 
 
 def print_help(console: Console) -> None:

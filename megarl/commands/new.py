@@ -9,6 +9,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from megarl.tasks import TASKS
+from megarl.terminal import sentences
 
 # What a project has -> the file of megarl.tasks that it is a copy of.
 COPIES = {
@@ -62,9 +63,9 @@ def main(request: Request) -> int:
     for name, template in COPIES.items():
         text = source.joinpath(template.format(task=request.task)).read_text()
         (folder / name).write_text(text.replace("NAME_OF_THE_TASK", request.task))
-    console = Console(soft_wrap=True)
-    console.print(f"{folder}: {', '.join(COPIES)}", markup=False, highlight=False)
-    console.print(f"next: bash {folder / 'run.sh'}", markup=False, highlight=False)
+    console = sentences()
+    console.print(f"{folder}: {', '.join(COPIES)}")
+    console.print(f"next: bash {folder / 'run.sh'}")
     return 0
 
 

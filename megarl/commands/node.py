@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from rich.console import Console
-
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.config.schema import Trainer
@@ -14,6 +12,7 @@ from megarl.machines.agent import Agent
 from megarl.machines.meeting import announced
 from megarl.network.auth import needed_token
 from megarl.processes.signals import ASKS, handled
+from megarl.terminal import sentences
 
 
 def main(config: Config) -> int:
@@ -26,7 +25,7 @@ def main(config: Config) -> int:
         )
     token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
     role = "a spare machine" if trainer.node_rank >= trainer.nnodes else f"machine {trainer.node_rank}"
-    Console(stderr=True).print(f"{role} of {trainer.nnodes}, at the orders of {trainer.master_addr}")
+    sentences(stderr=True).print(f"{role} of {trainer.nnodes}, at the orders of {trainer.master_addr}")
     source = os.environ.get(NODE_ADDRESS)
     agent = Agent(trainer.node_rank, driver_of(trainer), token, source=source, silence_s=trainer.silence_s)
     with handled(dict.fromkeys(ASKS, agent.take_signal)):

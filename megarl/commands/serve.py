@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
@@ -27,6 +26,7 @@ from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied
 from megarl.servers.supervisor import Servers, State
+from megarl.terminal import sentences
 from megarl.trainer.build import server_launch, supervision
 
 _LOOK_S = 1.0
@@ -123,4 +123,4 @@ def own_address_of(host: str) -> str | None:
 
 
 def _say(sentence: str) -> None:
-    Console(soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences().print(sentence)

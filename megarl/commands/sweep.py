@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.config import Config, ConfigError, SweptRun, read_yaml
@@ -24,6 +23,7 @@ from megarl.config.names import AUTO
 from megarl.config.settings import show
 from megarl.plan.command.report import report
 from megarl.processes.lifetime import die_with_parent
+from megarl.terminal import pages, sentences
 
 NOT_STARTED, FINISHED, FAILED, INTERRUPTED = "not started", "finished", "failed", "interrupted"
 FILE = "sweep.json"
@@ -46,15 +46,15 @@ class Result:
 
 def main(runs: Sequence[SweptRun]) -> int:
     """The exit code: 0 if all are finished, 1 if one failed, 130 after Ctrl-C."""
-    console = Console(soft_wrap=True)
+    console = sentences()
     if any(run.config.trainer.check_only for run in runs):
         for run in runs:
-            console.print(f"\n{run.config.trainer.experiment_name}", markup=False, highlight=False)
+            console.print(f"\n{run.config.trainer.experiment_name}")
             report(run.config)
         return 0
-    results = sweep(runs, train, lambda line: console.print(line, markup=False, highlight=False))
+    results = sweep(runs, train, lambda line: console.print(line))
     print_table(results)
-    console.print(f"sweep: {_file(runs).resolve()}", markup=False, highlight=False)
+    console.print(f"sweep: {_file(runs).resolve()}")
     states = [result.state for result in results]
     return 130 if INTERRUPTED in states else int(FAILED in states)
 
@@ -130,7 +130,7 @@ def print_table(results: Sequence[Result]) -> None:
         numbers = ["" if score is None else f"{score:.3f}" for score in scores]
         seconds = "" if result.seconds is None else f"{result.seconds:.0f}"
         table.add_row(*map(show, result.values.values()), result.state, *numbers, seconds, Path(result.folder).name)
-    Console().print(table, markup=False)
+    pages().print(table)
 
 
 def _started(result: Result, run: SweptRun, start: Callable[[SweptRun], int]) -> Result:

@@ -30,6 +30,7 @@ from megarl.convert.ranks import Ranks
 from megarl.convert.request import AXES, DTYPES, Request
 from megarl.group import Group
 from megarl.layout import Layout, misfits, numbers_of
+from megarl.terminal import sentences
 from megarl.weights.hf.folder import CONFIG
 from megarl.weights.mapping.blocks import Role
 from megarl.weights.mapping.families import table_for
@@ -46,7 +47,7 @@ class Mismatch(RuntimeError):
 
 def main(request: Request) -> int:
     """`megarl convert`: 0 done, 1 if ranks fail or tensors differ.  Raises ValueError for an invalid request."""
-    console = Console(soft_wrap=True)
+    console = sentences()
     source = describe(request.source, request.model)
     target = describe(request.target) if request.verify_only else _planned(request, source)
     if target.dtype not in DTYPES:
@@ -57,7 +58,7 @@ def main(request: Request) -> int:
     num_ranks = ranks_of(layout)
     axes = " ".join(f"{axis}={size}" for axis, size in _sizes(layout).items())
     heading = f"from {source}\nto   {target}\nover {num_ranks} ranks: {axes}"
-    console.print(heading, highlight=False, markup=False)
+    console.print(heading)
     logs = Path(tempfile.mkdtemp(prefix="megarl_convert_"))
     limits: dict[str, Any] = {"device": request.device, "call_timeout_s": CALL_TIMEOUT_S}
     group = Group("ranks", num_ranks, layout, log_dir=logs, worker="megarl.convert.worker", **limits)
@@ -74,7 +75,7 @@ def main(request: Request) -> int:
     finally:
         if not (logs / REPORT).exists():
             shutil.rmtree(logs)
-    console.print("equal" if request.verify_only else f"done: {target.path}", highlight=False, markup=False)
+    console.print("equal" if request.verify_only else f"done: {target.path}")
     return 0
 
 
@@ -132,7 +133,7 @@ def _say_what_changes(ranks: Ranks, source: ModelFolder) -> None:
     stored = hf_sizes(source.path) if source.format == "hf" else {}
     changed = [name for name, (_, dtype) in stored.items() if name in ranks.tensors and ranks.tensors[name][1] != dtype]
     if changed:
-        ranks.console.print(f"{len(changed)} tensors change their type: {some_names(changed, 3)}", highlight=False)
+        ranks.console.print(f"{len(changed)} tensors change their type: {some_names(changed, 3)}")
 
 
 def _manifest(ranks: Ranks, source: ModelFolder, target: ModelFolder, layout: Layout, verified: bool) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def _stopped(error: RuntimeError, logs: Path) -> int:
     if not isinstance(error, Mismatch):
         words = f"the conversion stopped: {error}\nall of it: {logs / REPORT}"
         (logs / REPORT).write_text("".join(traceback.format_exception(error)) + getattr(error, "report", ""))
-    Console(stderr=True, soft_wrap=True).print(words, markup=False, highlight=False)
+    sentences(stderr=True).print(words)
     return EXIT_FAILED
 
 

@@ -6,7 +6,6 @@ import json
 import os
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from megarl.doctor.finding import FAIL, NOTE, OK, Finding
 from megarl.doctor.request import Request
 from megarl.network.auth import needed_token
 from megarl.sandbox.layers import URL, layers
+from megarl.terminal import pages
 
 _COLOURS = {OK: "green", NOTE: "yellow", FAIL: "red"}
 EXIT_CANNOT_RUN = 1
@@ -64,7 +64,7 @@ def _token(option: str, place: link.Place) -> str:
 
 
 def _show(sections: dict[str, list[Finding]], failed: list[str]) -> None:
-    console = Console()
+    console = pages(markup=True)
     table = Table("", "found", "tested or wanted", "")
     for rows in sections.values():
         for row in rows:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-
 from megarl.doctor.request import Request
 from megarl.doctor.run_folder import FAILED, KILLED, explain
+from megarl.terminal import sentences
 
 EXIT_FAILED = 1
 
@@ -19,8 +18,8 @@ def main(request: Request) -> int:
     if request.json:
         print(json.dumps(found._asdict(), indent=2))
     else:
-        console = Console(soft_wrap=True)
+        console = sentences()
         lines = [f"{request.run}: {found.state}", f"cause: {found.cause}", f"next: {found.next}"]
         for line in [*lines, *(f"  {line}" for line in found.evidence)]:
-            console.print(line, markup=False, highlight=False)
+            console.print(line)
     return EXIT_FAILED if found.state in (FAILED, KILLED) else 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from megarl.report.page import write_report
 from megarl.report.request import Request
+from megarl.terminal import sentences
 
 
 def main(request: Request) -> int:
     """Write the page and print where it is.  Raises ValueError for a folder without metrics."""
     target = write_report(request.run, request.against)
-    Console(soft_wrap=True).print(f"report: {target.resolve()}", markup=False, highlight=False)
+    sentences().print(f"report: {target.resolve()}")
     return 0

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from megarl.terminal import sentences
 
 Problem = Callable[[random.Random], tuple[str, str]]  # (prompt, right answer), drawn with the given generator
 Mistake = Callable[[str, str], str]  # (prompt, right answer) -> a wrong one
@@ -57,7 +57,7 @@ def prepare(
     shutil.rmtree(folder / "model", ignore_errors=True)
     write_tiny_model(folder / "model", characters=characters, seed=seed, **MODEL)
     sizes = f"{len(sft)} rows for the cold start, {len(train)} to learn from, {len(test)} held out"
-    Console().print(f"{folder}: {sizes}; a model of {len(characters)} characters", highlight=False)
+    sentences().print(f"{folder}: {sizes}; a model of {len(characters)} characters")
 
 
 def _different(problem: Problem, rng: random.Random, count: int) -> list[tuple[str, str]]:

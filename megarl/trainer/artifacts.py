@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import trained_names
@@ -19,6 +17,7 @@ from megarl.metrics.evaluation.verdict import sentences, verdict
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
 from megarl.projections import chosen, projections_of
+from megarl.terminal import pages
 from megarl.trainer.build import model_folder
 from megarl.trainer.evaluation.evaluate import Evaluation
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
@@ -67,7 +66,7 @@ def remember(folder: Path, before: Evaluation) -> None:
 
 def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
-    console = Console()
+    console = pages()
     run.trackers.stage("writing the model")
     run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
     run.roles.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
@@ -100,7 +99,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
             summary["verdict"] = found
             markdown = "".join(f"{sentence}  \n" for sentence in sentences(found)) + "\n"
             for sentence in sentences(found):
-                console.print(sentence, style="bold", highlight=False, markup=False)
+                console.print(sentence, style="bold")
         if again is not None:
             run.trackers.stage("checking hf/")
             summary[f"{name}_transformers"] = score = again.wait()

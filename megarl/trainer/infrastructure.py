@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from rich.console import Console
 
 from megarl.config import Config
 from megarl.machines import NodeLost, Nodes
@@ -22,6 +21,7 @@ from megarl.processes.failure_report import write_report
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
+from megarl.terminal import sentences
 from megarl.trainer.build import check_gpus, make_nodes, make_servers
 from megarl.trainer.collectors import look_after, make_reward_server
 from megarl.trainer.servers.abilities import Told, ask_servers
@@ -207,4 +207,4 @@ class Infrastructure:
 
 
 def _say(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences(stderr=True).print(sentence)

@@ -20,9 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.durable_files import PRIVATE_FILE
+from megarl.terminal import sentences
 
 OWNER = "owner.json"  # {"host", "pid", "started"} of the last owner
 LEASE_S = 120.0  # for which the lock of an owner on another machine is waited for
@@ -127,7 +126,7 @@ def _flock(number: int) -> None:
 
 
 def _say(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences(stderr=True).print(sentence)
 
 
 def _is_there(file: Path, number: int) -> bool:

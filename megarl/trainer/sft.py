@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from megarl.algo.finite import BadNumber
 from megarl.algo.loss import ActorLoss
@@ -32,6 +31,7 @@ from megarl.processes.presence import watched
 from megarl.processes.signals import Signals
 from megarl.report.page import reported
 from megarl.roles.handles import Actor, Packing, Update
+from megarl.terminal import sentences
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
 from megarl.trainer.build import (
     engine_settings,
@@ -323,5 +323,5 @@ def _update(config: Config) -> Update:
 def main(config: Config) -> int:
     """`megarl sft`."""
     sft(config)
-    Console().print(f"results: {config.trainer.run_dir.resolve()}", highlight=False)
+    sentences().print(f"results: {config.trainer.run_dir.resolve()}")
     return 0

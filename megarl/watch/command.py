@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from rich.console import Console
 from rich.live import Live
 
+from megarl.terminal import pages
 from megarl.trainer.owner import has_owner
 from megarl.watch.follow import Run
 from megarl.watch.page import page
@@ -18,7 +18,7 @@ FILE_WIDTH = 160  # of a page that goes to a file
 
 def main(request: Request) -> int:
     """Raises ValueError for a folder that is none of a run.  Ctrl-C ends the page."""
-    run, console = Run(request.run), Console()
+    run, console = Run(request.run), pages()
     if not console.is_terminal:
         console.width = FILE_WIDTH
     run.look()

@@ -18,7 +18,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from megarl.terminal import sentences
 
 
 def write_task(
@@ -115,7 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     manifest = write_task(arguments.folder, seed=arguments.seed, num_sft=arguments.num_sft, num_test=arguments.num_test)
     sizes = ", ".join(f"{name} {entry['rows']}" for name, entry in manifest["files"].items())
-    Console().print(f"{arguments.folder}: {sizes} rows")
+    sentences().print(f"{arguments.folder}: {sizes} rows")
 
 
 if __name__ == "__main__":

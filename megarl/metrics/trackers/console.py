@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megarl.metrics.evaluation.evaluation import CORE, OF_EVALUATION
 from megarl.metrics.trackers.run import Run
+from megarl.terminal import sentences
 
 # (label, metric, format); metrics that a step does not have are left out
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -36,7 +36,7 @@ STEPS_OF_ETA = 20  # the ETA uses the mean time of this many last steps
 
 def warn(sentence: str) -> None:
     """Print a warning that belongs to no step."""
-    Console(stderr=True, soft_wrap=True).print(f"warning: {sentence}", markup=False, highlight=False)
+    sentences(stderr=True).print(f"warning: {sentence}")
 
 
 class ConsoleTracker:

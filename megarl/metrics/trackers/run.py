@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from megarl.terminal import pages
+
 
 @dataclass(frozen=True)
 class Run:
@@ -20,4 +22,4 @@ class Run:
     config: Mapping[str, Any]  # resolved, nested, plain values
     total_steps: int
     resume_step: int | None = None  # the step of the checkpoint from which the run resumes; None: a fresh run
-    console: Console = field(default_factory=Console)
+    console: Console = field(default_factory=pages)

@@ -26,6 +26,7 @@ from megarl.metrics.trackers.mlflow_tracker import MlflowTracker
 from megarl.metrics.trackers.prometheus import PrometheusTracker
 from megarl.metrics.trackers.run import Run
 from megarl.metrics.trackers.status import StatusTracker, is_stop
+from megarl.terminal import pages
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "ground_truth", "reward")
 TABLE_ROWS = 64  # of a table of samples: the last ones
@@ -219,7 +220,7 @@ def make_trackers(
 
     Raises: ValueError of one sentence for an unknown name or a tracker that does not start; started ones are closed.
     """
-    run = Run(Path(run_dir), project, experiment, config_dict, total_steps, resume_step, console or Console())
+    run = Run(Path(run_dir), project, experiment, config_dict, total_steps, resume_step, console or pages())
     run.run_dir.mkdir(parents=True, exist_ok=True)
     started: dict[str, Tracker] = {}
     for name in dict.fromkeys([*names, "jsonl"]):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-from rich.console import Console
-
 from megarl.config import ConfigError, load_config
 from megarl.config.old_log_probs import source_of_old_log_probs, why_own_pass
 from megarl.layout import shares_prefixes
@@ -16,6 +14,7 @@ from megarl.plan.from_config import job_of
 from megarl.plan.job import Job
 from megarl.plan.predict import Prediction, predict
 from megarl.plan.search import Proposal, search
+from megarl.terminal import pages, sentences
 
 
 def main(request: Request, words: list[str]) -> int:
@@ -24,13 +23,13 @@ def main(request: Request, words: list[str]) -> int:
     job = _job(plan, request)
     check_size(request, job)
     for warning in plan.warnings:
-        Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", markup=False, highlight=False)
+        sentences(stderr=True).print(f"warning: {warning}")
     prediction = predict(job)
     shared = _prefixes(plan, job, prediction)
     old = source_of_old_log_probs(plan.config, why_own_pass(plan.config))
     said = [*plan.said, *_lengths(job, request), *_dispatch(plan, job), *shared, old]
     proposals = _proposals(plan, request, job) if request.search else []
-    console = Console()
+    console = pages()
     if request.json:
         found = as_json(job, prediction, said)
         if request.search:

@@ -19,6 +19,7 @@ from megarl.plan.gpus import GPUS
 from megarl.plan.memory.count import of_stage, whole
 from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer, local_totals
 from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES
+from megarl.terminal import sentences
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
@@ -51,7 +52,7 @@ class Seat:
 
 def report(config: Config, console: Console | None = None) -> None:
     """Print the report for the roles of `megarl train`; of a model that is only a name yet it is a line."""
-    console = console or Console(soft_wrap=True)
+    console = console or sentences()
     if role := next((role for role in used_roles(config, "train") if is_only_a_name(config, role)), None):
         where = f"{group_of(role)}.path={model_of(config, role).path}"
         line = f"{where}: its config.json is not on this machine; layout and memory were not planned"

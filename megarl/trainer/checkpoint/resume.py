@@ -12,8 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.agents.load import without_prefix
 from megarl.config import Config, read_yaml
 from megarl.config.validate.rewards import names_of
@@ -22,6 +20,7 @@ from megarl.data.ledger import Ledger
 from megarl.data.readers import content_digest
 from megarl.rewards import REWARDS, SERVICES
 from megarl.sample import Sample
+from megarl.terminal import sentences
 from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, changes
 
 # The settings on which a finished group depends: its prompt, its completions with their columns, and its rewards.
@@ -80,7 +79,7 @@ def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
 
     Raises ValueError for a finished run with other settings: its results must not appear under the new ones.
     """
-    folder, console = config.trainer.run_dir, Console(stderr=True, soft_wrap=True)
+    folder, console = config.trainer.run_dir, sentences(stderr=True)
     file = folder / "config.yaml"
     changed = changes(read_yaml(file), config) if file.exists() else []
     if changed and checkpoint.step >= num_steps:
@@ -89,8 +88,8 @@ def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
             "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
         )
     for change in changed:
-        console.print(f"warning: changed since the run began: {change}", markup=False, highlight=False)
-    console.print(f"going on from step {checkpoint.step} ({checkpoint.folder})", highlight=False)
+        console.print(f"warning: changed since the run began: {change}")
+    console.print(f"going on from step {checkpoint.step} ({checkpoint.folder})")
 
 
 def take_over(

@@ -9,14 +9,13 @@ from difflib import get_close_matches
 from os.path import expanduser
 from pathlib import Path
 
-from rich.console import Console
-
 from megarl.config import Config, ConfigError, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.validate.models import group_of, model_of, with_own_models
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts, Row
 from megarl.plugins import load_plugins
+from megarl.terminal import sentences
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import MINI_PLACE, cached_folder, may_be_hub_name, read_prompts
 from megarl.trainer.checks.reward_trial import RewardTrial
@@ -45,10 +44,10 @@ def main(config: Config) -> int:
 
     Of a run whose data and models are all on another machine only plug-ins and rewards are looked at.
     """
-    faults, console = Faults(), Console(soft_wrap=True)
+    faults, console = Faults(), sentences()
 
     def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False)
+        console.print(line)
 
     is_loaded = False
     with faults.collect():

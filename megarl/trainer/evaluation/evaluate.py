@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.config import Config
 from megarl.metrics.evaluation.audit import Audit
 from megarl.metrics.evaluation.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
@@ -21,6 +19,7 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.sample import AUDIT, LostRollout, Prompt, Sample
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
+from megarl.terminal import sentences
 from megarl.trainer.build import read_prompts
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
@@ -272,11 +271,11 @@ def main(config: Config) -> int:
     """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration."""
     if not config.data.val_files:
         raise ValueError("data.val_files=[]: there is nothing to evaluate; expected at least one file of prompts")
-    console = Console()
+    console = sentences()
     load_plugins(config.algorithm.plugins)
     check_rewards(config)
     if reason := check_agents(config):
-        console.print(f"warning: {reason}", markup=False, highlight=False)
+        console.print(f"warning: {reason}")
     with RewardTrial(config) as trial:
         read = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts)
         trial.check(read.some(config.reward.try_rows))
@@ -302,5 +301,5 @@ def main(config: Config) -> int:
                 status.update(f"evaluating: {done} of {total} prompts")
             found = evaluator.take()
     for name, value in found.metrics().items():
-        console.print(f"{name} {value:.4f}", highlight=False)
+        console.print(f"{name} {value:.4f}")
     return 0

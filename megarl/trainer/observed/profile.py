@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from megarl.config.schema.trainer import Profile
 from megarl.group import Group
 from megarl.metrics.timer import Timer
+from megarl.terminal import sentences
 
 FOLDER = "profile"
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"  # a variable that Nsight Systems sets for what it starts
@@ -65,4 +64,4 @@ def nsys_line(settings: Profile) -> str:
 
 
 def _say(sentence: str) -> None:
-    Console(soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences().print(sentence)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megarl.config import Config, load_config
 from megarl.config.validate.models import group_of, model_of
+from megarl.terminal import sentences
 from megarl.trainer.sft import sft
 
 
@@ -46,12 +45,12 @@ def cold_start(
         raise ValueError(f"{group_of(role)}.path={path}: there is no model; the recipe's own is {made}")
     from megarl.data.examples.tiny import write_tiny_model  # with transformers' modelling code
 
-    console = Console()
+    console = sentences()
     data, start = Path(training.sft.train_files[0]).parent, Path(training.model.path)
-    console.print(f"the task: {data}", highlight=False)
+    console.print(f"the task: {data}")
     write_data(data)
     if not (start / "config.json").exists():
-        console.print(f"a tiny model with random weights: {start}", highlight=False)
+        console.print(f"a tiny model with random weights: {start}")
         write_tiny_model(start, **model)
-    console.print(f"its cold start: {training.trainer.run_dir}", highlight=False)
+    console.print(f"its cold start: {training.trainer.run_dir}")
     sft(training)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from megarl.config import Config
 from megarl.data.examples.arithmetic import write_task
 from megarl.data.examples.reversal import join, write_reversals
+from megarl.terminal import sentences
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import make_rewards
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
@@ -42,7 +41,7 @@ def prepare(config: Config) -> None:
                 *(() if name == "sums" else _paths(f"quickstart_teacher_sft_{name}")),
             ]
             cold_start(config, words, write_data=TASKS[name], model=TEACHER, role=f"teachers.{name}")
-        Console().print(f"teachers.{name}: val/score {score(config, name):.3f} on what it teaches", highlight=False)
+        sentences().print(f"teachers.{name}: val/score {score(config, name):.3f} on what it teaches")
 
 
 def score(config: Config, name: str) -> float:

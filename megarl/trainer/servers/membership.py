@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from rich.console import Console
-
 from megarl.machines.joining import Door, Party
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.servers.supervisor import Servers
+from megarl.terminal import sentences
 
 
 class Memberships:
@@ -83,4 +82,4 @@ class Memberships:
 
 
 def _say(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(sentence, markup=False, highlight=False)
+    sentences(stderr=True).print(sentence)
