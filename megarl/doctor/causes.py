@@ -1,7 +1,9 @@
 """Known causes of a run's end: what is written where, what it means in one sentence, and what to do next.
 
-The table is read from the top: what says more stands above what says less.  A rank that died without a word is such a
-cause only if its log shows no crash.
+The sentence with which the run ended counts most, then its failure.txt, then logs: these also have warnings of hours
+ago that the run survived.  Within a text the table is read from the top: what says more stands above what says less.
+Sentences that only tell who ended, as that a rank died without a word, are a second table: they are the cause only if
+no text, such as the log of that rank, shows another.
 """
 
 from __future__ import annotations
@@ -140,6 +142,9 @@ CAUSES = (
         "a machine was lost: {0}",
         "look at that machine; with trainer.spare_nodes=1 another one takes its place",
     ),
+)  # fmt: skip
+
+WHO_ENDED = (
     Cause(
         r"(group \S+: rank [^\n]+ died in \w+)",
         "a rank was ended from outside, and its log has no error: {0}",
@@ -159,14 +164,19 @@ CAUSES = (
 )  # fmt: skip
 
 
+# A warning in a log, of what one sample met and the run survived.
+_TOLERATED = re.compile(r"[^\n]*; (?:it leaves its group|counted as 0|it has no audit)\b[^\n]*")
+
+
 def known_cause(sources: Sequence[Source], run: str) -> Found | None:
-    """The first cause of the table that one of these texts names; an earlier text counts more."""
-    for cause in CAUSES:
-        for source in sources:
-            if match := re.search(cause.pattern, source.text):
-                words = next((group for group in match.groups() if group), match.group()).strip()
-                number = source.text.count("\n", 0, match.start()) + 1
-                line = source.text.splitlines()[number - 1].strip()
-                evidence = f"{source.name}:{number}: {line}"
-                return Found(cause.says.format(words), cause.next.format(run=run), evidence)
+    """What the first text names that names a cause; of several causes in it, the first of the table."""
+    kept = [(s, _TOLERATED.sub("", s.text) if s.name.endswith(".log") else s.text) for s in sources]  # lines stay
+    for table in (CAUSES, WHO_ENDED):
+        for source, text in kept:
+            for cause in table:
+                if match := re.search(cause.pattern, text):
+                    words = next((group for group in match.groups() if group), match.group()).strip()
+                    number = text.count("\n", 0, match.start()) + 1
+                    evidence = f"{source.name}:{number}: {text.splitlines()[number - 1].strip()}"
+                    return Found(cause.says.format(words), cause.next.format(run=run), evidence)
     return None

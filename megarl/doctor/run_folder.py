@@ -7,7 +7,6 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from megarl.metrics.plots import Series
 from megarl.metrics.trackers.status import STOPS
 from megarl.report.folder import METRICS, RunFolder
 from megarl.trainer.checkpoint.checkpoint import folders_under, step_of
-from megarl.trainer.owner import has_owner
+from megarl.trainer.owner import has_owner, started_at
 
 RUNNING, FINISHED, STOPPED, FAILED, KILLED = "running", "finished", "stopped", "failed", "killed"
 FAILURE = Path("logs/failure.txt")
@@ -41,11 +40,12 @@ class Explanation(NamedTuple):
 def explain(folder: Path) -> Explanation:
     """What became of a run.  Raises ValueError, one sentence, for a folder that is none of a run."""
     run = RunFolder(folder)
-    if not run.status and not (folder / FAILURE).is_file():
+    is_running = has_owner(folder)
+    if not is_running and not run.status and not (folder / FAILURE).is_file():
         raise ValueError(f"{folder}: no status.json there; expected the folder of a run, such as runs/quickstart")
     end = run.status.get("end")
     signs = tuple(_signs(run))
-    if has_owner(folder):
+    if is_running:
         return _running(run)
     if run.summary:  # only a finished run has one
         done = f"it finished its {run.status['total_steps']} steps"
@@ -99,12 +99,13 @@ def _out_of_memory_kills() -> int | None:
 def _failed(run: RunFolder, signs: tuple[str, ...]) -> Explanation:
     end = run.status.get("end") or {"error": "", "why": ""}
     sources = list(_sources(run.path, f"{end['error']}: {end['why']}"))
-    found = known_cause(sources, str(run.path))
+    is_mistake = end["error"] == "ValueError"  # of the user, in a sentence that says what is expected: no log says more
+    found = known_cause(sources[:1] if is_mistake else sources, str(run.path))
     if found is not None:
         more = () if found.evidence.startswith(sources[0].name) else (f"{sources[0].name}: {_first_line(end['why'])}",)
         return Explanation(FAILED, found.says, f"{found.next}; {_again(run.path)}", (found.evidence, *more, *signs))
     why = _first_line(end["why"]) or "its reason is not known here"
-    if end["error"] == "ValueError":  # a mistake of the user, in a sentence that says what is expected
+    if is_mistake:
         return Explanation(FAILED, why, f"correct what the sentence names; {_again(run.path)}", signs)
     return Explanation(FAILED, why, f"{run.path / FAILURE} has the whole error; {_again(run.path)}", signs)
 
@@ -112,7 +113,7 @@ def _failed(run: RunFolder, signs: tuple[str, ...]) -> Explanation:
 def _sources(folder: Path, sentence: str) -> Iterator[Source]:
     """The sentence with which the run ended, its failure.txt, and the logs that these name, or all."""
     yield Source("status.json", sentence)
-    started = _started(folder)
+    started = started_at(folder)
     failure = _tail(folder / FAILURE) if _is_of(folder / FAILURE, started) else ""
     if failure:
         yield Source(str(FAILURE), failure)
@@ -121,12 +122,6 @@ def _sources(folder: Path, sentence: str) -> Iterator[Source]:
     chosen = [path for path in logs if path.name in named] or logs
     for path in chosen[:MAX_LOGS]:
         yield Source(str(path.relative_to(folder)), _tail(path))
-
-
-def _started(folder: Path) -> float:
-    """When the last start of the run was; 0 if that is not known."""
-    owner = RunFolder(folder).owner
-    return datetime.fromisoformat(owner["started"]).timestamp() if owner else 0.0
 
 
 def _is_of(file: Path, started: float) -> bool:

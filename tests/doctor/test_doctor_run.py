@@ -16,7 +16,7 @@ import torch
 
 from megarl.algo.finite import NonFiniteError
 from megarl.cli import main
-from megarl.doctor.causes import CAUSES, Source, known_cause
+from megarl.doctor.causes import CAUSES, WHO_ENDED, Source, known_cause
 from megarl.doctor.run_folder import explain
 from megarl.group.failures import Places
 from megarl.metrics.jsonl import append_lines
@@ -108,6 +108,37 @@ def test_logs_that_the_error_does_not_name_are_not_its_cause(tmp_path: Path):
     assert explain(run).cause == "a rank hung: group ranks_0: rank 0 did not end update within 120 s"
 
 
+SURVIVED = "WARNING: server 1: torch.OutOfMemoryError: CUDA out of memory; it is started again\n"
+
+
+def test_the_sentence_with_which_a_run_ended_beats_an_older_warning(tmp_path: Path):
+    """That a GPU ran out of memory stands above all in the table, but the run survived it."""
+    run = leave(tmp_path / "run", RuntimeError("RewardError: sample 3 of prompt 7; see collector.log"))
+    (run / "logs" / "collector.log").write_text(SURVIVED)
+    assert explain(run).cause == "a reward failed: sample 3 of prompt 7; see collector.log"
+
+
+def test_the_log_of_a_rank_that_died_is_looked_at_before_it_is_said_to_have_no_error(tmp_path: Path):
+    places = Places("ranks_0", [Share(0, 0, 0, 1)], tmp_path / "run" / "logs" / "ranks_0")
+    found = explain(leave(tmp_path / "run", places.died(0, "update"), log=SURVIVED))
+    assert found.cause == "a GPU ran out of memory"
+
+
+@pytest.mark.parametrize(
+    "what", ["it leaves its group", "counted as 0", "counted as 0; further errors are only counted"]
+)
+def test_what_one_sample_met_is_not_why_a_run_ended(tmp_path: Path, what: str):
+    run = leave(tmp_path / "run", RuntimeError("nobody knows this sentence"))
+    warning = f"reward r.py:bad, sample 3#0: OSError: [Errno 24] Too many open files; {what}\n"
+    (run / "logs" / "collector.log").write_text(warning)
+    assert explain(run).cause == "nobody knows this sentence"
+
+
+def test_no_log_explains_a_users_mistake(tmp_path: Path):
+    run = leave(tmp_path / "run", ValueError("data/a.jsonl:3: expected a prompt"), log=SURVIVED)
+    assert explain(run).cause == "data/a.jsonl:3: expected a prompt"
+
+
 def test_a_bad_number_is_told_with_what_the_metrics_showed_before(tmp_path: Path):
     run = leave(tmp_path / "run", NonFiniteError("advantages", 3, 7, float("nan")))
     rows = [{"step": step, "actor/grad_norm": norm} for step, norm in enumerate([1.0] * 6 + [50.0], 1)]
@@ -188,6 +219,13 @@ def test_a_stage_that_takes_far_longer_than_before_is_late(tmp_path: Path):
         assert explain(run).cause.startswith("it runs, but it is late: step 1 of 5, update_actor for 36")
 
 
+def test_a_run_before_its_first_stage_has_just_started(tmp_path: Path):
+    """It loads data and tries rewards, and has no status.json yet."""
+    with owned(tmp_path / "run"):
+        found = explain(tmp_path / "run")
+    assert (found.state, found.cause) == ("running", "it has just started")
+
+
 def test_a_folder_of_no_run_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", f"--run={tmp_path}"]) == 2
     sentence = f"error: {tmp_path}: no status.json there; expected the folder of a run, such as runs/quickstart\n"
@@ -234,4 +272,4 @@ def test_words_of_others_are_known(says: str):
 
 
 def test_every_cause_says_what_to_do_next():
-    assert all(cause.next and cause.says for cause in CAUSES)
+    assert all(cause.next and cause.says for cause in (*CAUSES, *WHO_ENDED))
