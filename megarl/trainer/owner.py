@@ -64,6 +64,14 @@ def has_owner(folder: Path) -> bool:
     return False
 
 
+def started_at(folder: Path) -> float:
+    """When the last owner of a folder began, in seconds since 1970; 0 if that is not known."""
+    try:
+        return datetime.fromisoformat(json.loads((folder / OWNER).read_text())["started"]).timestamp()
+    except (FileNotFoundError, ValueError, KeyError):  # none, or it has not signed yet
+        return 0.0
+
+
 def _locked(folder: Path) -> int:
     """The file of the owner, opened and locked."""
     began, has_said = time.monotonic(), False

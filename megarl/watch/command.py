@@ -21,8 +21,11 @@ def main(request: Request) -> int:
     run, console = Run(request.run), pages()
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    run.look()
     is_running = has_owner(request.run)
+    run.look()
+    if not run.status and not is_running:
+        wanted = "expected the folder of a run, such as runs/quickstart"
+        raise ValueError(f"{request.run}: no status.json there; {wanted}")
     if is_running and console.is_terminal and not request.once:
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while is_running:

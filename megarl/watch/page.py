@@ -11,7 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megarl.metrics.trackers.console import COLUMNS, STEPS_OF_ETA, clock_text
+from megarl.metrics.evaluation.evaluation import ACC, CORE
+from megarl.metrics.pace import STEP_S, clock_text
+from megarl.metrics.trackers.console import COLUMNS
 from megarl.metrics.trackers.status import STOPS
 from megarl.watch.follow import Run
 
@@ -19,7 +21,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # of a curve
 TEXT = 100  # characters of a prompt or an answer
 SENTENCE = 1000  # of advice, or of why a run has ended
-CURVES = (("val", "val/score", ".3f"), *COLUMNS, ("s/step", "timing_s/step", ".2f"))
+CURVES = (("val score", "val/score", ".3f"), *COLUMNS, ("s/step", STEP_S, ".2f"))
 DEVICES = (  # of the trainer; a CPU has none of the first two
     ("MFU of the actor", "perf/mfu/actor", ".1%"),
     ("GPU memory, GB", "perf/max_memory_reserved_gb", ".1f"),
@@ -35,17 +37,19 @@ SERVERS = (
     ("waiting", "rollout/finished_waiting", ".0f"),
     ("trainer waited", "rollout/idle_share", ".0%"),
 )
-FAULTS = (  # counts, which are 0 in a run without faults
+FAULTS = (  # counts since the start of the run, which are 0 in a run without faults
     ("servers died", "push/servers_died"),
     ("slower transports", "push/fallbacks"),
     ("slow servers", "rollout/slow_servers"),
-    ("failed requests", "rollout/failed_requests"),
     ("collector restarts", "rollout/collector_restarts"),
+    ("saves failed", "checkpoint/failed"),
+    ("rollbacks", "trainer/rollbacks"),
+)
+FAULTS_OF_A_STEP = (  # counts of one step each
+    ("failed requests", "rollout/failed_requests"),
     ("groups lost", "rollout/lost"),
     ("unscored", "reward/unscored"),
-    ("saves failed", "checkpoint/failed"),
     ("steps skipped", "trainer/skipped_steps"),
-    ("rollbacks", "trainer/rollbacks"),
 )
 _MAX_STAGES = 6
 _MAX_RANKS = 4
@@ -83,15 +87,18 @@ def plain(text: str, limit: int = TEXT) -> str:
 
 def _head(run: Run, *, is_running: bool, now: float) -> Text:
     status = run.status
-    step, total = status["step"], status["total_steps"]
-    paces = run.series.get("timing_s/step", ([], []))[1][-STEPS_OF_ETA:]
-    left = clock_text(max(total - step, 0) * mean(paces)) if paces else "?"
     head = Text(f"{plain(run.folder.resolve().name)}  ", "bold")
+    if not status:  # it makes data, or tries rewards
+        began = ("has just started", "cyan") if is_running else ("ended before its first stage", "red")
+        return head.append(*began)
+    step, total = status["step"], status["total_steps"]
     if is_running:
         count = f" {status['done']}/{status['total']}" if "total" in status else ""
         seconds = clock_text(max(now - status["since"], 0.0))
         stage = f"{plain(status['stage'])}{count} for {seconds}"
-        head.append(f"step {min(step + 1, total)}/{total}  {stage}  eta {left}", "cyan")
+        head.append(
+            f"step {min(step + 1, total)}/{total}  {stage}  eta {clock_text(run.pace.seconds_left(total))}", "cyan"
+        )
         return head
     end = status.get("end")
     if end is not None and end["error"] is None:
@@ -106,7 +113,7 @@ def _head(run: Run, *, is_running: bool, now: float) -> Text:
 
 def _curves(run: Run) -> Table:
     table = _table("", "curve", "now", "least", "most")
-    for label, name, style in CURVES:
+    for label, name, style in (*_accuracies(run), *CURVES):
         values = run.series.get(name, ([], []))[1]
         if values:
             numbers = [f"{number:{style}}" for number in (values[-1], min(values), max(values))]
@@ -114,18 +121,24 @@ def _curves(run: Run) -> Table:
     return table
 
 
+def _accuracies(run: Run) -> list[tuple[str, str, str]]:
+    """The curves of the shares of right answers, which rewards tell beside their score."""
+    found = {name: name.split("/") for name in run.series if name.startswith(f"{CORE}/") and f"/{ACC}/mean@" in name}
+    return [
+        ("accuracy" if len(found) == 1 else f"accuracy, {plain('/'.join(parts[1:-2]))}", name, ".3f")
+        for name, parts in found.items()
+    ]
+
+
 def _stages(run: Run) -> Table:
     """Where the time of the last step went, and which ranks worked longest in it."""
     table = _table("stage", "", "s", "slowest ranks, s")
-    whole = run.last("timing_s/step")
-    names = [n for n in run.series if n.startswith("timing_s/") and n.count("/") == 1 and n != "timing_s/step"]
-    seconds = {name.partition("/")[2]: run.series[name][1][-1] for name in names}
+    names = [n for n in run.last_step if n.startswith("timing_s/") and n.count("/") == 1 and n != STEP_S]
+    seconds = {name.partition("/")[2]: run.last_step[name] for name in names}
     slowest = list(_slowest(run))
-    if not whole:
-        return table
     longest = sorted(seconds.items(), key=lambda item: -item[1])[:_MAX_STAGES]
     for at, (name, value) in enumerate(longest):
-        bar = "█" * round(20 * min(value / whole, 1.0))
+        bar = "█" * round(20 * min(value / run.last_step[STEP_S], 1.0))
         table.add_row(plain(name), bar, f"{value:.2f}", slowest[at] if at < len(slowest) else "")
     return table
 
@@ -166,6 +179,11 @@ def _faults(run: Run) -> Iterator[str]:
     for label, name in FAULTS:
         if value := run.last(name):
             yield f"{label} {value:.0f}"
+    for label, name in FAULTS_OF_A_STEP:
+        steps, values = run.series.get(name, ([], []))
+        if whole := sum(values):
+            last = max(step for step, value in zip(steps, values, strict=True) if value)
+            yield f"{label} {whole:.0f} (last at step {last})"
 
 
 def _table(*titles: str) -> Table:

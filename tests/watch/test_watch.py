@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,73 @@ def test_the_page_of_a_run_that_goes_on(tmp_path: Path):
     (stages,) = [at for at, line in enumerate(lines) if line.startswith("stage")]
     assert lines[stages + 1].startswith("update_actor"), "the longest stage of the last step"
     assert "12+34=" in shown
+
+
+def test_the_time_to_the_end_has_the_evaluations_in_it_and_not_what_was_before_the_start(tmp_path: Path):
+    folder = started(tmp_path / "try", 0)
+    with owned(folder):
+        now = time.time() + 600
+        rows = [{"step": 24, "time": now - 90_000, "timing_s/step": 10.0}]  # of the start before
+        for step in range(25, 31):
+            rows.append({"step": step, "time": now + 40 * step, "timing_s/step": 10.0})
+            rows.append({"step": step, "time": now + 40 * step + 30, "val/score": 0.5, "timing_s/testing": 30.0})
+        append_lines(folder / "metrics.jsonl", rows)
+        run = Run(folder)
+        run.look()
+    assert "eta 20:00" in text_of(run, is_running=True), "30 steps of 40 s"
+
+
+def test_stages_are_those_of_the_last_step_alone(tmp_path: Path):
+    folder = started(tmp_path / "try", 2)
+    more = {"step": 3, "timing_s/gen": 0.25, "timing_s/step": 1.0, "time": 1010.0}
+    append_lines(folder / "metrics.jsonl", [more, {"step": 3, "val/score": 0.5, "timing_s/testing": 9.0}])
+    run = Run(folder)
+    run.look()
+    lines = text_of(run, is_running=True).splitlines()
+    (at,) = [at for at, line in enumerate(lines) if line.startswith("stage")]
+    assert lines[at + 1].split()[:3] == ["gen", "█" * 5, "0.25"]
+    assert not any(line.startswith(("update_actor", "testing")) for line in lines)
+
+
+def test_faults_of_a_step_are_summed_over_the_run(tmp_path: Path):
+    folder = started(tmp_path / "try", 2)
+    lost = [{"step": 3, "rollout/lost": 2.0, "push/fallbacks": 1.0}, {"step": 5, "rollout/lost": 1.0}]
+    after = {"step": 6, "rollout/lost": 0.0, "push/fallbacks": 1.0, "reward/unscored": 0.0}
+    append_lines(folder / "metrics.jsonl", [*lost, after])
+    run = Run(folder)
+    run.look()
+    shown = text_of(run, is_running=True)
+    assert "faults: slower transports 1, groups lost 3 (last at step 5)" in shown
+    assert "unscored" not in shown
+
+
+def test_the_share_of_right_answers_is_shown_and_named(tmp_path: Path):
+    folder = started(tmp_path / "try", 2)
+    row = {"step": 2, "val/score": 0.951, "val-core/my/sums/acc/mean@1": 0.926, "val-core/my/sums/acc/best@4/mean": 1.0}
+    append_lines(folder / "metrics.jsonl", [row])
+    run = Run(folder)
+    run.look()
+    lines = text_of(run, is_running=True).splitlines()
+    assert [line.split()[-3] for line in lines if line.startswith("accuracy ")] == ["0.926"]
+    assert [line.split()[-3] for line in lines if line.startswith("val score ")] == ["0.951"]
+    append_lines(folder / "metrics.jsonl", [{"step": 2, "val-core/more/acc/mean@1": 0.5}])
+    run.look()
+    shown = text_of(run, is_running=True)
+    assert "accuracy, my/sums" in shown and "accuracy, more" in shown
+
+
+def test_a_run_that_has_just_started_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It makes data and tries rewards: its folder has an owner, and nothing else."""
+    folder = tmp_path / "try"
+    with owned(folder):
+        assert main(["watch", str(folder), "--once"]) == 0
+        assert capsys.readouterr().out == "try  has just started\n"
+        run = Run(folder)
+        run.look()
+        started_folder = StatusTracker(Described(folder, "megarl", "try", {}, 60))
+        started_folder.stage("starting ranks")
+        run.look()
+        assert text_of(run, is_running=True).startswith("try  step 1/60  starting ranks for 0:00  eta ?")
 
 
 def test_what_a_model_wrote_is_no_command_to_the_terminal(tmp_path: Path):

@@ -6,13 +6,13 @@ If the output is not a terminal, only the lines are printed, without bar and col
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megarl.metrics.evaluation.evaluation import CORE, OF_EVALUATION
+from megarl.metrics.evaluation.evaluation import CORE
+from megarl.metrics.pace import STEP_S, Pace, clock_text, is_step
 from megarl.metrics.trackers.run import Run
 from megarl.terminal import sentences
 
@@ -31,7 +31,6 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("gap", "rollout_corr/log_prob_gap_max", ".1e"),
     ("tok/s", "perf/throughput", ".0f"),
 )
-STEPS_OF_ETA = 20  # the ETA uses the mean time of this many last steps
 
 
 def warn(sentence: str) -> None:
@@ -44,9 +43,7 @@ class ConsoleTracker:
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._total, self._clock = run.console, run.total_steps, clock
-        self._step = run.resume_step or 0
-        self._last = clock()
-        self._pace: deque[float] = deque(maxlen=STEPS_OF_ETA)
+        self._step, self._pace = run.resume_step or 0, Pace()
         self._progress = Progress(
             TextColumn("[bold]step {task.fields[step]}/{task.fields[of]}[/]"),
             TextColumn("[cyan]{task.description:<14}[/]"),
@@ -65,10 +62,10 @@ class ConsoleTracker:
         checks = [_check(name, value, metrics) for name, value in metrics.items() if _is_shown(name)]
         if checks:
             self._line(step, checks)
-        if any(not name.startswith(OF_EVALUATION) for name in metrics):
-            seconds = self._finish_step(step, metrics.get("timing_s/step"))
+        if is_step(metrics):
+            self._finish_step(step, metrics[STEP_S])
             found = [f"{label} {metrics[name]:{style}}" for label, name, style in COLUMNS if name in metrics]
-            self._line(step, [*found, f"{seconds:.2f} s", f"eta {self.eta}"])
+            self._line(step, [*found, f"{metrics[STEP_S]:.2f} s", f"eta {self.eta}"])
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
         """Draw the bar; it appears with the first stage of a run."""
@@ -82,20 +79,14 @@ class ConsoleTracker:
 
     @property
     def eta(self) -> str:
-        """Time to the end of the run at the speed of the last steps; "?" before the first step."""
-        if not self._pace:
-            return "?"
-        return clock_text(max(self._total - self._step, 0) * sum(self._pace) / len(self._pace))
+        """Time to the end of the last step; "?" before the end of the first one."""
+        return clock_text(self._pace.seconds_left(self._total))
 
-    def _finish_step(self, step: int, measured: float | None) -> float:
-        """Seconds of the step.  The speed is measured from line to line: evaluations count, time before step 1 not."""
-        now = self._clock()
-        between = now - self._last
-        self._pace.append(measured if measured is not None and not self._pace else between)
-        self._last, self._step = now, step
+    def _finish_step(self, step: int, seconds: float) -> None:
+        self._pace.note(step, self._clock(), seconds)
+        self._step = step
         fields: dict[str, Any] = {"step": min(step + 1, self._total), "of": self._total, "count": "", "eta": self.eta}
         self._progress.reset(self._task, total=None, description="", **fields)  # drops fields that are not passed
-        return between if measured is None else measured
 
     def _line(self, step: int, parts: list[str]) -> None:
         width = len(str(self._total))
@@ -111,10 +102,3 @@ def _is_shown(name: str) -> bool:
 def _check(name: str, value: float, metrics: Mapping[str, float]) -> str:
     error = metrics.get("val/score_stderr") if name == "val/score" else None
     return f"{name} {value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-
-
-def clock_text(seconds: float) -> str:
-    """75 -> "1:15", 3725 -> "1:02:05"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -21,18 +21,32 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     track, out, now = tracker(tmp_path, terminal=False)
     track.log(0, {"val/accuracy": 0.4})
     track.stage("gen", 3, 64)
-    now[0] = 12.0  # ten seconds of start and evaluation
+    now[0] = 612.0  # ten minutes of start and evaluation, which come once
     track.log(1, METRICS)
-    now[0] = 16.0
+    now[0] = 616.0
     track.log(2, METRICS | {"val/accuracy": 0.75})
     track.close()
     assert out.getvalue().splitlines() == [
         "step   0/100  val/accuracy 0.400",
         "step   1/100  score 0.500  pg_loss -0.0123  2.00 s  eta 3:18",  # 99 steps of 2 s
         "step   2/100  val/accuracy 0.750",
-        "step   2/100  score 0.500  pg_loss -0.0123  2.00 s  eta 4:54",  # 98 of (2 + 4) / 2 s
+        "step   2/100  score 0.500  pg_loss -0.0123  2.00 s  eta 6:32",  # 98 of 4 s: from end to end it took so long
     ]
     assert "\x1b" not in out.getvalue()
+
+
+def test_an_evaluation_is_no_step_and_its_time_counts_as_often_as_it_is_made(tmp_path):
+    track, out, now = tracker(tmp_path, terminal=False)
+    now[0] = 600.0
+    for step in range(1, 26):  # 10 s each, and an evaluation of 30 s between two
+        now[0] += 10.0
+        track.log(step, METRICS | {"timing_s/step": 10.0})
+        now[0] += 30.0
+        track.log(step, {"val/score": 0.5, "timing_s/testing": 30.0})
+    said = out.getvalue().splitlines()
+    assert len(said) == 50
+    assert said[-2].endswith("10.00 s  eta 50:00"), "75 steps of 40 s"
+    assert said[-1] == "step  25/100  val/score 0.500"
 
 
 def test_the_pace_of_a_resumed_run_counts_what_is_left(tmp_path):
