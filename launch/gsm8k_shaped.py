@@ -14,13 +14,14 @@ from pathlib import Path
 from megarl.data.examples.tiny import write_tiny_model
 
 NUM_TRAIN, NUM_TEST = 256, 16
+ASK = 'Let\'s think step by step and output the final answer after "####".'  # as the published run asked
 
 
 def write_rows(file: Path, first_numbers: range) -> None:
     """Rows of GSM8K's form whose answer is always 7: a random model says it now and then."""
     rows = [
         {
-            "question": f"Ann has {a} pens and gets {7 - a} more. How many pens has she?",
+            "question": f"Ann has {a} pens and gets {7 - a} more. How many pens has she? {ASK}",
             "answer": f"She has {a} + {7 - a} = <<{a}+{7 - a}=7>>7 pens.\n#### 7",
         }
         for a in first_numbers

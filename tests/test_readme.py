@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_helpers import tables_kept
+from gsm8k_shaped import ASK
 from readme_blocks import BOOK, FRONT, PAGE, ROOT, Command, blocks, code_spans, commands, files, our_words, section
 
 from megarl import cli
@@ -56,8 +57,11 @@ def test_the_gsm8k_download_writes_what_the_recipe_reads(desk: Path, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", lambda name, part, split: datasets.Dataset.from_list(rows))
     exec(compile(files()["get_gsm8k.py"], "get_gsm8k.py", "exec"), {})
     config, _ = load_config(["recipe=gsm8k_qwen2_5_0_5b_1gpu"])
+    asked = f"{rows[0]['question']} {ASK}"  # for the answer after the mark, which alone the recipe's reward pays for
+    assert config.reward.fn == ["gsm8k_strict"]
     for file in [*config.data.train_files, *config.data.val_files]:
-        assert [prompt.ground_truth for prompt in read(file)] == ["1046"]
+        (prompt,) = read(file)
+        assert (prompt.text, prompt.ground_truth) == ([{"role": "user", "content": asked}], "1046")
 
 
 def test_the_reward_of_the_page_in_five_lines(desk: Path) -> None:

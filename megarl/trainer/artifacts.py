@@ -143,7 +143,8 @@ def _verdict(run: Run, summary: Mapping[str, Any], questions: int) -> dict[str, 
         return None
     measured = {name: summary.get(f"accuracy_{name}") for name in published}
     found = {name: share for name, share in measured.items() if share is not None}
-    return verdict(found, published, questions=questions, of_questions=named.questions or questions)
+    grading = "the environment" if run.config.has_agents else ", ".join(trained_names(run.config))
+    return verdict(found, published, questions=questions, of_questions=named.questions or questions, grading=grading)
 
 
 def _is_partly_loaded(run: Run) -> bool:

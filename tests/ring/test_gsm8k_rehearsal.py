@@ -35,7 +35,7 @@ PUBLISHED = {
     "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
     "rollout.tensor_model_parallel_size": 1,
     "trainer.n_gpus_per_node": 1,
-    "reward.fn": ["gsm8k"],
+    "reward.fn": ["gsm8k_strict"],
 }
 
 
@@ -58,13 +58,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"data.train_files=[{folder}/train.jsonl]",
         f"data.val_files=[{folder}/test.jsonl]",
         "data.train_batch_size=4",
-        "data.max_prompt_length=64",
+        "data.max_prompt_length=256",
         "data.max_response_length=32",
         f"model.path={folder}/model",
         "model.config={}",  # the preset's sizes are those of the published model
         "model.dtype=float32",
         "actor.ppo_mini_batch_size=1",
         "rollout.n=8",
+        "reward.fn=gsm8k",  # a random model says 7 now and then, and never behind a mark
         "trainer.device=cpu",
         "trainer.total_training_steps=2",
         "trainer.save_freq=2",
@@ -102,13 +103,13 @@ def test_the_run_ends_with_a_verdict_beside_the_published_figures(run: Path) -> 
     summary = json.loads((run / "summary.json").read_text())
     found = summary["verdict"]
     assert found["questions"] == 2, "the recipe has 1,319"
-    for name, published in (("before", 0.364), ("after", 0.567)):
-        assert (found[name]["accuracy"], found[name]["published"]) == (summary[f"accuracy_{name}"], published)
-        low, high = band(published, 1319, 2)
-        assert found[name]["band"] == pytest.approx([low, high])
-        assert found[name]["reproduced"] == (low <= summary[f"accuracy_{name}"] <= high)
+    assert (found["after"]["accuracy"], found["after"]["published"]) == (summary["accuracy_after"], 0.567)
+    low, high = band(0.567, 1319, 2)
+    assert found["after"]["band"] == pytest.approx([low, high])
+    assert found["after"]["reproduced"] == (low <= summary["accuracy_after"] <= high)
+    assert "before" not in found, "the published figure was graded otherwise"
     page = (run / "README.md").read_text()
-    assert "verdict: reproduced" in page or "verdict: not reproduced" in page
+    assert "reproduced, with answers graded by gsm8k" in page
     assert summary["evaluated_version"] == 2
     assert [(line["step"], line["version"]) for line in lines(run / "evaluations.jsonl")] == [(0, 0), (2, 2)]
 

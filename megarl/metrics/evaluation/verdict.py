@@ -4,7 +4,8 @@ Both accuracies are shares of right answers on finite numbers of questions, n he
 same policy had been behind both, they would differ with the standard error sqrt(p (1 - p) (1 / n + 1 / m)).  A figure
 counts as reproduced within 1.96 of these errors around the published p: 95 of 100 exact repetitions fall into this
 band.  The spread between seeds is not in it, because one published run does not tell it; so a run just outside is no
-proof of a fault, but it is not reproduced either.
+proof of a fault, but it is not reproduced either.  A verdict says which rewards graded the answers: another grading, or
+another question, would compare unlike things.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ def band(published: float, of_questions: int, questions: int) -> tuple[float, fl
 
 
 def verdict(
-    found: Mapping[str, float], published: Mapping[str, float], *, questions: int, of_questions: int
+    found: Mapping[str, float], published: Mapping[str, float], *, questions: int, of_questions: int, grading: str
 ) -> dict[str, Any]:
-    """`found`, `published`: accuracies "before" and "after", where they are known.
+    """`found`, `published`: accuracies "before" and "after", where they are known; `grading`: the rewards of `found`.
 
-    Returns {"questions", "reproduced", "before"/"after": {"accuracy", "stderr", "published", "band", "reproduced"}} for
-    the figures that both have; reproduced is None if there is none.
+    Returns {"questions", "grading", "reproduced", "before"/"after": {"accuracy", "stderr", "published", "band",
+    "reproduced"}} for the figures that both have; reproduced is None if there is none.
     """
-    out: dict[str, Any] = {"questions": questions, "reproduced": None}
+    out: dict[str, Any] = {"questions": questions, "grading": grading, "reproduced": None}
     for name in [name for name in ("before", "after") if name in found and name in published]:
         low, high = band(published[name], of_questions, questions)
         is_in = low <= found[name] <= high
@@ -57,8 +58,11 @@ def verdict(
 def sentences(found: Mapping[str, Any]) -> list[str]:
     """A verdict for the console, in percent.
 
-    >>> sentences(verdict({"after": 0.5}, {"after": 0.567}, questions=1319, of_questions=1319))[0]
-    'after: 50.0 ± 1.4 on 1319 questions; published 56.7, reproduced from 52.9 to 60.5: below the band'
+    >>> a, p = {"after": 0.5}, {"after": 0.567}
+    >>> for line in sentences(verdict(a, p, questions=1319, of_questions=1319, grading="gsm8k_strict")):
+    ...     print(line)
+    after: 50.0 ± 1.4 on 1319 questions; published 56.7, reproduced from 52.9 to 60.5: below the band
+    verdict: not reproduced, with answers graded by gsm8k_strict
     """
     lines = []
     for name in [name for name in ("before", "after") if name in found]:
@@ -69,4 +73,5 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"{name}: {figures}; {known}: {place}")
     if found["reproduced"] is None:
         return ["verdict: none, because no accuracy of this run can be compared with a published one"]
-    return [*lines, f"verdict: {'reproduced' if found['reproduced'] else 'not reproduced'}"]
+    said = "reproduced" if found["reproduced"] else "not reproduced"
+    return [*lines, f"verdict: {said}, with answers graded by {found['grading']}"]

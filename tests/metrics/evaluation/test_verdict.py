@@ -10,7 +10,7 @@ import pytest
 from megarl.metrics.evaluation.verdict import band, binomial_error, sentences, verdict
 
 PUBLISHED = {"before": 0.364, "after": 0.567}
-SIZES = {"questions": 1319, "of_questions": 1319}
+SIZES = {"questions": 1319, "of_questions": 1319, "grading": "gsm8k_strict"}
 
 
 def test_the_bands_of_the_published_gsm8k_run_by_hand() -> None:
@@ -38,11 +38,11 @@ def test_both_figures_have_to_be_in_their_bands() -> None:
     assert sentences(found) == [
         "before: 37.0 ± 1.3 on 1319 questions; published 36.4, reproduced from 32.7 to 40.1: in the band",
         "after: 55.0 ± 1.4 on 1319 questions; published 56.7, reproduced from 52.9 to 60.5: in the band",
-        "verdict: reproduced",
+        "verdict: reproduced, with answers graded by gsm8k_strict",
     ]
     high = verdict({"before": 0.5, "after": 0.57}, PUBLISHED, **SIZES)
     assert not high["reproduced"] and "above the band" in sentences(high)[0]
-    assert sentences(high)[-1] == "verdict: not reproduced"
+    assert sentences(high)[-1] == "verdict: not reproduced, with answers graded by gsm8k_strict"
 
 
 def test_what_was_not_measured_or_published_is_left_out() -> None:
