@@ -44,7 +44,7 @@ def examine(config: Config) -> dict[str, list[Finding]]:
     """All findings, by section, in the order of the table."""
     gpu = compute.accelerator(config.trainer.device)
     return {
-        "trainer": versions.trainer_findings(),
+        "trainer": versions.trainer_findings(has_gpu=bool(gpu.value)),
         "servers": versions.server_findings(config, has_gpu=bool(gpu.value)),
         "compute": [gpu, *compute.parts()],
         "machine": machine.findings(config),

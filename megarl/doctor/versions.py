@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,11 +42,27 @@ TESTED = {
     "rich": "15.0.0",
 }
 PYTHONS = ((3, 11), (3, 12))
-# Kernels of others, for GPUs, by package, and what computes without them.
+
+
+class Kernels(NamedTuple):
+    """A package of others' kernels for GPUs."""
+
+    otherwise: str  # what computes without it
+    install: str  # the command that brings it
+    module: str | None = None  # its compiled part, where another package has the same name
+
+
+_BUILD = f"{sys.executable} -m pip install --no-deps --no-build-isolation"
 KERNELS = {
-    "transformer-engine": "Megatron's local layers and torch's attention",
-    "apex": "a product and an addition for the head's weight gradient",
-    "flash-attn": "Transformer Engine's own attention, or torch's",
+    "transformer-engine": Kernels(
+        "Megatron's local layers and torch's attention", "bash launch/gpu/install.sh transformer_engine"
+    ),
+    "apex": Kernels(  # NVIDIA's is not on PyPI: `apex` there is a package for web pages
+        "a product and an addition for the head's weight gradient",
+        f"APEX_CPP_EXT=1 APEX_CUDA_EXT=1 {_BUILD} git+https://github.com/NVIDIA/apex",
+        "fused_weight_gradient_mlp_cuda",
+    ),
+    "flash-attn": Kernels("Transformer Engine's own attention, or torch's", f"{_BUILD} flash-attn"),
 }
 KERNELS_OF_SERVERS = ("sglang-kernel", "sgl-kernel", "flashinfer-python")  # the first two are one package, renamed
 
@@ -72,10 +89,10 @@ TOGETHER = (
 TORCHES = tuple(dict.fromkeys(row.torch for row in TOGETHER))
 
 
-def trainer_findings() -> list[Finding]:
+def trainer_findings(*, has_gpu: bool) -> list[Finding]:
     """Python and the packages of this environment."""
     packages = [_package(name, tested) for name, tested in TESTED.items()]
-    return [_python(), *packages, *(_kernels(name, otherwise) for name, otherwise in KERNELS.items())]
+    return [_python(), *packages, *(_kernels(name, has_gpu=has_gpu) for name in KERNELS)]
 
 
 def server_findings(config: Config, *, has_gpu: bool) -> list[Finding]:
@@ -118,11 +135,17 @@ def _python() -> Finding:
     return Finding("python", platform.python_version(), wanted, OK if is_one else FAIL, mend)
 
 
-def _kernels(name: str, otherwise: str) -> Finding:
+def _kernels(name: str, *, has_gpu: bool) -> Finding:
+    kernels, wanted = KERNELS[name], "optional, for GPUs"
     try:
-        return Finding(name, version(name), "optional, for GPUs", OK)
+        found = version(name)
     except PackageNotFoundError:
-        return Finding(name, f"not installed: {otherwise}", "optional, for GPUs", OK)
+        found = ""
+    if found and (kernels.module is None or find_spec(kernels.module) is not None):
+        return Finding(name, found, wanted, OK)
+    lacks = f"{found} without {kernels.module}" if found else "not installed"
+    verdict, mend = (NOTE, kernels.install) if has_gpu else (OK, "")
+    return Finding(name, f"{lacks}: {kernels.otherwise}", wanted, verdict, mend)
 
 
 def _kernels_of_servers(found: Mapping[str, str], *, has_gpu: bool) -> Finding:

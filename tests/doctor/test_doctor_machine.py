@@ -25,8 +25,9 @@ def test_the_object_has_every_section_with_measured_speeds_and_who_computes_what
     assert list(told["findings"]) == ["trainer", "servers", "compute", "machine", "sandbox"]
     assert rows["attention"]["found"] == "torch's scaled_dot_product_attention over packed rows"
     assert rows["optimizer"]["found"] == "torch's AdamW"
-    for name, otherwise in versions.KERNELS.items():  # which no machine without a GPU has
-        assert rows[name]["found"] == f"not installed: {otherwise}"
+    for name, kernels in versions.KERNELS.items():  # which no machine without a GPU has
+        assert rows[name]["found"] == f"not installed: {kernels.otherwise}"
+        assert (rows[name]["verdict"], rows[name]["mend"]) == (OK, "")
     for subject in ("disk speed", "loopback socket", "free memory", "free disk", "open files"):
         assert rows[subject]["value"] > 0, subject
     assert all(row["mend"] for row in rows.values() if row["verdict"] == "fail")
@@ -41,6 +42,23 @@ def test_a_table_tells_the_command_that_brings_a_missing_package(
     assert "A run cannot start here: a-package-that-nobody-has." in said
     install = f'{sys.executable} -m pip install "a-package-that-nobody-has==1.0"'
     assert f"a-package-that-nobody-has: {install}\n" in said
+
+
+def test_a_machine_with_gpus_is_told_the_commands_that_bring_the_kernels():
+    rows = {row.subject: row for row in versions.trainer_findings(has_gpu=True) if row.subject in versions.KERNELS}
+    assert rows["transformer-engine"].mend == "bash launch/gpu/install.sh transformer_engine"
+    assert rows["apex"].mend.endswith(" git+https://github.com/NVIDIA/apex"), "PyPI's apex is another package"
+    assert rows["flash-attn"].mend.endswith(" --no-build-isolation flash-attn")
+    assert {row.verdict for row in rows.values()} == {NOTE}
+
+
+@pytest.mark.parametrize("has_part", [False, True])
+def test_another_package_of_the_name_apex_brings_no_kernels(monkeypatch: pytest.MonkeyPatch, has_part: bool):  # noqa: FBT001
+    monkeypatch.setattr(versions, "version", lambda name: "0.9.10")
+    monkeypatch.setattr(versions, "find_spec", lambda module: object() if has_part else None)
+    row = versions._kernels("apex", has_gpu=True)
+    assert (row.verdict, bool(row.mend)) == ((OK, False) if has_part else (NOTE, True))
+    assert row.found.startswith("0.9.10" if has_part else "0.9.10 without fused_weight_gradient_mlp_cuda: ")
 
 
 @pytest.mark.parametrize(
