@@ -16,7 +16,7 @@ ROOT = Path(megarl.__file__).parent
 FLOORS = {
     0: (
         "sample batch float32 ragged token_age layout model_types projections plugins declared network sandbox "
-        "durable_files megatron_fields"
+        "durable_files megatron_fields terminal"
     ),
     1: "config algo data rewards metrics processes routed_experts rank_files",
     2: "rollout mcore report tasks",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.names import RIGHT_OR_WRONG
 from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import trained_names
@@ -25,7 +26,6 @@ from megarl.trainer.observed.run_log import Totals
 from megarl.trainer.run import Run
 
 BEFORE = "answers_before.json"
-RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "math", "choice"}  # rewards that are 1 or 0
 NUM_ANSWERS = 12
 PAGE = """# {name}
 

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config
+from megarl.config import Config, to_yaml
+from megarl.config.names import RIGHT_OR_WRONG
+from megarl.config.validate.rewards import trained_names
+from megarl.durable_files import write_text
 from megarl.metrics.evaluation.audit import Audit
 from megarl.metrics.evaluation.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
-from megarl.metrics.jsonl import read_lines
+from megarl.metrics.jsonl import append_lines, read_lines
+from megarl.metrics.report import write_samples, write_summary
 from megarl.plugins import load_plugins
 from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
@@ -23,9 +27,11 @@ from megarl.terminal import sentences
 from megarl.trainer.build import read_prompts
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
+from megarl.trainer.evaluation.record import new_folder, weights_of
 from megarl.trainer.infrastructure import Infrastructure
 
 EVALUATIONS = "evaluations.jsonl"  # a line for each evaluation, see Evaluation.line
+ANSWERS = "answers.jsonl"  # of `megarl evaluate`: every answer, as samples.jsonl has some of a training
 _TRIES = 3  # to get all replies of one version of the weights
 
 
@@ -268,7 +274,10 @@ def look_after(servers: Servers, router: Router | None) -> None:
 
 
 def main(config: Config) -> int:
-    """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration."""
+    """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration.
+
+    Numbers, answers and what the weights were are written to a new folder in evaluations/ of the run's folder.
+    """
     if not config.data.val_files:
         raise ValueError("data.val_files=[]: there is nothing to evaluate; expected at least one file of prompts")
     console = sentences()
@@ -279,6 +288,7 @@ def main(config: Config) -> int:
     with RewardTrial(config) as trial:
         read = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts)
         trial.check(read.some(config.reward.try_rows))
+    weights = weights_of(config)  # before servers load them
     prompts, sets = read.all(config.data.val_max_samples), read.sets(config.data.val_max_samples)
     with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
         servers, router = infrastructure.serve(), infrastructure.router
@@ -300,6 +310,28 @@ def main(config: Config) -> int:
                 done, total = evaluator.progress
                 status.update(f"evaluating: {done} of {total} prompts")
             found = evaluator.take()
-    for name, value in found.metrics().items():
+    summary = _summary(config, found)
+    for name, value in summary["metrics"].items():
         console.print(f"{name} {value:.4f}")
+    if "accuracy" in summary:
+        console.print(f"accuracy {summary['accuracy']:.4f}")
+    folder = new_folder(config.trainer.run_dir)
+    write_text(folder / "config.yaml", to_yaml(config))
+    append_lines(folder / EVALUATIONS, [found.line(step=0)])
+    answered = [group for group in found.groups if not isinstance(group, LostRollout)]
+    write_samples(folder / ANSWERS, 0, answered, num_groups=len(answered))
+    write_summary(folder / "summary.json", {**summary, "weights": weights})
+    console.print(f"results: {folder.resolve()}")
     return 0
+
+
+def _summary(config: Config, found: Evaluation) -> dict[str, Any]:
+    """Of `megarl evaluate`.  Its servers hold one version of the weights, so a number for it would say nothing."""
+    numbers: dict[str, Mean] = {"score": found.mean}
+    is_known = not config.has_agents and set(trained_names(config)) <= RIGHT_OR_WRONG
+    if found.accuracy is not None and (found.has_acc or found.mean.value > 0 or is_known):
+        numbers["accuracy"] = found.accuracy
+    out = {name: mean.value for name, mean in numbers.items()}
+    out |= {f"{name}_stderr": mean.stderr for name, mean in numbers.items() if math.isfinite(mean.stderr)}
+    metrics = {name: value for name, value in found.metrics().items() if name != "val/version"}
+    return out | {"prompts": len(found.groups), "answers_per_prompt": found.n, "metrics": metrics}

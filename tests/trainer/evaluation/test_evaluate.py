@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +16,12 @@ import pytest
 from megarl.config import Config, resolved
 from megarl.metrics.evaluation.audit import Audit
 from megarl.metrics.evaluation.evaluation import Mean
-from megarl.metrics.jsonl import append_lines
+from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer.evaluation import evaluate
 from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
+from megarl.trainer.evaluation.record import weights_of
 
 PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"])
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
@@ -86,7 +90,7 @@ def test_completions_are_asked_of_the_router_where_there_is_one(
     monkeypatch.setattr(evaluate, "make_collectors", make_collectors)
     monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: PROMPTS)
     config = Config()
-    config.data.val_files, config.reward.try_rows = ["a.jsonl"], 0
+    config.data.val_files, config.reward.try_rows, config.model.path = ["a.jsonl"], 0, str(tmp_path)
     with pytest.raises(Stopped):
         evaluate.main(config)
     assert asked == ([A, B] if router is None else [ROUTER])
@@ -117,12 +121,73 @@ def test_the_servers_are_looked_after_while_their_completions_are_awaited(
     monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: PROMPTS)
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
     config = resolved(Config())
-    config.data.val_files, config.reward.try_rows = ["a.jsonl"], 0
+    config.data.val_files, config.reward.try_rows, config.model.path = ["a.jsonl"], 0, str(tmp_path)
+    config.trainer.default_local_dir = str(tmp_path / "runs")
     assert evaluate.main(config) == 0
     assert looks == [[A, B]] * 2
     assert how["urgent"], "in a run nothing that is generated ahead may come before it"
     said = capsys.readouterr().out
-    assert "val/score 0.5000" in said and "val-core/sums/reward/mean@1 0.5000" in said and "val/version 0.0000" in said
+    assert "val/score 0.5000" in said and "val-core/sums/reward/mean@1 0.5000" in said
+    assert "val/version" not in said, "the servers have but one version"
+    assert "accuracy" not in said, "a reward of 0.5 is neither right nor wrong"
+
+
+def evaluated(found: list[Any], config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megarl evaluate`, of which the servers' answers are given."""
+    collectors = SimpleNamespace(
+        submit=lambda prompts, **_: [SimpleNamespace(group=group) for group in found], wait=None, close=lambda: None
+    )
+    infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
+    prompts = SimpleNamespace(
+        all=lambda _: ["a prompt"] * len(found), some=lambda _: [], sets=lambda _: ["a"] * len(found)
+    )
+    monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
+    monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
+    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: prompts)
+    assert evaluate.main(config) == 0
+
+
+def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "config.json").write_text("{}")
+    config = resolved(Config())
+    config.data.val_files, config.reward.try_rows, config.model.path = ["a.jsonl"], 0, str(model)
+    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "try"
+    (tmp_path / "try").mkdir()
+    (tmp_path / "try" / "summary.json").write_text("of the training")
+    lost = LostRollout(Prompt("2", [1], ""), "no server")
+    evaluated([samples("0", 1.0), samples("1", 1.0), lost], config, monkeypatch)
+    folder = tmp_path / "try" / "evaluations" / "1"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["accuracy"] == summary["score"] == pytest.approx(2 / 3)
+    assert summary["accuracy_stderr"] == summary["score_stderr"] == pytest.approx(1 / 3)
+    assert (summary["prompts"], summary["metrics"]["val/lost"]) == (3, 1.0)
+    listed = subprocess.run(["sha256sum", "model.safetensors"], cwd=model, capture_output=True, check=True).stdout
+    weights = summary["weights"]
+    assert (weights["folder"], weights["sha256"]) == (str(model), hashlib.sha256(listed).hexdigest())
+    of_file = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    assert weights["files"] == {"model.safetensors": of_file}
+    (line,) = read_lines(folder / "evaluations.jsonl")
+    assert [prompt["reward"] for prompt in line["prompts"]] == [[1.0], [1.0], [0.0]]
+    assert [row["uid"] for row in read_lines(folder / "answers.jsonl")] == ["0", "1"]
+    said = capsys.readouterr().out
+    assert "accuracy 0.6667" in said and said.endswith(f"results: {folder}\n")
+
+    evaluated([samples("0", 0.0)], config, monkeypatch)
+    again = json.loads((folder.with_name("2") / "summary.json").read_text())
+    assert (again["score"], again["accuracy"]) == (0.0, 0.0), "of a reward that is right or wrong"
+    assert json.loads((folder / "summary.json").read_text()) == summary, "the first one stays"
+    assert (tmp_path / "try" / "summary.json").read_text() == "of the training"
+
+
+def test_weights_that_others_loaded_are_not_vouched_for(tmp_path: Path) -> None:
+    config = resolved(Config())
+    config.rollout.urls, config.model.path = [A], str(tmp_path)
+    assert weights_of(config) == {"model": str(tmp_path), "servers": [A]}
 
 
 def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_ends() -> None:
