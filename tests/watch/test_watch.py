@@ -109,8 +109,8 @@ def test_a_run_that_has_just_started_is_waited_for(tmp_path: Path, capsys: pytes
         assert capsys.readouterr().out == "try  has just started\n"
         run = Run(folder)
         run.look()
-        started_folder = StatusTracker(Described(folder, "megarl", "try", {}, 60))
-        started_folder.stage("starting ranks")
+        assert text_of(run, is_running=False).startswith("try  ended before its first stage")
+        StatusTracker(Described(folder, "megarl", "try", {}, 60)).stage("starting ranks")
         run.look()
         assert text_of(run, is_running=True).startswith("try  step 1/60  starting ranks for 0:00  eta ?")
 
