@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing import spawn
@@ -32,6 +33,13 @@ def start_child(
         pipe.send(_preparation())
         pipe.send((function, argument))
     return process, pipe
+
+
+def end_session(process: Program) -> None:
+    """Kill a child, which leads a session, with the programs that its code left running."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _preparation() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.metrics.evaluation.evaluation import Mean
 from megarl.metrics.evaluation.verdict import sentences, verdict
 from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
+from megarl.metrics.trackers.console import warn
 from megarl.projections import chosen, projections_of
 from megarl.terminal import pages
 from megarl.trainer.build import model_folder
@@ -101,9 +103,8 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
             for sentence in sentences(found):
                 console.print(sentence, style="bold")
         if again is not None:
-            run.trackers.stage("checking hf/")
-            summary[f"{name}_transformers"] = score = again.wait()
-            if abs(score - after.mean.value) > 1.5 / len(run.val_prompts):
+            summary[f"{name}_transformers"] = score = _checked(again, run)
+            if score is not None and abs(score - after.mean.value) > 1.5 / len(run.val_prompts):
                 console.print("warning: hf/ scores otherwise in transformers than the server did", style="yellow")
         if has_score:
             table, answers = samples_table(_answers(run, before, after))
@@ -158,9 +159,20 @@ def _is_partly_loaded(run: Run) -> bool:
 
 def _score_of_export(run: Run) -> TransformersScore:
     # The run is over: an answer without a score must not take what is there.
-    rewards = run.maker_of_rewards(num_workers=0, on_error="unscored")
+    on_error = "zero" if run.config.reward.on_error == "zero" else "unscored"
+    rewards = run.maker_of_rewards(on_error=on_error, audit=None)
     task = Task(str(run.dir / "hf"), run.val_prompts, rewards, run.config.data.max_response_length)
-    return TransformersScore(task, run.dir / "logs" / "check_export.log")
+    log = run.dir / "logs" / "check_export.log"
+    return TransformersScore(task, log, silence_s=run.config.trainer.call_timeout_s)
+
+
+def _checked(again: TransformersScore, run: Run) -> float | None:
+    """The score of hf/ in transformers; None, after a warning, without one: the results of a run do not need it."""
+    try:
+        return again.wait(partial(run.trackers.stage, "checking hf/"))
+    except RuntimeError as error:
+        warn(f"trainer.check_export=true: hf/ is written, and its check failed: {error}")
+        return None
 
 
 def _answers(run: Run, before: dict[str, Any] | None, after: Evaluation) -> list[Answer]:

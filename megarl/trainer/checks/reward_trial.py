@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ from megarl.config import Config
 from megarl.config.validate.rewards import names_of
 from megarl.data.prompts import Row
 from megarl.metrics.trackers.console import warn
-from megarl.processes.child import start_child
+from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.presence import show_life
 from megarl.processes.warm import Program
@@ -72,9 +71,7 @@ class RewardTrial:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError):  # with the programs that a reward left running: it leads a session
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            end_session(self._process)
             self._pipe.close()
 
     @property

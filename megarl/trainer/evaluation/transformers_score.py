@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -15,12 +16,14 @@ from typing import NamedTuple
 
 from megarl.data.chat import load_tokenizer
 from megarl.data.hf_config import read_config
-from megarl.processes.child import start_child
+from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent, last_lines
 from megarl.processes.presence import show_life
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
 from megarl.sample import Completion, Prompt, VersionSpan
+
+BATCH = 64  # prompts at most: so news come often enough for a limit on the time between them
 
 
 class Task(NamedTuple):
@@ -33,21 +36,40 @@ class Task(NamedTuple):
 
 
 class TransformersScore:
-    """Example: pending = TransformersScore(task, log); ...; pending.wait() -> 0.918"""
+    """Example: pending = TransformersScore(task, log, silence_s=600); ...; pending.wait() -> 0.918"""
 
-    def __init__(self, task: Task, log: Path) -> None:
-        """Starts the process, and returns at once."""
-        self._log = log
+    def __init__(self, task: Task, log: Path, *, silence_s: float) -> None:
+        """Starts the process, and returns at once.  `silence_s`: the longest time without a new answer or reward."""
+        self._log, self._silence_s, self._total = log, silence_s, 2 * len(task.prompts)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             self._process, self._pipe = start_child(_answer, (os.getpid(), task), log=out)
 
-    def wait(self) -> float:
-        """The mean of the rewards that could be given.  Raises RuntimeError if the process failed."""
-        while not self._pipe.poll(1.0):
-            show_life()
+    def wait(self, progress: Callable[[int, int], object] = lambda done, total: None) -> float:
+        """The mean of the rewards that could be given; `progress` gets (answers and rewards so far, all of them).
+
+        Raises RuntimeError if the process failed, or said nothing for `silence_s`.
+        """
+        try:
+            return self._score(progress)
+        finally:
+            end_session(self._process)
+
+    def _score(self, progress: Callable[[int, int], object]) -> float:
+        done, heard = 0, time.monotonic()
         with suppress(EOFError, OSError):
-            return float(self._pipe.recv())
+            while time.monotonic() - heard < self._silence_s:
+                show_life()
+                progress(done, self._total)
+                if self._pipe.poll(1.0):
+                    news, heard = self._pipe.recv(), time.monotonic()
+                    if isinstance(news, float):
+                        return news
+                    done += news
+            raise RuntimeError(
+                f"after {done} of {self._total} answers and rewards transformers' generate, or a reward, gave none for "
+                f"{self._silence_s:g} s; their log: {self._log}"
+            )
         code = self._process.wait()
         raise RuntimeError(
             f"the answers of transformers' generate ended with exit code {code}; their log: {self._log}"
@@ -58,11 +80,14 @@ class TransformersScore:
 def _answer(pipe: Connection, argument: tuple[int, Task]) -> None:
     parent_pid, task = argument
     die_with_parent(parent_pid)
-    pipe.send(score(task))
+    pipe.send(score(task, pipe.send))
 
 
-def score(task: Task) -> float:
-    """In this process.  Prompts of equal length share a batch, so nothing is padded."""
+def score(task: Task, news: Callable[[int], object]) -> float:
+    """In this process.  Prompts of equal length share a batch, so nothing is padded.
+
+    `news`: gets the number of new answers, or of new rewards.
+    """
     import torch
     from transformers import AutoModelForCausalLM  # with all modelling code, which only this needs
     from transformers.utils import logging
@@ -73,9 +98,11 @@ def score(task: Task) -> float:
     by_length: dict[int, list[Prompt]] = {}
     for prompt in task.prompts:
         by_length.setdefault(len(prompt.token_ids), []).append(prompt)
+    batches = [same[at : at + BATCH] for same in by_length.values() for at in range(0, len(same), BATCH)]
     answers: list[tuple[Prompt, Completion]] = []
     with torch.inference_mode():
-        for length, same in by_length.items():
+        for same in batches:
+            length = len(same[0].token_ids)
             ids = torch.tensor([prompt.token_ids for prompt in same])
             written = model.eval().generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=task.max_new_tokens
@@ -85,12 +112,21 @@ def score(task: Task) -> float:
                 (prompt, Completion([], [], "stop", (VersionSpan(0, 0, 0),), text))
                 for prompt, text in zip(same, texts, strict=True)
             ]
+            news(len(same))
     rewards = task.make_rewards()
 
-    async def score_all() -> list[list[Outcome]]:
-        return await asyncio.gather(*(rewards.score(prompt, [answer]) for prompt, answer in answers))
+    async def score_one(prompt: Prompt, answer: Completion) -> Outcome:
+        (outcome,) = await rewards.score(prompt, [answer])
+        news(1)
+        return outcome
+
+    async def score_all() -> list[Outcome]:
+        return await asyncio.gather(*(score_one(*answer) for answer in answers))
 
     rewards.start()
-    outcomes = [outcome for group in asyncio.run(score_all()) for outcome in group]
+    try:
+        outcomes = asyncio.run(score_all())
+    finally:
+        rewards.stop()  # else its threads keep a process that fails
     scores = [outcome.reward for outcome in outcomes if not isinstance(outcome, str)]
     return sum(scores) / len(scores) if scores else 0.0
