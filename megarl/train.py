@@ -33,6 +33,7 @@ from megarl.plugins import user_function
 from megarl.processes.presence import watched
 from megarl.processes.signals import NO_STEP, Signals
 from megarl.report.page import reported
+from megarl.rollout.collector.collector_client import CollectorError
 from megarl.rollout.prefetch import Prefetcher
 from megarl.sample import Sample
 from megarl.terminal import sentences
@@ -44,7 +45,8 @@ from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.evaluation.beside import Beside
-from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluation, EvaluationLost, Evaluator
+from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost
+from megarl.trainer.evaluation.measure import measure, note
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.observed.profile import profiled
 from megarl.trainer.observed.run_log import RunLog, Totals
@@ -99,7 +101,8 @@ def train(config: Config) -> dict[str, Any]:
 def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
     """All steps of a run, with an evaluation every trainer.test_freq steps, and a checkpoint when one is due.
 
-    An evaluation after the step from which a run resumes is made again.
+    An evaluation after the step from which a run resumes is made again.  If the last one fails, what was trained is
+    written all the same, and then its error is raised.
     """
     trainer, servers = run.config.trainer, run.server_manager
     assert run.saver is not None, "the run has started"
@@ -122,9 +125,16 @@ def train_loop(run: Run, began: float, signals: Signals) -> dict[str, Any]:
         run.finished_steps = step + 1
         if times.last == step + 1:
             run.describe_save(totals.state_dict())
-    found = look_back(run.num_steps, run, times, log, signals)
+    found, failure = Evaluation([]), None
+    try:
+        found = look_back(run.num_steps, run, times, log, signals)
+    except (CollectorError, EvaluationLost) as error:  # of a reward, for example, with reward.on_error=stop
+        failure = error
     saver.finish()
-    return finish(run, found, totals)
+    summary = finish(run, found, totals)
+    if failure is not None:
+        raise failure
+    return summary
 
 
 def look_back(
@@ -319,46 +329,6 @@ def drain(prefetcher: Prefetcher, servers: ServerManager) -> None:
     """Wait until nothing is generated, so that no completion sees two versions; ends early if no server can go on."""
     while not prefetcher.is_idle and servers.watch():
         prefetcher.wait()
-
-
-def measure(
-    step: int, evaluator: Evaluator, servers: ServerManager, log: RunLog, saver: Saver, signals: Signals
-) -> Evaluation:
-    """Evaluate the held-out prompts and log the score.
-
-    An empty evaluation after SIGTERM, and if no reward could score anything, after the first step at least.
-    """
-    if not evaluator.prompts:
-        found = Evaluation([])
-    else:
-        began = time.monotonic()
-        log.trackers.stage("testing")
-        evaluator.submit(version=servers.version)
-        while not evaluator.ready():
-            if signals.ends:
-                return Evaluation([])
-            servers.check_servers()
-            saver.poll()
-            log.trackers.stage("testing", *evaluator.progress)
-        try:
-            found = evaluator.take()
-        except EvaluationLost as error:
-            if step == 0 or not error.by_rewards:
-                raise
-            warn(str(error))  # what was trained until now is worth more than this score
-            log.timer.start()
-            return Evaluation([])
-        note(step, found, log, saver, testing=time.monotonic() - began)
-    log.timer.start()
-    return found
-
-
-def note(step: int, found: Evaluation, log: RunLog, saver: Saver, **times: float) -> None:
-    """Write down the evaluation of the weights after `step` steps; `times`: in seconds, of stages outside a step."""
-    audit = log.audit.look(found.audited())
-    append_lines(log.folder / EVALUATIONS, [found.line(step)])
-    log.trackers.log(step, found.metrics() | audit | {f"timing_s/{name}": s for name, s in times.items()})
-    saver.note_score(step, found.mean.value)
 
 
 def steer_kl(kl: FixedKL | AdaptiveKL, stats: Stats) -> None:

@@ -19,11 +19,12 @@ from megarl.metrics.timer import Timer
 from megarl.processes.signals import Signals
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
-from megarl.train import learn, measure, shuffle_rewards, train_step
+from megarl.train import learn, shuffle_rewards, train_step
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.artifacts import finish
 from megarl.trainer.bad_numbers import BadNumbers
 from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost
+from megarl.trainer.evaluation.measure import measure
 from megarl.trainer.observed.run_log import RunLog, Totals
 from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
