@@ -124,6 +124,7 @@ def without_prefix(token_ids: list[int], prefix: list[int]) -> tuple[int, list[i
 
 OF_AGENTS = "agent/"  # begins the names of numbers of episodes, among the extra numbers and the counters
 AUDIT = "audit"  # extra number of a sample: that of the held-out reward
+AUDIT_ERROR = "audit_error"  # extra number, 1.0, of a sample on which that one failed
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
 
 

@@ -86,6 +86,11 @@ def _variable(variable: str, prompts: Sequence[Answers], n: int) -> dict[str, Me
     return found
 
 
+def is_accuracy(variable: str) -> bool:
+    """Whether it says if answers are right: `acc`, or that of one of several rewards.  One that lacks it is not."""
+    return variable.rpartition("/")[2] == ACC
+
+
 def is_share(numbers: Iterable[float]) -> bool:
     """Whether all numbers are 0 or 1, so that their mean is a share of right answers."""
     return all(number in (0.0, 1.0) for number in numbers)

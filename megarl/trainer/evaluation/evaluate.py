@@ -14,13 +14,13 @@ from megarl.config.names import RIGHT_OR_WRONG
 from megarl.config.validate.rewards import trained_names
 from megarl.durable_files import write_text
 from megarl.metrics.evaluation.audit import Audit
-from megarl.metrics.evaluation.evaluation import ACC, REWARD, Answers, Mean, is_share, set_metrics
+from megarl.metrics.evaluation.evaluation import ACC, REWARD, Answers, Mean, is_accuracy, is_share, set_metrics
 from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.metrics.report import write_samples, write_summary
 from megarl.plugins import load_plugins
 from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import AUDIT, LostRollout, Prompt, Sample
+from megarl.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, LostRollout, Prompt, Sample
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.terminal import sentences
@@ -37,7 +37,11 @@ _TRIES = 3  # to get all replies of one version of the weights
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The groups in the order of the prompts; a lost group scores 0, one that could not be scored does not count."""
+    """The groups in the order of the prompts; a lost group scores 0, one that could not be scored does not count.
+
+    What counts and does not say whether it is right, where other answers of its set do, is not right: a lost prompt,
+    an answer whose reward failed and was counted as 0, one for which the reward returned no `acc`.
+    """
 
     groups: list[list[Sample] | LostRollout]
     n: int = 1  # completions that were asked for, of each prompt
@@ -67,24 +71,27 @@ class Evaluation:
 
     @property
     def accuracy(self) -> Mean | None:
-        """The share of right answers: of the rewards' numbers `acc` or, without them, of the rewards.
+        """The share of right answers: of the numbers `acc` in sets that have them, of the rewards in others.
 
-        None if these are not just 0 and 1.  A lost prompt has no right answer.
+        None if these are not just 0 and 1.
         """
         found = [answers.numbers for answers in self._answers() if answers.numbers]
-        if not self.has_acc:
-            return self.mean if self.is_share else None
-        shares = [numbers.get(ACC, [0.0]) for numbers in found]
-        return Mean.of([_mean(each) for each in shares]) if all(map(is_share, shares)) else None
+        shares = [numbers.get(ACC, numbers[REWARD]) for numbers in found]
+        if not all(map(is_share, shares)):
+            return None
+        return Mean.of([_mean(each) for each in shares]) if shares else Mean(0.0, math.nan)
 
     def metrics(self) -> dict[str, float]:
-        """val/score and its error, val/lost prompts, val/unscored completions, val/version; those of each set."""
+        """val/score and its error, val/lost prompts, val/unscored completions, val/version; those of each set.
+
+        val/lost: prompts that the servers lost, each of which scores 0; one that no reward could score is none of them.
+        """
         mean = self.mean
         unscored = sum(g.unscored if isinstance(g, LostRollout) else self.n - len(g) for g in self.groups)
         out = {"val/score": mean.value, "val/unscored": float(unscored)}
         if math.isfinite(mean.stderr):
             out["val/score_stderr"] = mean.stderr
-        out["val/lost"] = float(sum(isinstance(g, LostRollout) for g in self.groups))
+        out["val/lost"] = float(sum(isinstance(g, LostRollout) and not g.unscored for g in self.groups))
         if self.version is not None:
             out["val/version"] = float(self.version)
         by_set: dict[str, list[Answers]] = {}
@@ -123,16 +130,27 @@ class Evaluation:
         ]
 
     def _answers(self) -> list[Answers]:
-        return [_answers(group, self.n) for group in self.groups]
+        sets = self.sets or [""] * len(self.groups)
+        of_all: dict[str, set[str]] = {name: set() for name in sets}
+        for name, group in zip(sets, self.groups, strict=True):
+            samples = [] if isinstance(group, LostRollout) else group
+            of_all[name] |= {extra for sample in samples for extra in sample.reward_extra if _is_of_all(extra)}
+        return [_answers(group, self.n, of_all[name]) for name, group in zip(sets, self.groups, strict=True)]
 
 
-def _answers(group: list[Sample] | LostRollout, n: int) -> Answers:
-    """What the completions of one prompt got; nothing if none could be scored."""
+def _is_of_all(extra: str) -> bool:
+    """Whether an answer that counts has 0 where it lacks this number: others are means over those that have them."""
+    return is_accuracy(extra) or extra in (REWARD_ERROR, AUDIT_ERROR)
+
+
+def _answers(group: list[Sample] | LostRollout, n: int, of_all: set[str]) -> Answers:
+    """What the completions of one prompt got; nothing if none could be scored.  `of_all`: what none of them lacks."""
     if isinstance(group, LostRollout):
-        return Answers({}) if group.unscored else Answers({REWARD: [0.0] * n}, [""] * n)
+        return Answers({}) if group.unscored else Answers({name: [0.0] * n for name in (REWARD, *of_all)}, [""] * n)
     numbers = {REWARD: [sample.reward for sample in group]}
-    for name in sorted({name for sample in group for name in sample.reward_extra}):
-        numbers[name] = [sample.reward_extra[name] for sample in group if name in sample.reward_extra]
+    for name in sorted(of_all.union(*(sample.reward_extra for sample in group))):
+        having = [sample for sample in group if name in of_all or name in sample.reward_extra]
+        numbers[name] = [sample.reward_extra.get(name, 0.0) for sample in having]
     return Answers(numbers, [sample.pred for sample in group])
 
 

@@ -216,18 +216,59 @@ def samples(uid: str, *rewards: float, version: int = 0) -> list[Sample]:
 def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> None:
     unscored = LostRollout(Prompt("2", [1], ""), "2 of 2 completions could not be scored", unscored=2)
     found = Evaluation([samples("0", 1.0, 0.0), samples("1", 1.0), unscored], n=2)
-    counted = {"val/unscored": 3.0, "val/lost": 1.0}
+    counted = {"val/unscored": 3.0, "val/lost": 0.0}
     assert found.metrics() == {"val/score": 0.75, "val/score_stderr": pytest.approx(0.25), **counted}
     assert found.is_share
     lost = LostRollout(Prompt("3", [1], ""), "no server")
     more = Evaluation([*found.groups, lost], n=2, sets=["a", "a", "a", "b"])
     metrics = more.metrics()
-    assert (metrics["val/score"], metrics["val/unscored"], metrics["val/lost"]) == (0.5, 3.0, 2.0)
+    assert (metrics["val/score"], metrics["val/unscored"], metrics["val/lost"]) == (0.5, 3.0, 1.0)
     assert metrics["val-core/a/reward/mean@2"] == 0.75 and metrics["val-core/b/reward/mean@2"] == 0.0
     shaped = Evaluation([samples("0", 0.5), samples("1", 1.0)])
     assert not shaped.is_share and shaped.accuracy is None, "the mean of such rewards is a score, and no accuracy"
     right = [[replace(s, reward_extra={"acc": float(s.reward == 1)}) for s in group] for group in shaped.groups]
     assert Evaluation([*right, lost]).accuracy == Mean.of([0.0, 1.0, 0.0])
+
+
+def answered(uid: str, *extras: dict[str, float]) -> list[Sample]:
+    """Samples with these extra numbers, of which a right one has the reward 1."""
+    return [
+        replace(sample, reward=extra.get("acc", 0.0), reward_extra=extra)
+        for extra, sample in zip(extras, samples(uid, *(0.0 for _ in extras)), strict=True)
+    ]
+
+
+def test_lost_prompts_count_as_wrong_in_the_accuracy_of_their_set() -> None:
+    right = [answered(f"{number}", {"acc": 1.0, "words": 3.0}) for number in range(5)]
+    lost = [LostRollout(Prompt(f"{number}", [1], ""), "no server") for number in range(5, 10)]
+    found = Evaluation([*right, *lost], sets=["s"] * 10)
+    metrics = found.metrics()
+    assert metrics["val/score"] == metrics["val-core/s/acc/mean@1"] == 0.5
+    assert metrics["val-aux/s/acc/mean@1/stderr"] == pytest.approx(1 / 6), "sqrt(0.5 * 0.5 / 9)"
+    assert metrics["val-aux/s/words/mean@1"] == 3.0, "a number that says nothing of right and wrong has no zeros"
+    assert found.accuracy is not None and found.accuracy.value == 0.5
+    assert [prompt.get("acc") for prompt in found.line(1)["prompts"]] == [[1.0]] * 5 + [[0.0]] * 5
+
+
+@pytest.mark.parametrize("name", ["acc", "mine/acc"])
+def test_answers_whose_reward_failed_and_counted_as_0_are_wrong(name: str) -> None:
+    group = answered("0", {"acc": 1.0}, *[{"reward_error": 1.0}] * 3)
+    group[0] = replace(group[0], reward_extra={name: 1.0})
+    found = Evaluation([group], n=4, sets=["s"])
+    metrics = {metric.partition("/s/")[2] or metric: value for metric, value in found.metrics().items()}
+    assert metrics["val/score"] == metrics[f"{name}/mean@4"] == 0.25
+    assert metrics[f"{name}/best@2/mean"] == pytest.approx(1 - 0.75**2)
+    assert metrics[f"{name}/pass@2"] == pytest.approx(0.5), "1 - C(3, 2) / C(4, 2)"
+    assert metrics["reward_error/mean@4"] == 0.75, "a share of all answers"
+    assert found.accuracy is not None and found.accuracy.value == 0.25
+
+
+def test_an_accuracy_of_sets_with_and_without_acc_goes_by_what_each_has() -> None:
+    groups = [answered("0", {"acc": 1.0}), answered("1", {}), samples("2", 1.0), samples("3", 0.0), samples("4", 1.0)]
+    unscored = LostRollout(Prompt("5", [1], ""), "1 of 1 completions could not be scored", unscored=1)
+    found = Evaluation([*groups, unscored], sets=["a", "a", "b", "b", "b", "a"])
+    assert found.accuracy is not None and found.accuracy.value == 3 / 5
+    assert found.metrics()["val-core/a/acc/mean@1"] == 0.5, "the one that could not be scored does not count"
 
 
 class Answering:
