@@ -44,7 +44,7 @@ class Free:
 
     reward: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
-    first_error: str = ""
+    first_errors: dict[str, str] = field(default_factory=dict)
 
     def start(self) -> None:
         """There is nothing to start."""

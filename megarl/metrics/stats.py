@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Batch, Stats
-from megarl.sample import OF_AGENTS, REWARD_ERROR, Sample
+from megarl.sample import AUDIT_ERROR, OF_AGENTS, REWARD_ERROR, Sample
 from megarl.token_age import by_age, token_ages
 
 
@@ -45,8 +45,8 @@ def batch_stats(batch: Batch, *, version: int | None = None) -> dict[str, float]
 def reward_stats(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """reward/NAME: the mean of each extra number of the rewards, over the samples that have it.
 
-    reward/reward_error is the share of all samples on which a reward or an episode failed and was counted as 0, if
-    there are any.  The numbers of episodes are agent/NAME; of their turns also the maximum.
+    reward/reward_error is the share of all samples on which a reward or an episode failed and was counted as 0, and
+    reward/audit_error of those on which the audit failed, if there are any.  The numbers of episodes are agent/NAME; of their turns also the maximum.
     """
     found: dict[str, list[float]] = {}
     for sample in (sample for group in groups for sample in group):
@@ -56,8 +56,8 @@ def reward_stats(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     out = {name if name.startswith(OF_AGENTS) else f"reward/{name}": mean for name, mean in means.items()}
     if turns := found.get(f"{OF_AGENTS}turns"):
         out |= {f"{OF_AGENTS}turns/mean": out.pop(f"{OF_AGENTS}turns"), f"{OF_AGENTS}turns/max": max(turns)}
-    if REWARD_ERROR in found:
-        out[f"reward/{REWARD_ERROR}"] = len(found[REWARD_ERROR]) / sum(len(group) for group in groups)
+    for name in {REWARD_ERROR, AUDIT_ERROR} & found.keys():
+        out[f"reward/{name}"] = len(found[name]) / sum(len(group) for group in groups)
     return out
 
 

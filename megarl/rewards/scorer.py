@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -19,11 +20,12 @@ from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import Outcome, RewardResult, joined, to_result
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import AUDIT, REWARD_ERROR, Completion, Prompt
+from megarl.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, Completion, Prompt
 
 log = logging.getLogger(__name__)
 
-MAX_LOGGED = 10  # logged errors; all are counted
+MAX_LOGGED = 10  # logged errors of each kind; all are counted
+TRAINED = "trained"  # the kind of an error of a trained reward; that of one of the audit is AUDIT
 ON_ERROR = ("unscored", "zero", "stop")
 
 AsyncReward = Callable[[Prompt, Completion], Awaitable[Any]]
@@ -44,12 +46,12 @@ class Rewards:
     limit of its own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
     `surroundings`: limits and further variables of the processes; async functions have these variables, too.
     `weights`: by short name, see name_of; a missing one is 1.
-    `audit`: one more reward, whose number is the extra number AUDIT and counts for nothing else; where it fails there
-    is no such number.
+    `audit`: one more reward, whose number is the extra number AUDIT and counts for nothing else; where it fails
+    there is AUDIT_ERROR instead.
     `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
     and the extra number REWARD_ERROR; stop: RewardError is raised.
-    The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed;
-    `first_error` says why the first one did, "" before.
+    The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed, those of
+    TRAINED and of AUDIT apart; `first_errors` says why the first one of each kind did.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class Rewards:
         surroundings: Surroundings | None = None,
     ) -> None:
         assert on_error in ON_ERROR, f"on_error is {on_error!r}, expected one of {', '.join(ON_ERROR)}"
-        self.num_errors, self.first_error = 0, ""
+        self.num_errors: Counter[str] = Counter()
+        self.first_errors: dict[str, str] = {}
         self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
         self._by_data_source, self._surroundings = dict(by_data_source or {}), surroundings or Surroundings()
         trained = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
@@ -123,9 +126,10 @@ class Rewards:
         for fn in self._audits:
             audit = outcomes[fn]
             if isinstance(audit, str):
-                self._log(f"reward.audit {fn}, sample {uid}: {audit}", "it has no audit")
-            elif isinstance(whole, RewardResult):
-                whole = replace(whole, extra={**whole.extra, AUDIT: audit.reward})
+                self._log(AUDIT, f"reward.audit {fn}, sample {uid}: {audit}", "it has no audit")
+            if isinstance(whole, RewardResult):
+                found = {AUDIT_ERROR: 1.0} if isinstance(audit, str) else {AUDIT: audit.reward}
+                whole = replace(whole, extra=whole.extra | found)
         return whole
 
     def _outcome(self, uid: str, outcomes: Mapping[str, Outcome]) -> Outcome:
@@ -143,16 +147,16 @@ class Rewards:
 
     def _failed(self, sentence: str) -> Outcome:
         if self._on_error == "stop":
-            self.num_errors += 1
+            self.num_errors[TRAINED] += 1
             raise RewardError(sentence)
-        self._log(sentence, "counted as 0" if self._on_error == "zero" else "it leaves its group")
+        self._log(TRAINED, sentence, "counted as 0" if self._on_error == "zero" else "it leaves its group")
         return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._on_error == "zero" else sentence
 
-    def _log(self, sentence: str, what: str) -> None:
-        self.num_errors += 1
-        self.first_error = self.first_error or f"{sentence}; {what}"
-        if self.num_errors <= MAX_LOGGED:
-            more = "; further errors are only counted" if self.num_errors == MAX_LOGGED else ""
+    def _log(self, kind: str, sentence: str, what: str) -> None:
+        self.num_errors[kind] += 1
+        self.first_errors.setdefault(kind, f"{sentence}; {what}")
+        if self.num_errors[kind] <= MAX_LOGGED:
+            more = "; further errors are only counted" if self.num_errors[kind] == MAX_LOGGED else ""
             log.warning("%s; %s%s", sentence, what, more)
 
 

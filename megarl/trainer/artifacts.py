@@ -14,6 +14,7 @@ from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import trained_names
 from megarl.durable_files import write_text
+from megarl.metrics.evaluation.audit import outcome
 from megarl.metrics.evaluation.evaluation import Mean
 from megarl.metrics.evaluation.verdict import sentences, verdict
 from megarl.metrics.plots import learning_curve
@@ -87,6 +88,12 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""
+    if audit := run.config.reward.audit:
+        failed, called = after.audits
+        said = outcome(audit, run.audit.last, failed, called)
+        summary["audit"] = {"outcome": said, "answers": called, "failed": failed}
+        markdown = f"{said}\n\n"
+        console.print(said, highlight=False, markup=False)
     if run.val_prompts:
         has_score = bool(after.groups)  # else no reward could score its answers
         is_share = _is_share(run, before, after)
@@ -99,7 +106,7 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
         summary["evaluated_version"] = after.version
         if found := _verdict(run, summary, len(after.scores)):
             summary["verdict"] = found
-            markdown = "".join(f"{sentence}  \n" for sentence in sentences(found)) + "\n"
+            markdown += "".join(f"{sentence}  \n" for sentence in sentences(found)) + "\n"
             for sentence in sentences(found):
                 console.print(sentence, style="bold")
         if again is not None:

@@ -133,10 +133,16 @@ def test_other_kinds_pass_and_unknown_parts_are_refused():
 
 def test_each_number_of_the_rewards_is_a_mean_over_the_samples_that_have_it():
     prompt, completion = Prompt("0-0", [1], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-    extras = [{"math": 1.0, "judge": 0.5}, {"math": 0.0, "judge": 0.0}, {"math": 1.0}, {"reward_error": 1.0}]
+    extras = [
+        {"math": 1.0, "judge": 0.5},
+        {"math": 0.0, "judge": 0.0},
+        {"math": 1.0, "audit_error": 1.0},
+        {"reward_error": 1.0},
+    ]
     samples = [Sample.of(prompt, completion, 1.0, extra) for extra in extras]
     found = reward_stats([samples[:2], samples[2:]])
-    assert found == {"reward/math": pytest.approx(2 / 3), "reward/judge": 0.25, "reward/reward_error": 0.25}
+    shares = {"reward/reward_error": 0.25, "reward/audit_error": 0.25}
+    assert found == {"reward/math": pytest.approx(2 / 3), "reward/judge": 0.25, **shares}
     assert reward_stats([]) == {}
 
 

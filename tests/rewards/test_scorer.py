@@ -95,8 +95,20 @@ def test_an_audit_is_scored_beside_the_reward_and_counts_for_nothing(file: str, 
 
 def test_a_sample_stays_where_its_audit_fails(caplog: pytest.LogCaptureFixture, file: str) -> None:
     rewards = Rewards(["exact"], audit=f"{file}:cancels_itself", on_error="stop")
-    assert score(rewards, "46") == [RewardResult(1.0)]
-    assert rewards.num_errors == 1 and "it has no audit" in caplog.text
+    assert score(rewards, "46") == [RewardResult(1.0, {"audit_error": 1.0})]
+    assert rewards.num_errors == {"audit": 1} and "it has no audit" in caplog.text
+
+
+def test_errors_of_the_audit_take_no_word_of_those_of_the_reward(file: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "megarl.rewards.scorer"):
+        rewards = Rewards([f"{file}:tidy"], audit=f"{file}:cancels_itself", num_workers=0)
+        score(rewards, *["a"] * 12)
+        assert list(rewards.first_errors) == ["audit"]
+        outcomes = score(rewards, "raise")
+    assert rewards.num_errors == {"audit": 13, "trained": 1} and isinstance(outcomes[0], str)
+    assert rewards.first_errors["trained"] == f"{outcomes[0]}; it leaves its group"
+    assert rewards.first_errors["audit"].startswith(f"reward.audit {file}:cancels_itself, sample 0-3#0: ")
+    assert rewards.first_errors["trained"] in caplog.text and len(caplog.records) == 11
 
 
 def test_a_row_of_a_data_source_has_the_reward_of_that_source(file: str) -> None:
@@ -140,7 +152,7 @@ def test_a_failed_sample_is_unscored_named_and_leaves_its_neighbours_alone(
         first, second, third = score(rewards, "a", text, "a")
     assert isinstance(first, RewardResult) and first == third
     assert isinstance(second, str) and second.startswith(f"reward {file}:{name}, sample 0-3#1: ")
-    assert rewards.num_errors == 1
+    assert rewards.num_errors == {"trained": 1}
     assert f"{second}; it leaves its group" in caplog.text
 
 
@@ -166,8 +178,9 @@ def test_zero_counts_a_failed_sample_as_0(file: str, caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "megarl.rewards.scorer"):
         rewards = Rewards([f"{file}:tidy"], on_error="zero", num_workers=0)
         assert score(rewards, *["raise"] * 12) == [RewardResult(0.0, {"reward_error": 1.0})] * 12
-    assert rewards.num_errors == 12
-    assert "sample 0-3#0: KeyError" in rewards.first_error and rewards.first_error.endswith("; counted as 0")
+    assert rewards.num_errors == {"trained": 12}
+    first = rewards.first_errors["trained"]
+    assert "sample 0-3#0: KeyError" in first and first.endswith("; counted as 0")
     assert len(caplog.records) == 10, "only the first ones are written out"
     assert "KeyError: 'gone'" in caplog.text and "; counted as 0" in caplog.text
     assert caplog.records[-1].message.endswith("; further errors are only counted")

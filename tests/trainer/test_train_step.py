@@ -307,7 +307,9 @@ def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_pa
     story: list[Any] = []
     actor = SimpleNamespace(lora=SimpleNamespace(rank=0))
     run: Any = SimpleNamespace(
-        config=SimpleNamespace(actor=actor, trainer=SimpleNamespace(experiment_name="x")),
+        config=SimpleNamespace(
+            actor=actor, trainer=SimpleNamespace(experiment_name="x"), reward=SimpleNamespace(audit=None)
+        ),
         dir=tmp_path,
         trackers=SimpleNamespace(stage=lambda name: None),
         server_manager=SimpleNamespace(

@@ -32,8 +32,12 @@ _CLEAR = 3.0  # standard errors of a slope that counts
 
 @dataclass
 class Audit:
-    """Example: audit = Audit(); for scores in evaluations: metrics |= audit.look(scores)."""
+    """Example: audit = Audit(); for scores in evaluations: metrics |= audit.look(scores).
 
+    `last`: what the last look that compared two evaluations has returned.
+    """
+
+    last: dict[str, float] = field(default_factory=dict)
     _reference: Mapping[str, tuple[float, float]] | None = field(default=None)
     _slope: float = 0.0
     _slope_error: float = 0.0
@@ -59,13 +63,14 @@ class Audit:
         of_slope = KEPT_SHARE * score * self._slope_error
         gap_z = _over(rest.mean(), math.hypot(_error(rest), of_slope))
         parted = _over(score, _error(gains[:, 0])) > z and gap_z < -z
-        return {
+        self.last = {
             "audit/score_gain": float(score),
             "audit/gain": float(gain),
             "audit/promised_gain": float(self._slope * score),
             "audit/gap_z": gap_z,
             "audit/parted": float(parted),
         }
+        return self.last
 
     def _refer_to(self, found: Mapping[str, tuple[float, float]]) -> None:
         if len(found) < MIN_PROMPTS:
@@ -92,12 +97,39 @@ def sentence(metrics: Mapping[str, float]) -> str:
     """What an evaluation with these metrics says on the console and in advice.jsonl; "" unless the two have parted."""
     if not metrics.get("audit/parted"):
         return ""
-    score, gain, promised = (metrics[f"audit/{name}"] for name in ("score_gain", "gain", "promised_gain"))
     return (
-        f"{PARTED}: since the first evaluation the trained score has risen by {score:.3g} and the held-out "
-        f"reward.audit by {gain:.3g}, where {promised:.3g} went with it at the start: the policy may exploit "
+        f"{PARTED}: {_gains(metrics)}: the policy may exploit "
         "reward.fn; read the newest answers in samples.jsonl, and mend the reward before the run goes on"
     )
+
+
+def outcome(fn: str, last: Mapping[str, float], failed: int, called: int) -> str:
+    """What is known of the audit `fn` at the end of a run.
+
+    `last`: see Audit.  `failed`, `called`: the answers of the last evaluation on which it failed, and was called.
+    """
+    if called and failed == called:
+        said = f"it failed on all {called} answers of the last evaluation; logs/collector.log says why"
+        return f"reward.audit={fn}: {said}" if not last else f"reward.audit={fn}: {said}; before that, {_gains(last)}"
+    if not last:
+        said = f"nothing is concluded: two evaluations with {MIN_PROMPTS} audited prompts were not compared"
+    elif last["audit/parted"]:
+        said = f"{_gains(last)}: the policy may exploit reward.fn"
+    else:
+        said = f"{_gains(last)}: the two have not parted"
+    return f"reward.audit={fn}: {said}" + (f"; it failed on {failed} of {called} answers" if failed else "")
+
+
+def _gains(metrics: Mapping[str, float]) -> str:
+    score, gain, promised = (metrics[f"audit/{name}"] for name in ("score_gain", "gain", "promised_gain"))
+    return (
+        f"since the first evaluation the trained score has {_moved(score)} and the held-out reward.audit has "
+        f"{_moved(gain)}, where {promised:.3g} went with it at the start"
+    )
+
+
+def _moved(by: float) -> str:
+    return f"risen by {by:.3g}" if by >= 0 else f"fallen by {-by:.3g}"
 
 
 def _error(values: Sequence[float] | np.ndarray) -> float:

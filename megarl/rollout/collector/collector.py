@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -56,11 +56,11 @@ GATHER_S = 0.01  # what finishes within this time is one message: completions ta
 class Scorer(Protocol):
     """A reward with resources: `start` and `stop` run in the child, before and after all scoring.
 
-    `first_error`: why the first sample could not be scored; "" if all were.
+    `first_errors`: by kind of error, why the first sample could not be scored, or audited.
     """
 
     @property
-    def first_error(self) -> str: ...
+    def first_errors(self) -> Mapping[str, str]: ...
 
     def start(self) -> None: ...
 
@@ -187,7 +187,7 @@ class _Collecting:
     ) -> None:
         self._pool, self._writer, self._scorer, self._outbox, self._tasks = pool, writer, scorer, outbox, tasks
         self._running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
-        self._told = False  # the first error of a reward
+        self._told: set[str] = set()  # kinds of errors of rewards, of which the driver knows the first one
         tasks.create_task(self._beat())
 
     async def obey(self, inbox: asyncio.Queue[list[Message] | Exception]) -> None:
@@ -226,7 +226,7 @@ class _Collecting:
         group = await self._writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
-        self._tell_reward_error()  # before its group: a run may end with that
+        self._tell_reward_errors()  # before its group: a run may end with that
         self._outbox.put(("group", order.number, pack(group), spent.seconds))
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
@@ -239,15 +239,15 @@ class _Collecting:
 
     async def _beat(self) -> None:
         while True:
-            self._tell_reward_error()
+            self._tell_reward_errors()
             self._outbox.put(("beat", self._pool.counters() | self._writer.counters()))
             faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _tell_reward_error(self) -> None:
-        if self._scorer.first_error and not self._told:
-            self._told = True
-            self._outbox.put(("reward error", self._scorer.first_error))
+    def _tell_reward_errors(self) -> None:
+        for kind in self._scorer.first_errors.keys() - self._told:
+            self._told.add(kind)
+            self._outbox.put(("reward error", kind, self._scorer.first_errors[kind]))
 
 
 class _Closed(Exception):

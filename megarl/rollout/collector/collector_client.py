@@ -65,7 +65,7 @@ class Collectors:
         slow_factor: so does one whose replies take so many times as long as those of others; None: none does.
         heartbeat_s: a collector that says nothing for so long is killed and started again.
         max_restarts: of a collector within ten minutes.
-        warn: gets a sentence about each restart, and about the first sample without a reward.
+        warn: gets a sentence about each restart, and about the first sample without a reward, or without an audit.
         move_after_s: the orders of a collector go to others if it has had no live server for so long.
     """
 
@@ -105,8 +105,9 @@ class Collectors:
         self._came: list[tuple[Ticket, PackedGroup]] = []  # tickets that `wait` will fill
         self._numbers = count()
         self._error: CollectorError | None = None
-        self._warn, self._has_warned = warn, False
-        self._reward_error = ""  # the first one, of which `wait` warns
+        self._warn = warn
+        self._reward_errors: dict[str, str] = {}  # by kind, the first one, of which `wait` warns
+        self._warned: set[str] = set()  # kinds
         self._unfit: dict[str, str] = {}  # url -> reason
         self._shares: list[Share] = []
         with self._news:
@@ -260,7 +261,7 @@ class Collectors:
         for share in self._shares:
             share.process.end()
         with self._news:
-            self._warn_of_reward()  # nobody may have waited since it came
+            self._warn_of_rewards()  # nobody may have waited since it came
 
     # ---- what the threads of the collectors call, and `wait`
 
@@ -274,7 +275,7 @@ class Collectors:
                     share.leaving.discard(content[0])
                 elif kind == "reward error":
                     more = f"more errors are in {process.log_path}"
-                    self._reward_error = self._reward_error or f"{content[0]}; {more}"
+                    self._reward_errors.setdefault(content[0], f"{content[1]}; {more}")
                 elif kind == "unfit":
                     self._unfit[content[0]] = content[1]
                 elif kind == "beat":
@@ -315,15 +316,15 @@ class Collectors:
             if opened is not None:
                 min(free, key=lambda share: share.load / len(share.live)).give(opened)
 
-    def _warn_of_reward(self) -> None:
-        if self._reward_error and not self._has_warned:
-            self._has_warned = True
-            self._warn(self._reward_error)
+    def _warn_of_rewards(self) -> None:
+        for kind in self._reward_errors.keys() - self._warned:
+            self._warned.add(kind)
+            self._warn(self._reward_errors[kind])
 
     def _look(self) -> None:
         if self._error is not None:
             raise self._error
-        self._warn_of_reward()
+        self._warn_of_rewards()
         for share in self._shares:
             share.look(self._heartbeat_s)
         now = time.monotonic()

@@ -81,9 +81,17 @@ class Evaluation:
             return None
         return Mean.of([_mean(each) for each in shares]) if shares else Mean(0.0, math.nan)
 
+    @property
+    def audits(self) -> tuple[int, int]:
+        """(answers on which reward.audit failed, answers on which it was called)."""
+        extras = [sample.reward_extra for g in self.groups if not isinstance(g, LostRollout) for sample in g]
+        failed = sum(AUDIT_ERROR in extra for extra in extras)
+        return failed, failed + sum(AUDIT in extra for extra in extras)
+
     def metrics(self) -> dict[str, float]:
         """val/score and its error, val/lost prompts, val/unscored completions, val/version; those of each set.
 
+        With an audit also audit/failed, the answers on which it failed.
         val/lost: prompts that the servers lost, each of which scores 0; one that no reward could score is none of them.
         """
         mean = self.mean
@@ -94,6 +102,9 @@ class Evaluation:
         out["val/lost"] = float(sum(isinstance(g, LostRollout) and not g.unscored for g in self.groups))
         if self.version is not None:
             out["val/version"] = float(self.version)
+        failed, audited = self.audits
+        if audited:
+            out["audit/failed"] = float(failed)
         by_set: dict[str, list[Answers]] = {}
         for name, answers in zip(self.sets, self._answers(), strict=bool(self.sets)):
             by_set.setdefault(name, []).append(answers)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megarl.metrics import Trackers, make_trackers
-from megarl.metrics.evaluation.audit import ALARMS, Audit, sentence, slope_of
+from megarl.metrics.evaluation.audit import ALARMS, Audit, outcome, sentence, slope_of
 from megarl.metrics.jsonl import read_lines
 from megarl.rewards.scorer import Rewards
 from megarl.sample import Completion, Prompt, VersionSpan
@@ -79,8 +79,32 @@ def test_a_reference_needs_a_clear_slope_and_thirty_prompts() -> None:
     found = audit.look({uid: (1.0, audited) for uid, (_, audited) in clear.items()})
     assert (found["audit/score_gain"], found["audit/gain"], found["audit/promised_gain"]) == (0.5, 0.0, 0.5)
     assert found["audit/parted"] == 1.0
-    assert "risen by 0.5 and the held-out reward.audit by 0, where 0.5 went with it" in sentence(found)
+    assert "risen by 0.5 and the held-out reward.audit has risen by 0, where 0.5 went with it" in sentence(found)
     assert sentence({}) == sentence({**found, "audit/parted": 0.0}) == ""
+
+
+def test_the_end_of_a_run_says_what_is_known_of_its_audit() -> None:
+    gains = {"audit/score_gain": 0.5, "audit/gain": -0.25, "audit/promised_gain": 0.4, "audit/parted": 0.0}
+    moved = (
+        "since the first evaluation the trained score has risen by 0.5 and the held-out reward.audit has fallen by "
+        "0.25, where 0.4 went with it at the start"
+    )
+    assert outcome("strict", gains, 0, 40) == f"reward.audit=strict: {moved}: the two have not parted"
+    parted = outcome("strict", gains | {"audit/parted": 1.0}, 3, 40)
+    assert parted == f"reward.audit=strict: {moved}: the policy may exploit reward.fn; it failed on 3 of 40 answers"
+    failed = "reward.audit=strict: it failed on all 40 answers of the last evaluation; logs/collector.log says why"
+    assert outcome("strict", {}, 40, 40) == failed
+    assert outcome("strict", gains, 40, 40) == f"{failed}; before that, {moved}"
+    unknown = "reward.audit=strict: nothing is concluded: two evaluations with 30 audited prompts were not compared"
+    assert outcome("strict", {}, 0, 0) == unknown
+
+
+def test_the_last_comparison_is_kept_while_nothing_can_be_compared() -> None:
+    audit = Audit()
+    clear = {str(at): (float(at % 2), float(at % 2)) for at in range(30)}
+    assert audit.look(clear) == audit.last == {}
+    found = audit.look(clear)
+    assert audit.look({}) == {} and audit.last == found and found["audit/parted"] == 0.0
 
 
 def test_the_slope_by_hand() -> None:

@@ -58,7 +58,7 @@ def refuse(why):
 class Scorer:
     """Rewards by the number of tokens; a prompt whose ground truth is "boom" breaks it."""
 
-    first_error = ""
+    first_errors = {}
 
     def __init__(self, bonus=0.0):
         self.bonus, self.started = bonus, False
@@ -82,6 +82,19 @@ class Scorer:
 
     def stop(self):
         self.started = False
+
+
+class Failing(Scorer):
+    """Its audit fails on the first group, and its reward on the next ones; all have a number nevertheless."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_errors = {}
+
+    async def score(self, prompt, completions):
+        kind = "trained" if self.first_errors else "audit"
+        self.first_errors.setdefault(kind, f"{kind}: no such unit")
+        return await super().score(prompt, completions)
 
 
 class Reader(Scorer):
@@ -200,6 +213,18 @@ def test_a_broken_reward_reaches_the_driver_as_one_error(make_collectors):
         for _ in range(2):
             with pytest.raises(CollectorError, match=r"RuntimeError: the reward is broken.*collector\.log"):
                 filled(collectors, tickets)
+
+
+@pytest.mark.slow
+def test_the_first_error_of_the_audit_and_of_the_reward_each_have_a_warning(make_collectors):
+    said = []
+    with serving_in_a_thread(Writer()) as (urls, _):
+        collectors = make_collectors(urls, make_scorer=Failing, warn=said.append)
+        for number in range(3):
+            filled(collectors, collectors.submit(prompts(1, first=number), n=2, params=PARAMS))
+        collectors.close()
+    kinds = [sentence.partition("; more errors are in ")[0] for sentence in said]
+    assert kinds == ["audit: no such unit", "trained: no such unit"]
 
 
 @pytest.mark.slow

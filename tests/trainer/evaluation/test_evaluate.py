@@ -271,6 +271,16 @@ def test_an_accuracy_of_sets_with_and_without_acc_goes_by_what_each_has() -> Non
     assert found.metrics()["val-core/a/acc/mean@1"] == 0.5, "the one that could not be scored does not count"
 
 
+def test_answers_on_which_the_audit_failed_are_counted() -> None:
+    lost = LostRollout(Prompt("2", [1], ""), "no server")
+    groups = [answered("0", {"audit": 1.0}, {"audit_error": 1.0}), answered("1", *[{"audit_error": 1.0}] * 2), lost]
+    found = Evaluation(groups, n=2, sets=["s"] * 3)
+    metrics = found.metrics()
+    assert found.audits == (3, 4) and metrics["audit/failed"] == 3.0
+    assert metrics["val-aux/s/audit/mean@2"] == 1.0, "of the one that has a number"
+    assert "audit/failed" not in Evaluation([answered("0", {})]).metrics()
+
+
 class Answering:
     """Collectors whose servers hold a version each; they answer the prompts in turn."""
 

@@ -1,0 +1,63 @@
+"""What a run leaves behind at its end, whatever the rewards do there."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from config_helpers import load
+
+from megarl.metrics.evaluation.audit import Audit
+from megarl.rewards.scorer import Rewards
+from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.trainer.artifacts import finish
+from megarl.trainer.evaluation.evaluate import Evaluation
+from megarl.trainer.observed.run_log import Totals
+
+
+def run_of(folder: Path, *words: str) -> Any:
+    """A run without ranks and servers, whose export writes nothing."""
+    return SimpleNamespace(
+        config=load(*words),
+        dir=folder,
+        trackers=SimpleNamespace(stage=lambda *_: None),
+        server_manager=SimpleNamespace(release_memory=lambda: None, counts={"servers_died": 0}),
+        roles=SimpleNamespace(actor=SimpleNamespace(export=lambda *_, **__: None)),
+        maker_of_rewards=lambda **how: partial(Rewards, ["exact"], **how),
+        audit=Audit(),
+        num_steps=3,
+        num_filtered=0,
+        num_cut=0,
+        val_prompts=[Prompt("eval-0", [1], "1+1=", "2")],
+    )
+
+
+def evaluation(**extra: float) -> Evaluation:
+    completion = Completion([1], [-1.0], "stop", (VersionSpan(3, 0, 1),), "2")
+    return Evaluation([[Sample.of(Prompt("eval-0", [1], "1+1=", "2"), completion, 1.0, extra)]], version=3)
+
+
+def test_a_check_of_the_export_that_fails_is_one_warning_and_the_rest_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process finds no model, and ends."""
+    run = run_of(tmp_path, "trainer.check_export=true", "data.val_files=[v.jsonl]")
+    summary = finish(run, evaluation(), Totals(0.0, {}))
+    assert summary["accuracy_after"] == 1.0 and summary["accuracy_transformers"] is None
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert (tmp_path / "README.md").exists() and "1+1=" in (tmp_path / "answers.md").read_text()
+    err = capsys.readouterr().err
+    assert err.count("warning: ") == 1
+    assert "warning: trainer.check_export=true: hf/ is written, and its check failed: the answers of " in err
+
+
+def test_the_end_says_what_is_known_of_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, "reward.fn=exact", "reward.audit=gsm8k_strict")
+    summary = finish(run, evaluation(audit_error=1.0), Totals(0.0, {}))
+    said = "reward.audit=gsm8k_strict: it failed on all 1 answers of the last evaluation; logs/collector.log says why"
+    assert summary["audit"] == {"outcome": said, "answers": 1, "failed": 1}
+    assert said in (tmp_path / "README.md").read_text() and said in " ".join(capsys.readouterr().out.split())
