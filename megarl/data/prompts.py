@@ -82,6 +82,11 @@ class Prompts:
         return len(self._rows)
 
     @property
+    def questions(self) -> Sequence[Question]:
+        """All rows that are kept, in the order of the files."""
+        return self._questions
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
         return max(len(ids) for ids in self._token_ids)

@@ -19,7 +19,7 @@ from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
 from megarl.layout import Layout
-from megarl.metrics.evaluation.audit import MIN_PROMPTS, Audit
+from megarl.metrics.evaluation.audit import Audit
 from megarl.metrics.jsonl import drop_after
 from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timeline import TIMELINE, Timeline
@@ -55,6 +55,7 @@ from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.saver import Saver
+from megarl.trainer.checks.reward_rows import check_audited, check_truths
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
@@ -155,12 +156,11 @@ class Run:
         val = read_prompts(self.config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.val_sets = val.sets(data.val_max_samples) if val else []
-        if (audit := self.config.reward.audit) and len(self.val_prompts) < MIN_PROMPTS:
-            few = f"the evaluation has {len(self.val_prompts)} prompts, and the audit compares {MIN_PROMPTS} at least"
-            warn(f"reward.audit={audit}: {few}, so it is scored and nothing is concluded")
+        check_audited(self.config, len(self.val_prompts))
         self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
         self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
         if trial is not None:
+            check_truths(self.config, [self.prompts, *([val] if val else [])])
             num_rows = self.config.reward.try_rows
             trial.check([*self.prompts.some(num_rows), *(val.some(num_rows) if val else ())])
 

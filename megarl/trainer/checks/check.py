@@ -18,6 +18,7 @@ from megarl.plugins import load_plugins
 from megarl.terminal import sentences
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import MINI_PLACE, cached_folder, may_be_hub_name, read_prompts
+from megarl.trainer.checks.reward_rows import check_truths
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
 from megarl.trainer.teachers import check_taught
@@ -118,6 +119,7 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
     if reason := check_agents(here):
         yield f"warning: {reason}"
     rows: list[Row] = []
+    read: list[Prompts] = []
     with RewardTrial(here) as trial:
         for name, files in (("train", here.data.train_files), ("val", here.data.val_files)):
             found: Prompts | None = None
@@ -129,8 +131,10 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
                 with faults.collect():
                     check_taught(here, found.data_sources)
             rows += found.some(here.reward.try_rows)
+            read.append(found)
             yield _prompts(f"data.{name}_files", files, found)
         with faults.collect():
+            check_truths(here, read if tries else [])
             trial.check(rows)
     if trial.is_tried and rows:
         yield f"rewards: tried on {len(rows)} rows"

@@ -25,6 +25,7 @@ from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.terminal import sentences
 from megarl.trainer.build import read_prompts
+from megarl.trainer.checks.reward_rows import check_truths
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.evaluation.record import new_folder, weights_of
@@ -316,6 +317,7 @@ def main(config: Config) -> int:
         console.print(f"warning: {reason}")
     with RewardTrial(config) as trial:
         read = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts)
+        check_truths(config, [read])
         trial.check(read.some(config.reward.try_rows))
     weights = weights_of(config)  # before servers load them
     prompts, sets = read.all(config.data.val_max_samples), read.sets(config.data.val_max_samples)

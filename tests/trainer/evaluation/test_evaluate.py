@@ -23,7 +23,7 @@ from megarl.trainer.evaluation import evaluate
 from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
 from megarl.trainer.evaluation.record import weights_of
 
-PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"])
+PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
