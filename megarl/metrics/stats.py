@@ -46,7 +46,8 @@ def reward_stats(groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
     """reward/NAME: the mean of each extra number of the rewards, over the samples that have it.
 
     reward/reward_error is the share of all samples on which a reward or an episode failed and was counted as 0, and
-    reward/audit_error of those on which the audit failed, if there are any.  The numbers of episodes are agent/NAME; of their turns also the maximum.
+    reward/audit_error of those on which the audit failed, if there are any.  The numbers of episodes are agent/NAME; of
+    their turns also the maximum.
     """
     found: dict[str, list[float]] = {}
     for sample in (sample for group in groups for sample in group):

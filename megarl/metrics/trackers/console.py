@@ -35,7 +35,12 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 def warn(sentence: str) -> None:
     """Print a warning that belongs to no step."""
-    sentences(stderr=True).print(f"warning: {sentence}")
+    note(f"warning: {sentence}")
+
+
+def note(sentence: str) -> None:
+    """Print a sentence that belongs to no step, beside the results."""
+    sentences(stderr=True).print(sentence)
 
 
 class ConsoleTracker:

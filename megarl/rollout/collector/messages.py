@@ -2,7 +2,8 @@
 
 Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Join`, `Leave`, `Close`.
 Collector to driver: ("group", number, packed group, seconds that it waited only for rewards), ("beat", counters),
-("unfit", url, reason), ("left", url), and at most once each ("reward error", kind, sentence) of a kind and ("error", sentence).
+("unfit", url, reason), ("left", url), and at most once ("error", sentence), and of each kind ("reward error", kind,
+sentence).
 A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap: rows that
 begin with the prompt's tokens are sent without them.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,19 +19,22 @@ from typing import NamedTuple, Self
 from megarl.config import Config
 from megarl.config.validate.rewards import names_of
 from megarl.data.prompts import Row
-from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.console import note, warn
+from megarl.plugins import is_async
 from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.presence import show_life
 from megarl.processes.warm import Program
-from megarl.rewards import SERVICES
+from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
 from megarl.sample import Completion, Prompt, VersionSpan
 from megarl.trainer.build import plugins
+from megarl.trainer.checks.reward_rows import rewards_of
 from megarl.trainer.collectors import surroundings
 
-PATIENCE_S = 60.0  # more than a reward's own limit: its first call may load what it needs
+PATIENCE_S = 60.0  # more than an ordinary reward's own limit: its first call may load what it needs
+QUIET_S = 10.0  # before a line says what is waited for
 ANSWER = "0"  # to a row without ground truth
 # A model writes such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
 # same again and again until the limit, where a reward of quadratic time shows.
@@ -59,9 +63,13 @@ class RewardTrial:
         reward = config.reward
         self._config = config
         self._process: Program | None = None
+        self._async: set[str] = set()
         functions = [fn for fn in names_of(config) if fn not in SERVICES]
         if not reward.try_rows or not functions or config.has_agents:
             return
+        # Those of files and plug-ins: no built-in function is async, and this process need not import them.
+        mine = [fn for fn in functions if not isinstance(REWARDS.get(fn), str)]
+        self._async = {fn for fn in mine if is_async(load_reward(fn))}
         make = partial(Rewards, num_workers=0, plugins=plugins(config), surroundings=surroundings(config))
         with open(os.devnull, "wb") as nowhere:
             self._process, self._pipe = start_child(run_trial, (os.getpid(), make), log=nowhere)
@@ -84,50 +92,55 @@ class RewardTrial:
 
         What they say of these does not matter, nor whether they raise with reward.on_error=zero, which expects it.
         Raises ValueError, naming row and reward, for the first one that fails.  One that takes too long is named in a
-        warning, and the rest is not tried: it may wait for a service that starts later.
+        warning, and the rest is not tried: it may wait for a service that starts later.  One that answers, but after
+        the limit of the run, is named in a warning too, unless that was its first call.
         """
         odd = () if self._config.reward.on_error == "zero" else ODD_ANSWERS
         tried: set[str] = set()  # rewards, with odd answers
+        late: set[str] = set()
+        calls: Counter[str] = Counter()
         for where, prompt in rows if self._process is not None else ():
             right = ANSWER if prompt.ground_truth is None else prompt.ground_truth
-            fns = self._rewards_of(prompt)
+            fns = [fn for fn in rewards_of(prompt.data_source, self._config) if fn not in SERVICES]
             jobs = [(fn, answer) for fn in fns for answer in (right, *(() if fn in tried else odd))]
             tried.update(fns)
             for fn, answer in jobs:
-                outcome = self._ask(Job(fn, prompt, stand_in(prompt, answer)))
+                on = f"{where}{' (it has no ground truth)' if prompt.ground_truth is None else ''}"
+                on = f"{on} with the answer {_short(answer)}"
+                outcome, seconds = self._ask(Job(fn, prompt, stand_in(prompt, answer)), on)
                 if outcome is None:
-                    said = f"when it was tried on {where} with the answer {_short(answer)}"
-                    return warn(f"reward {fn} did not answer within {self._limit_s:g} s {said}")
+                    return warn(f"reward {fn} did not answer within {seconds:g} s when it was tried on {on}")
                 if isinstance(outcome, str):
                     raise ValueError(
-                        f"reward.fn={fn}: tried on {where} with the answer {_short(answer)} it failed: {outcome}; "
+                        f"reward.fn={fn}: tried on {on} it failed: {outcome}; "
                         "reward.try_rows=0 starts a run without this trial"
                     )
+                calls[fn] += 1
+                limit_s = self._config.reward.timeout_s
+                if seconds > limit_s and calls[fn] > 1 and fn not in late | self._async:
+                    late.add(fn)
+                    cut = f"the run cuts it off there after reward.timeout_s={limit_s:g}"
+                    warn(f"reward {fn} took {seconds:.1f} s when it was tried on {on}: {cut}")
 
-    @property
-    def _limit_s(self) -> float:
-        return PATIENCE_S + max(self._config.reward.timeout_s, self._config.reward.request_timeout_s)
-
-    def _rewards_of(self, prompt: Prompt) -> list[str]:
-        by_source, fns = self._config.reward.by_data_source, self._config.reward.fn
-        mine = [by_source[prompt.data_source]] if prompt.data_source in by_source else fns
-        audits = [] if self._config.reward.audit is None else [self._config.reward.audit]
-        return [fn for fn in (*mine, *audits) if fn not in SERVICES]
-
-    def _ask(self, job: Job) -> Outcome | None:
-        """None after `_limit_s`."""
+    def _ask(self, job: Job, on: str) -> tuple[Outcome | None, float]:
+        """The outcome and its seconds; None after the limit.  `on`: what it is tried on."""
         assert self._process is not None, "there is something to try"
-        deadline = time.monotonic() + self._limit_s
+        reward, began, is_told = self._config.reward, time.monotonic(), False
+        limit_s = reward.request_timeout_s if job.fn in self._async else PATIENCE_S + reward.timeout_s
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send(job)
         while not self._pipe.poll(1.0):
             show_life()
-            if time.monotonic() > deadline:
-                return None
+            waited = time.monotonic() - began
+            if waited > QUIET_S and not is_told:
+                is_told = True
+                note(f"waiting for reward {job.fn}, which is tried on {on}, for up to {limit_s:g} s")
+            if waited > limit_s:
+                return None, limit_s
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
-            return f"its process died with exit code {self._process.wait()}"
+            return f"its process died with exit code {self._process.wait()}", 0.0
 
 
 def _short(answer: str) -> str:
@@ -141,13 +154,14 @@ def stand_in(prompt: Prompt, text: str) -> Completion:
 
 
 def run_trial(pipe: Connection, argument: tuple[int, Callable[[list[str]], Rewards]]) -> None:
-    """The process: answers each job with its outcome, until the pipe is closed."""
+    """The process: answers each job with its outcome and the seconds that it took, until the pipe is closed."""
     parent_pid, make = argument
     die_with_parent(parent_pid)
     made: dict[str, Rewards] = {}
     with suppress(EOFError), asyncio.Runner() as runner:
         while True:
             fn, prompt, completion = pipe.recv()
+            began = time.monotonic()
             try:
                 if fn not in made:
                     made[fn] = make([fn])
@@ -155,4 +169,4 @@ def run_trial(pipe: Connection, argument: tuple[int, Callable[[list[str]], Rewar
                 (outcome,) = runner.run(made[fn].score(prompt, [completion]))
             except (Exception, SystemExit) as error:  # it cannot be loaded here
                 outcome = f"{type(error).__name__}: {error}"
-            pipe.send(outcome)
+            pipe.send((outcome, time.monotonic() - began))

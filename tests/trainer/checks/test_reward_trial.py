@@ -15,6 +15,13 @@ from megarl.trainer.checks.reward_trial import RewardTrial, run_trial
 MINE = """
 import json, os, time
 
+def slows_down(prompt, completion):
+    time.sleep({"first": 1.5, "later": 0.0 if completion.text == "later" else 1.5}.get(prompt.ground_truth, 0.0))
+    return 0.0
+
+def loops(prompt, completion):
+    while True: time.sleep(0.1)
+
 async def acts(prompt, completion):
     if prompt.ground_truth == "raises": raise KeyError("no such unit")
     if prompt.ground_truth == "says": return "right"
@@ -82,7 +89,8 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
             with pytest.raises(ValueError, match="^reward.fn=.*:acts: tried on rows.jsonl:7 with the answer") as caught:
                 trial.check([row(truth)])
             assert said in str(caught.value) and str(caught.value).endswith("a run without this trial")
-        with pytest.raises(ValueError, match=r"^reward.fn=auto: tried on rows.jsonl:7 .* '0' .*has no ground truth"):
+        said = r"^reward.fn=auto: tried on rows.jsonl:7 \(it has no ground truth\) with the answer '0' it failed"
+        with pytest.raises(ValueError, match=said):
             trial.check([row(None)])
         with pytest.raises(ValueError, match=r"mine.py:knows: .*ZeroDivisionError"):
             trial.check([row("46", "units", text="")])
@@ -93,13 +101,13 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
 @pytest.mark.parametrize(
     ("fn", "answer", "said"),
     [
-        ("reads", "''", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (FILE:19)"),
-        ("counts", "''", "ZeroDivisionError: division by zero (FILE:22)"),
-        ("decodes", "'¿?", "ordinal not in range(128) (FILE:25)"),
-        ("adds", "'1 (1 (1 (", "(FILE:28)"),
-        ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score' (FILE:31)"),
-        ("replies_later", "''", "returned None, a NoneType; expected a number or a dict with 'score' (FILE:34)"),
-        ("replies_to_messages", "''", "returned a dict with the keys []; expected 'score' among them (FILE:37)"),
+        ("reads", "''", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (FILE:26)"),
+        ("counts", "''", "ZeroDivisionError: division by zero (FILE:29)"),
+        ("decodes", "'¿?", "ordinal not in range(128) (FILE:32)"),
+        ("adds", "'1 (1 (1 (", "(FILE:35)"),
+        ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score' (FILE:38)"),
+        ("replies_later", "''", "returned None, a NoneType; expected a number or a dict with 'score' (FILE:41)"),
+        ("replies_to_messages", "''", "returned a dict with the keys []; expected 'score' among them (FILE:44)"),
     ],
 )
 def test_answers_without_the_expected_form_are_tried_too(mine: str, fn: str, answer: str, said: str) -> None:
@@ -130,11 +138,33 @@ def test_a_reward_that_takes_too_long_is_a_warning(
     mine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reward_trial, "PATIENCE_S", 0.5)
-    config = config_of(f"{mine}:acts")
-    config.reward.timeout_s = config.reward.request_timeout_s = 0.5
+    monkeypatch.setattr(reward_trial, "QUIET_S", 0.0)
+    for fn, truth, limit in (("acts", "sleeps", "2"), ("loops", "46", "1")):  # the first one is async
+        config = config_of(f"{mine}:{fn}")
+        config.reward.timeout_s, config.reward.request_timeout_s = 0.5, 2.0
+        with RewardTrial(config) as trial:
+            trial.check([row(truth), row("raises")])
+        on = f"tried on rows.jsonl:7 with the answer '{truth}'"
+        assert capsys.readouterr().err.splitlines() == [
+            f"waiting for reward {mine}:{fn}, which is {on}, for up to {limit} s",
+            f"warning: reward {mine}:{fn} did not answer within {limit} s when it was {on}",
+        ]
+
+
+def test_a_reward_that_the_run_would_cut_off_is_named_once_unless_it_was_its_first_call(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(f"{mine}:slows_down")
+    config.reward.timeout_s, config.reward.on_error = 1.0, "zero"
     with RewardTrial(config) as trial:
-        trial.check([row("sleeps"), row("raises")])
-    assert capsys.readouterr().err.startswith(f"warning: reward {mine}:acts did not answer within 1 s when it was ")
+        trial.check([row("first"), row("46")])
+    assert capsys.readouterr().err == "", "its first call may load what it needs"
+    config.reward.on_error = "unscored"
+    with RewardTrial(config) as trial:
+        trial.check([row("later")])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"warning: reward {mine}:slows_down took 1.")
+    assert said.endswith("tried on rows.jsonl:7 with the answer '': the run cuts it off there after reward.timeout_s=1")
 
 
 def test_no_process_is_started_where_nothing_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
