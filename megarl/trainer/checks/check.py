@@ -135,6 +135,7 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
             yield _prompts(f"data.{name}_files", files, found)
         with faults.collect():
             check_truths(here, read if tries else [])
+        with faults.collect():
             trial.check(rows)
     if trial.is_tried and rows:
         yield f"rewards: tried on {len(rows)} rows"

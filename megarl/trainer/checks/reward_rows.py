@@ -79,7 +79,7 @@ def need_of(fn: str, config: Config) -> Need:
     if fn == "model":
         return Need.NEVER
     if fn == "judge":
-        return Need.PERHAPS if "{truth}" in config.reward.judge.prompt else Need.NEVER
+        return Need.PERHAPS if "{truth}" in (config.reward.judge.prompt or "") else Need.NEVER
     if isinstance(REWARDS.get(fn), str):  # a built-in one
         return Need.PERHAPS
     function = inspect.unwrap(load_reward(fn))

@@ -49,8 +49,9 @@ def score(config: Config, name: str) -> float:
     keys, data = config.teachers[name], config.data
     prompts = read_prompts(config, data.val_files, overlong=data.overlong_prompts).all(data.val_max_samples)
     own = [prompt for prompt in prompts if not keys.data_sources or prompt.data_source in keys.data_sources]
-    task = Task(keys.model.path, own, partial(make_rewards(config, 1), num_workers=0), data.max_response_length)
-    return TransformersScore(task, config.trainer.run_dir / "logs" / f"score_of_{name}.log").wait()
+    task = Task(keys.model.path, own, make_rewards(config, 1), data.max_response_length)
+    log = config.trainer.run_dir / "logs" / f"score_of_{name}.log"
+    return TransformersScore(task, log, silence_s=config.trainer.call_timeout_s).wait()
 
 
 def _prepare_two(config: Config) -> None:
