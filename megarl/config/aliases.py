@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from megarl.config.verl import models, rollouts, runs
+from megarl.config.verl import models, rewards, rollouts, runs
 from megarl.config.verl.taken import Command, Rule, Taken
 
 # "actor_rollout.ref." is a widely copied misprint of the first prefix.
@@ -68,7 +68,7 @@ RENAMED |= {
     "rollout.gpu_memory_utilization": ("rollout.memory_fraction", None),
     "rollout.ep_size": ("rollout.expert_parallel_size", None),
 }
-RENAMED |= models.RENAMED | rollouts.RENAMED | runs.RENAMED
+RENAMED |= models.RENAMED | rewards.RENAMED | rollouts.RENAMED | runs.RENAMED
 
 # key -> {other name of a value: our name}
 RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
@@ -102,7 +102,7 @@ REFUSED = {
 }
 
 
-_RULES: dict[str, Rule] = models.RULES | rollouts.RULES | runs.RULES
+_RULES: dict[str, Rule] = models.RULES | rewards.RULES | rollouts.RULES | runs.RULES
 _SFT_RULES: dict[str, Rule] = runs.SFT_RULES | models.RULES
 
 
@@ -126,9 +126,10 @@ def converted(key: str, value: Any, command: Command, *, is_sft: bool = False) -
     of_verls_sft = is_sft and not command.has("sft.")
     if of_verls_sft and key in runs.SFT_RENAMED:
         return Taken(((runs.SFT_RENAMED[key], value),))
-    if key in RENAMED and not (of_verls_sft and key in runs.SFT_RULES):
+    rules = _SFT_RULES if of_verls_sft else _RULES
+    if key in RENAMED and key not in rules:  # a pattern of the rules may match it
         return None
-    rule = _rule(key, _SFT_RULES if of_verls_sft else _RULES)
+    rule = _rule(key, rules)
     try:
         return rule(key, value, command) if rule else None
     except (TypeError, ValueError, OverflowError):  # a rule computes with what is no number

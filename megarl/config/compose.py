@@ -34,7 +34,7 @@ from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import without_shards
 from megarl.config.validate.values import invalid_values
-from megarl.config.verl.defaults import defaults
+from megarl.config.verl.defaults import defaults, differing
 
 LR = "actor.optim.lr"
 
@@ -100,7 +100,8 @@ def _verl_defaults(typed: Layer, layers: list[Layer]) -> list[Layer]:
         return []
     told = ", ".join(f"{key}={show(value)}" for key, value in found.items())
     settings = tuple(Setting(key, value, f"{key}={show(value)}") for key, value in found.items())
-    return [Layer(settings, {}, (f"verl's defaults for what the command does not set: {told}",))]
+    line = f"verl's defaults for what the command does not set: {told}"
+    return [Layer(settings, {}, (line, *differing(typed.command, known)))]
 
 
 def _readable_layers(typed: Layer) -> list[Layer]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from megarl.config.verl.models import ADAPTERS, has_adapters
 from megarl.config.verl.taken import Command
 
 _SIZES = {
@@ -34,6 +35,13 @@ def defaults(command: Command, known: Collection[str]) -> dict[str, Any]:
     return found
 
 
+def differing(command: Command, known: Collection[str]) -> Iterator[str]:
+    """A line for a default of verl that cannot be ours."""
+    found = dict(_computation(command)) if command.is_whole else {}
+    if found and "actor.strategy" not in (*found, *known):
+        yield f"actor.strategy=megatron, where verl's default is fsdp: {ADAPTERS}"
+
+
 def _servers_on_all(command: Command) -> int:
     """As many servers as the GPUs of the run have room for."""
     nodes, gpus, size = (
@@ -47,8 +55,8 @@ def _servers_on_all(command: Command) -> int:
 def _computation(command: Command) -> Iterator[tuple[str, Any]]:
     """How models are computed: by FSDP unless the command lays them out for Megatron; in bfloat16, in turns."""
     by_megatron = command.get("model_engine") == "megatron" or any(".megatron." in key for key in command.words)
-    strategy = "megatron" if by_megatron else "fsdp"
-    yield "actor.strategy", strategy
+    if by_megatron or not has_adapters(command):  # else megatron, our own default: see `differing`
+        yield "actor.strategy", "megatron" if by_megatron else "fsdp"
     yield "model.dtype", "bfloat16"
     yield "rollout.memory_fraction", 0.5
     yield "rollout.placement", "separate" if command.get("hybrid_engine") is False else "shared"

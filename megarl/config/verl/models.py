@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.config.verl import dtypes
 from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
 
 DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
+DEFAULT_TOKENS = {"actor": 16384, "critic": 32768}  # verl's, of a micro-batch; the reference has the actor's
+ADAPTERS = "adapters train by Megatron, not by FSDP"
 FUSED = "Megatron's fused kernels are used wherever this machine has them"
 
 
 def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
-    """A number of sequences per micro-batch; with use_dynamic_bsz the number of tokens counts instead."""
-    if value is not None and _is_dynamic(key, command) and _other(key, "max_token_len_per_gpu", command) is not None:
-        return Taken(note="use_dynamic_bsz=true: micro-batches are cut by tokens")
-    return Taken(((key, value),))
+    """A number of sequences per micro-batch, which verl does not read with use_dynamic_bsz."""
+    if value is None or not _is_dynamic(key, command):
+        return Taken(((key, value),))
+    note = "use_dynamic_bsz=true: micro-batches are cut by tokens"
+    if _other(key, "max_token_len_per_gpu", command) is not None:
+        return Taken(note=note)
+    role = key.partition(".")[0]
+    tokens = f"{role}.{_kind(key)}_max_token_len_per_gpu"
+    limit = DEFAULT_TOKENS.get(role) or command.get("actor.ppo_max_token_len_per_gpu") or DEFAULT_TOKENS["actor"]
+    return Taken(((tokens, limit),), f"{note}, verl's default {tokens}={limit}")
 
 
 def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
@@ -28,8 +37,11 @@ def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
 
 def _other(key: str, name: str, command: Command) -> Any:
     """The word beside `key` that ends with this name: ppo_... or log_prob_..."""
-    role, _, leaf = key.rpartition(".")
-    return command.get(f"{role}.{'ppo' if leaf.startswith('ppo') else 'log_prob'}_{name}")
+    return command.get(f"{key.partition('.')[0]}.{_kind(key)}_{name}")
+
+
+def _kind(key: str) -> str:
+    return "ppo" if ".ppo_" in key else "log_prob"
 
 
 def _is_dynamic(key: str, command: Command) -> bool:
@@ -61,6 +73,50 @@ def _checkpointing(key: str, value: Any, command: Command) -> Taken:  # noqa: AR
     return Taken(tuple((f"{group}.{name}", choice if value else None) for name, choice in full.items()))
 
 
+def _loss_mode(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """verl sets bypass_mode itself; rollout_correction.loss_type is then the loss."""
+    if value != "bypass_mode":
+        return Taken((("algorithm.policy_loss_fn", value),))
+    if command.is_on("algorithm.rollout_correction.bypass_mode"):
+        return Taken(note="algorithm.rollout_correction.bypass_mode and its loss_type say so")
+    return Taken(refusal="expected algorithm.rollout_correction.bypass_mode=true, and its loss_type")
+
+
+def has_adapters(command: Command) -> bool:
+    """Does the command ask for LoRA?"""
+    return any(command.get(key) for key in ("actor.lora.rank", "model.lora_rank", "model.lora.rank"))
+
+
+def _strategy(key: str, value: Any, command: Command) -> Taken:
+    if value not in ("fsdp", "fsdp2"):
+        return Taken(((key, value),))
+    if key == "actor.strategy" and command.is_whole and has_adapters(command):
+        return Taken(((key, "megatron"),), f"{key}=megatron: {ADAPTERS}")
+    return Taken(((key, "fsdp"),))
+
+
+def _offload_policy(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    role = key.partition(".")[0]
+    if not value:
+        return Taken(note="nothing is offloaded by it")
+    names = ("param_offload",) if role == "ref" else ("param_offload", "optimizer_offload")
+    settings = tuple((f"{role}.megatron.{name}", True) for name in names)
+    return Taken(settings, "offloaded while the role is idle, by " + " and ".join(name for name, _ in settings))
+
+
+def load_contents(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """What a resume loads of a save; by default, as in verl, a reference to what was saved."""
+    if command.get("trainer.resume_mode") == "disable":
+        return Taken(note="nothing is resumed")
+    names = value if isinstance(value, list) else []
+    if value is None or "save_contents" in str(value) or {"model", "optimizer", "extra"} <= set(names):
+        return Taken(note="a resume loads all of a save")
+    return Taken(
+        refusal="a resume loads all of a save: expected [model,optimizer,extra], or, for weights alone, "
+        "trainer.resume_mode=disable and model.path=FOLDER of these weights"
+    )
+
+
 def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken(note=FUSED) if value is True else Taken(((key, value),))
 
@@ -71,6 +127,11 @@ _FUSIONS = (
     *("bias_swiglu_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
     "persist_layer_norm",
 )
+_ROUTER_LOSSES: dict[str, tuple[Any, ...]] = {
+    "moe_router_load_balancing_type": ("none",),
+    "moe_aux_loss_coeff": (0, 0.0),
+    "moe_z_loss_coeff": (0, 0.0, None),
+}
 _SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
 _NO_CODE = "no code of a model's folder is run: expected false, and a family of models that is known here"
 
@@ -89,10 +150,14 @@ RULES: dict[str, Rule] = {
     "*.entropy_from_logits_with_chunking": nothing("entropies are always computed by parts of the vocabulary"),
     "*.entropy_checkpointing": nothing("entropies are always computed by parts of the vocabulary"),
     "actor.calculate_entropy": nothing("the entropy is always computed"),
+    "actor.*sum_pi_squared*": nothing("computed by parts of the vocabulary, where algorithm.adv_estimator reads it"),
+    "actor.policy_loss.loss_mode": _loss_mode,
     **{
         f"{role}.shuffle": harmless(False, why="mini-batches keep the order of prompts", otherwise="expected false")
         for role in DEFAULT_LR
     },
+    **{f"{role}.data_loader_seed": nothing("mini-batches keep the order of prompts") for role in DEFAULT_LR},
+    "actor.freeze_vision_tower": nothing("only text is read, and no weight of a vision tower is trained"),
     "actor.tis_imp_ratio_cap": lambda key, value, command: (  # noqa: ARG005
         Taken(note="no weight, as by default")
         if value in (-1, None)
@@ -106,7 +171,7 @@ RULES: dict[str, Rule] = {
     "actor.router_replay.mode": named("actor.router_replay", {"disabled": "off", "R2": "old", "R3": "rollout"}),
     "critic.enable": nothing("whether there is a critic follows from algorithm.adv_estimator"),
     "critic.rollout_n": nothing("the critic learns all completions"),
-    **{f"{role}.strategy": named("{role}.strategy", {"fsdp2": "fsdp"}) for role in _ROLE_KEYS},
+    **{f"{role}.strategy": _strategy for role in _ROLE_KEYS},
     # optimizers
     "*.optim.lr_warmup_steps": _warmup,
     "*.optim.lr_warmup_steps_ratio": harmless(
@@ -127,8 +192,11 @@ RULES: dict[str, Rule] = {
         "master weights and moments are float32, as its defaults are"
     ),
     # layout
-    "actor.megatron.dtype": named("model.dtype", {"fp32": "float32", "bf16": "bfloat16"}),
-    "*.megatron.dtype": nothing("as the actor's"),
+    **dtypes.RULES,
+    "*.fsdp_config.offload_policy": _offload_policy,
+    "*.fsdp_config.seed": nothing("trainer.seed seeds every role"),
+    "*.fsdp_config.forward_only": nothing("follows from the role"),
+    "*.fsdp_config.use_torch_compile": nothing("changes time only"),
     "*.megatron.seed": nothing("trainer.seed seeds every role"),
     "*.megatron.forward_only": nothing("follows from the role"),
     "*.megatron.dist_checkpointing_path": unless(
@@ -143,6 +211,12 @@ RULES: dict[str, Rule] = {
         "fp32", why="routers compute in float32", otherwise="routers compute in float32: expected fp32"
     ),
     **{f"*.override_transformer_config.{name}": _fusion for name in _FUSIONS},
+    **{
+        f"*.override_transformer_config.{name}": harmless(
+            *off, why="rewards alone train the router", otherwise=f"rewards alone train the router: expected {off[0]}"
+        )
+        for name, off in _ROUTER_LOSSES.items()
+    },
     # models
     "model.enable_gradient_checkpointing": _checkpointing,
     "critic.model.enable_gradient_checkpointing": _checkpointing,
@@ -166,10 +240,14 @@ RULES: dict[str, Rule] = {
     "*model.override_config.model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*model.override_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*model.override_config.*": refused(_SAME_WEIGHTS),
+    "model.lora_adapter_path": unless(
+        (None,), "adapters begin at zero", refused("expected model.path of a folder into which the adapter is merged")
+    ),
     "*model.exclude_modules": unless((None,), "none", refused("expected the others in actor.lora.targets")),
     "critic.model.lora_*": harmless(0, why="the critic is trained whole", otherwise="only the actor has adapters"),
     # saves and profiles
     "*.checkpoint.async_save": named("trainer.async_save", {}),
+    "*.checkpoint.load_contents": load_contents,
     "*.checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
     "*.profiler.*": harmless(
         *(False, None, [], {}),

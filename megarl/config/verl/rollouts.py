@@ -13,6 +13,11 @@ _ELSEWHERE = (
     "rollout.join; expected these instead"
 )
 _TOOLS = "expected agent.fn=tools:FILE.py:Class, a class whose methods are the tools (docs/agents.md)"
+_AGENT = "expected agent.fn=FILE.py:function (docs/agents.md)"
+_SERVERS = "expected rollout.urls of servers that run already"
+_METRICS = "expected prometheus in trainer.logger, and its trainer.prometheus_port"
+_GENERATED = "completions are always generated"
+_SHORTER = "what a tool returns is read whole: expected a tool that returns less"
 _PASS = "old log-probs are computed with the micro-batches of the actor's training"
 _REJECTIONS = {  # verl's name -> our measure and level
     "token_k1": ("ratio", "token"),
@@ -38,6 +43,41 @@ def _do_sample(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     if value:
         return Taken(note="rollout.val_kwargs.temperature says how, and 0 is greedy")
     return Taken((("rollout.val_kwargs.temperature", 0.0),))
+
+
+def _val_temperature(key: str, value: Any, command: Command) -> Taken:
+    if command.get("rollout.val_kwargs.do_sample") is False and value != 0:
+        return Taken(note="rollout.val_kwargs.do_sample=false is greedy")
+    return Taken(((key, value),))
+
+
+def _sglang(key: str, value: Any, command: Command) -> Taken:
+    """An option of SGLang's command line; each of these words sets the whole list of them."""
+    if value is None or value is False:
+        return Taken(note="an option that is off is left out")
+    group = f"{key.partition('.sglang.')[0]}.sglang."
+    if command.get("rollout.sglang.args") is not None or "." in key.removeprefix(group):
+        return Taken(refusal="expected it in rollout.sglang.args")
+    options = ((name.removeprefix(group), word) for name, word in command.words.items() if name.startswith(group))
+    return Taken((("rollout.sglang.args", [part for name, word in options for part in _option(name, word)]),))
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """("attention_backend", "fa3") -> ["--attention-backend", "fa3"]."""
+    if value is None or value is False:
+        return []
+    values = [] if value is True else value if isinstance(value, list) else [value]
+    return [f"--{name.replace('_', '-')}", *map(str, values)]
+
+
+def _in_turns(rule: Rule) -> Rule:
+    """For a word that counts only where a model answers several times."""
+
+    def chosen(key: str, value: Any, command: Command) -> Taken:
+        may_be = command.is_on("rollout.multi_turn.enable") or command.has("agent.") or command.has("recipe")
+        return rule(key, value, command) if may_be else Taken(note="completions are plain")
+
+    return chosen
 
 
 def _bounds(value: Any) -> tuple[float | None, float]:
@@ -150,6 +190,21 @@ RULES: dict[str, Rule] = {
     "rollout.disable_log_stats": nothing("logs of servers are in the run's folder"),
     "rollout.skip_tokenizer_init": nothing("servers read and write token ids"),
     "rollout.multi_stage_wake_up": nothing("weights and cache return one after the other"),
+    "rollout.enable_rollout_routing_replay": nothing("servers report experts where actor.router_replay reads them"),
+    "rollout.engine_kwargs.vllm*": nothing("there is no vLLM here"),
+    "rollout.engine_kwargs.trtllm*": nothing("there is no TensorRT-LLM here"),
+    "rollout.engine_kwargs.sglang": harmless({}, None, why="it is empty", otherwise="expected rollout.sglang.args"),
+    "rollout.engine_kwargs.sglang.*": _sglang,
+    "rollout.agent.default_agent_loop": unless(
+        ("single_turn_agent", None), "completions are plain unless agent.fn is set", refused(_AGENT)
+    ),
+    "rollout.agent.agent_loop_config_path": unless((None,), "there is no loop of one's own", refused(_AGENT)),
+    "rollout.agent.custom_async_server.*": unless((None,), "servers are ours", refused(_SERVERS)),
+    "rollout.trace.*": nothing("answers of every step are kept in samples.jsonl"),
+    "rollout.prometheus.enable": switch(refused(_METRICS), nothing("servers' metrics are not collected")),
+    "rollout.prometheus.*": nothing("prometheus in trainer.logger serves metrics, at trainer.prometheus_port"),
+    "rollout.skip.enable": harmless(False, why=_GENERATED, otherwise=f"{_GENERATED}: expected false"),
+    "rollout.skip.*": nothing(_GENERATED),
     "rollout.agent.num_workers": nothing("rollout.num_collectors follows from the number of servers"),
     "rollout.over_sample_rate": harmless(0, why="nothing is asked for in vain", otherwise="expected 0"),
     "rollout.do_sample": harmless(True, why="completions are always drawn", otherwise="expected true"),
@@ -169,12 +224,25 @@ RULES: dict[str, Rule] = {
     ),
     "rollout.checkpoint_engine.*": nothing("rollout.push chooses how weights travel"),
     "rollout.val_kwargs.do_sample": _do_sample,
+    "rollout.val_kwargs.temperature": _val_temperature,
     "rollout.val_kwargs.top_k": harmless(
         *(-1, None), why="evaluation draws from all tokens", otherwise="evaluation has no top_k: expected -1"
     ),
     "rollout.multi_turn.enable": switch(refused(_TOOLS), nothing("completions are plain")),
     "rollout.multi_turn.tool_config_path": unless((None,), "there are no tools", refused(_TOOLS)),
     "rollout.multi_turn.interaction_config_path": unless((None,), "there are no agents", refused(_TOOLS)),
+    "rollout.multi_turn.max_user_turns": _in_turns(
+        unless((None,), "agent.max_turns ends an episode", refused("expected agent.max_turns=ANSWERS"))
+    ),
+    "rollout.multi_turn.max_parallel_calls": _in_turns(
+        refused(f"a tool is called as often as an answer asks; for a limit {_AGENT}")
+    ),
+    "rollout.multi_turn.max_tool_response_length": _in_turns(refused(_SHORTER)),
+    "rollout.multi_turn.tool_response_truncate_side": _in_turns(refused(_SHORTER)),
+    "rollout.multi_turn.tokenization_sanity_check_mode": nothing("the tokens that a server wrote are trained as such"),
+    "rollout.multi_turn.use_inference_chat_template": _in_turns(
+        named("agent.history", {False: "generated", True: "rendered"})
+    ),
     "rollout.nnodes": unless((0, None), "servers are on the trainer's machines", refused(_ELSEWHERE)),
     "rollout.n_gpus_per_node": unless((0, None), "servers are on the trainer's machines", refused(_ELSEWHERE)),
     "rollout.total_epochs": named("trainer.total_epochs", {}),

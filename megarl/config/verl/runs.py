@@ -1,33 +1,17 @@
-"""Rules for words about data, rewards, the length and the records of a run, and supervised training."""
+"""Rules for words about data, the length and the records of a run, and supervised training."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+from megarl.config.verl import dtypes
+from megarl.config.verl.models import load_contents
+from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, unless
 
-_SCORED = "reward_model.reward_kwargs"
-_MODEL = "the server of the reward model decides"
 _TEXT = "only text is read"
 _NO_RAY = "there is no Ray"
 _ROWS = "expected rows of a prompt and a response"
 _WARMUP = "expected actor.optim.lr_warmup_steps=STEPS"
-_OWN_RM = "expected reward.model.first_gpu, or reward.model.url of a server that runs already"
-
-
-def _custom_reward(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    """One function out of two words: FILE:NAME."""
-    group = key.rpartition(".")[0]
-    path, name = command.get(f"{group}.path"), command.get(f"{group}.name", "compute_score")
-    if path is None:
-        return Taken(note="there is none: the row's data_source chooses the reward")
-    return Taken((("reward.fn", [f"{path}:{name}"]),))
-
-
-def _reward_model(key: str, value: Any, command: Command) -> Taken:
-    group = key.partition(".")[0]
-    enabled = command.is_on(f"{group}.enable") or command.is_on("reward.reward_model.enable")
-    return Taken((("reward.model.path", value),)) if enabled else Taken(note=f"{key.split('.')[0]}.enable=false")
 
 
 def _metric(key: str, value: Any, command: Command) -> Taken:
@@ -49,12 +33,6 @@ def _resume_path(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG0
     if command.get("trainer.resume_mode") != "resume_path":
         return Taken(note="trainer.resume_mode names the folder, where one is to be resumed")
     return Taken((("trainer.resume_mode", value),))
-
-
-def _sandbox(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    if value is None:
-        return Taken(note="code runs in the sandbox of this machine")
-    return Taken((("reward.sandbox", f"url:{str(value).removesuffix('/run_code')}"),))
 
 
 def _profiler(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
@@ -93,44 +71,10 @@ RULES: dict[str, Rule] = {
     "data.sampler.*": unless((None,), "prompts are shuffled by data.seed", refused("expected data.shuffle alone")),
     "data.datagen.*": unless((None,), "prompts come from files", refused("expected data.train_files")),
     "data.tool_config_path": unless((None,), "there are no tools", refused("expected agent.fn")),
-    # rewards
-    "custom_reward_function.path": _custom_reward,
-    "custom_reward_function.name": _custom_reward,
-    "reward.custom_reward_function.path": _custom_reward,
-    "reward.custom_reward_function.name": _custom_reward,
-    "custom_reward_function.reward_kwargs*": refused("expected defaults of the function's own parameters"),
-    **{
-        key: unless(
-            ("naive", "dapo", "prime", "batch", "register"),
-            "a row's data_source chooses the reward, and algorithm.overlong_buffer adds DAPO's penalty",
-            refused("expected reward.fn=FILE.py:function"),
-        )
-        for key in ("reward_model.reward_manager", "reward.reward_manager.name", "reward.reward_manager.source")
-    },
-    f"{_SCORED}.overlong_buffer_cfg.log": nothing("the penalty is always logged, as reward/overlong_penalty"),
-    f"{_SCORED}.max_resp_len": nothing("data.max_response_length counts"),
-    f"{_SCORED}.*": refused("expected reward.fn=FILE.py:function, with defaults of its own parameters"),
-    "reward_model.enable": switch(set_to(("reward.fn", ["model"])), nothing("no model scores")),
-    "reward.reward_model.enable": switch(set_to(("reward.fn", ["model"])), nothing("no model scores")),
-    "reward_model.model.path": _reward_model,
-    "reward.reward_model.model_path": _reward_model,
-    "reward_model.model.input_tokenizer": nothing("a reward model on a server reads text, with its own tokenizer"),
-    "reward_model.sandbox_fusion.url": _sandbox,
-    "reward_model.sandbox_fusion.memory_limit_mb": named("reward.memory_mb", {}),
-    "reward_model.sandbox_fusion.max_concurrent": named("reward.num_workers", {}),
-    "reward_model.enable_resource_pool": harmless(False, why=_MODEL, otherwise=_OWN_RM),
-    "reward_model.n_gpus_per_node": harmless(0, None, why=_MODEL, otherwise=_OWN_RM),
-    "reward_model.nnodes": harmless(0, None, why=_MODEL, otherwise=_OWN_RM),
-    "reward_model.launch_reward_fn_async": nothing("rewards are always computed while others generate"),
-    **{
-        f"reward_model.{name}": nothing(_MODEL)
-        for name in (
-            *("strategy", "micro_batch_size*", "max_length", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
-            *("ulysses_sequence_parallel_size", "model.fsdp_config.*", "model.use_*", "model.trust_remote_code"),
-            *("model.external_lib", "megatron.*", "rollout.*"),
-        )
-    },
     # algorithm
+    "algorithm.adv_estimator": named(
+        "algorithm.adv_estimator", {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
+    ),
     "algorithm.filter_groups.metric": _metric,
     "algorithm.use_pf_ppo": harmless(False, why="samples count alike", otherwise="expected false"),
     "algorithm.pf_ppo.*": nothing("samples are never drawn again"),
@@ -149,6 +93,7 @@ RULES: dict[str, Rule] = {
     "trainer.use_legacy_worker_impl": nothing("there is one implementation"),
     "trainer.use_v1": nothing("there is one trainer"),
     "trainer.val_only": harmless(False, why="it trains", otherwise="expected `megarl evaluate` with these words"),
+    "transfer_queue.*": nothing("changes no result: rows travel from the driver to the ranks"),
     "ray_init.*": nothing(_NO_RAY),
     "ray_kwargs.*": nothing(_NO_RAY),
     "global_profiler.tool": _profiler,
@@ -160,10 +105,6 @@ RULES: dict[str, Rule] = {
 RENAMED: dict[str, tuple[str, int | str | None]] = {
     "data.tokenizer": ("model.tokenizer_path", None),
     "trainer.max_actor_ckpt_to_keep": ("trainer.max_checkpoints_to_keep", None),
-}
-RENAMED |= {
-    f"{_SCORED}.overlong_buffer_cfg.{name}": (f"algorithm.overlong_buffer.{name}", None)
-    for name in ("enable", "len", "penalty_factor")
 }
 
 # `megarl sft`: words of verl's supervised trainers.  Here these keys are the prompts' of RL, which it does not read.
@@ -201,7 +142,9 @@ SFT_RULES: dict[str, Rule] = {
     "optim.lr_warmup_steps": named("actor.optim.lr_warmup_steps", {-1: 0}),
     "optim.warmup_steps_ratio": harmless(0, 0.0, why="there is no warm-up", otherwise=_WARMUP),
     "optim.lr_warmup_steps_ratio": harmless(0, 0.0, why="there is no warm-up", otherwise=_WARMUP),
+    **dtypes.rules("model.fsdp_config", "engine"),
     "model.fsdp_config.*": nothing("strategy=fsdp shards everything over all data-parallel ranks"),
+    "checkpoint.load_contents": load_contents,
     "checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
     "engine.*": nothing("actor.strategy and actor.megatron lay the model out"),
 }  # fmt: skip
