@@ -35,7 +35,7 @@ class Prompts:
     Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
     overlong="filter", which leaves it out and counts it in `num_filtered`, or one of CUTS, see cut, which shortens it
     and counts it in `num_cut`.
-    `template`: see encode_many.
+    `template`: see encode_many.  `max_rows`: only the first so many rows count.
     """
 
     def __init__(
@@ -51,11 +51,12 @@ class Prompts:
         overlong: str = "error",
         system_prompt: str | None = None,
         template: Mapping[str, Any] | None = None,
+        max_rows: int | None = None,
     ) -> None:
         templated = has_chat_template(tokenizer)
         questions = [
             question_of(row, prompt_key=prompt_key, ground_truth_key=ground_truth_key, has_chat_template=templated)
-            for row in read_rows(files, FILE_KINDS)
+            for row in read_rows(files, FILE_KINDS)[:max_rows]
         ]
         texts = [question.text for question in questions]
         encoded = encode_many(tokenizer, texts, system_prompt=system_prompt, template=template)

@@ -379,8 +379,8 @@ def check_reads_text(config: Config) -> None:
         raise ValueError(f"model.path={config.model.path}: {sentence}")
 
 
-def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prompts:
-    """The prompts of these files, tokenised as the run needs them."""
+def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None = None) -> Prompts:
+    """The prompts of these files, or of their first `max_rows` rows, tokenised as the run needs them."""
     data = config.data
     tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
     check_ids(config, max(tokenizer.get_vocab().values()))
@@ -393,7 +393,8 @@ def read_prompts(config: Config, files: Sequence[str], *, overlong: str) -> Prom
         max_prompt_length=data.max_prompt_length,
         shuffle=data.shuffle,
         seed=data.seed,
-        overlong=overlong,
+        overlong=data.overlong_prompts,
         system_prompt=data.system_prompt,
         template=data.apply_chat_template_kwargs,
+        max_rows=max_rows,
     )

@@ -152,8 +152,8 @@ class Run:
     def _read(self, trial: RewardTrial | None = None) -> None:
         """Read all prompts, and try the rewards on some of them."""
         data = self.config.data
-        self.prompts = read_prompts(self.config, data.train_files, overlong=data.overlong_prompts)
-        val = read_prompts(self.config, data.val_files, overlong=data.overlong_prompts) if data.val_files else None
+        self.prompts = read_prompts(self.config, data.train_files, max_rows=data.train_max_samples)
+        val = read_prompts(self.config, data.val_files) if data.val_files else None
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.val_sets = val.sets(data.val_max_samples) if val else []
         check_audited(self.config, len(self.val_prompts))

@@ -64,6 +64,13 @@ def test_evaluation_takes_the_first_rows_in_file_order(sums, tokenizer):
     assert len(prompts.all()) == 8
 
 
+def test_training_may_use_the_first_rows_alone_which_its_fingerprint_tells(sums, tokenizer):
+    first = Prompts(sums, tokenizer, max_prompt_length=4, max_rows=3)
+    assert sorted(first.visit(number).uid for number in range(3)) == ["0-0", "0-1", "0-2"]
+    assert len(first) == 3
+    assert first.fingerprint != Prompts(sums, tokenizer, max_prompt_length=4).fingerprint
+
+
 def test_the_fingerprint_belongs_to_all_that_decides_which_prompt_a_visit_is(sums, tokenizer, tmp_path):
     def found(path=sums, **how):
         return Prompts(path, tokenizer, **{"max_prompt_length": 4, "overlong": "filter", **how}).fingerprint

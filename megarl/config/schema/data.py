@@ -24,6 +24,9 @@ class Data:
     apply_chat_template_kwargs: dict[str, Any] = field(
         default_factory=dict
     )  # variables of the tokenizer's chat template: {enable_thinking:false}; one that it does not know does nothing
+    train_max_samples: int | None = (
+        None  # train on this many rows, the first ones, before long prompts are filtered; null = all
+    )
     val_max_samples: int | None = None  # evaluate on this many prompts, the first ones; null = all
 
 

@@ -100,6 +100,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "trainer.seed": _SEED,
     "data.max_prompt_length": _AT_LEAST_1,
     "data.max_response_length": _AT_LEAST_1,
+    "data.train_max_samples": _AT_LEAST_1,
     "data.val_max_samples": _AT_LEAST_1,
     "actor.clip_ratio": _INSIDE_UNIT,
     "actor.clip_ratio_low": _SHARE,  # 1: no lower bound

@@ -133,6 +133,7 @@ _ROUTER_LOSSES: dict[str, tuple[Any, ...]] = {
     "moe_z_loss_coeff": (0, 0.0, None),
 }
 _SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
+_NOT_QUANTIZED = "weights in training are not quantized"
 _NO_CODE = "no code of a model's folder is run: expected false, and a family of models that is known here"
 
 RULES: dict[str, Rule] = {
@@ -195,6 +196,8 @@ RULES: dict[str, Rule] = {
     **dtypes.RULES,
     "*.fsdp_config.offload_policy": _offload_policy,
     "*.fsdp_config.seed": nothing("trainer.seed seeds every role"),
+    "*.fsdp_config.strategy": nothing("actor.strategy says so"),
+    "*.fsdp_config.full_determinism": harmless(False, why="nothing asks for it", otherwise="expected false"),
     "*.fsdp_config.forward_only": nothing("follows from the role"),
     "*.fsdp_config.use_torch_compile": nothing("changes time only"),
     "*.megatron.seed": nothing("trainer.seed seeds every role"),
@@ -240,6 +243,11 @@ RULES: dict[str, Rule] = {
     "*model.override_config.model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*model.override_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*model.override_config.*": refused(_SAME_WEIGHTS),
+    "model.tiled_mlp.*": nothing("changes memory only"),
+    "*.mtp.enable": harmless(False, why="one token is predicted", otherwise="one token is predicted: expected false"),
+    "*.mtp.*": nothing("one token is predicted"),
+    "actor.qat.enable": harmless(False, why=_NOT_QUANTIZED, otherwise=f"{_NOT_QUANTIZED}: expected false"),
+    "actor.qat.*": nothing(_NOT_QUANTIZED),
     "model.lora_adapter_path": unless(
         (None,), "adapters begin at zero", refused("expected model.path of a folder into which the adapter is merged")
     ),

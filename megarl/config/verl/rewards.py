@@ -101,6 +101,8 @@ RULES: dict[str, Rule] = {
     "reward_model.model.path": _path,
     "reward.reward_model.model_path": _path,
     "reward_model.model.input_tokenizer": nothing("a reward model on a server reads text, with its own tokenizer"),
+    "reward_model.num_workers": named("reward.num_workers", {}),
+    "reward_model.use_reward_loop": nothing("rewards are always computed while others generate"),
     "reward_model.launch_reward_fn_async": nothing("rewards are always computed while others generate"),
     **{
         f"reward_model.{name}": nothing(_MODEL)

@@ -199,11 +199,15 @@ RULES: dict[str, Rule] = {
         ("single_turn_agent", None), "completions are plain unless agent.fn is set", refused(_AGENT)
     ),
     "rollout.agent.agent_loop_config_path": unless((None,), "there is no loop of one's own", refused(_AGENT)),
+    "rollout.agent.agent_loop_manager_class": unless((None,), "there is no loop of one's own", refused(_AGENT)),
     "rollout.agent.custom_async_server.*": unless((None,), "servers are ours", refused(_SERVERS)),
     "rollout.trace.*": nothing("answers of every step are kept in samples.jsonl"),
     "rollout.prometheus.enable": switch(refused(_METRICS), nothing("servers' metrics are not collected")),
     "rollout.prometheus.*": nothing("prometheus in trainer.logger serves metrics, at trainer.prometheus_port"),
     "rollout.skip.enable": harmless(False, why=_GENERATED, otherwise=f"{_GENERATED}: expected false"),
+    "rollout.skip_rollout": harmless(False, why=_GENERATED, otherwise=f"{_GENERATED}: expected false"),
+    "rollout.skip_*dir": nothing(_GENERATED),
+    "rollout.quantization": named("rollout.quantization", {None: "none"}),
     "rollout.skip.*": nothing(_GENERATED),
     "rollout.agent.num_workers": nothing("rollout.num_collectors follows from the number of servers"),
     "rollout.over_sample_rate": harmless(0, why="nothing is asked for in vain", otherwise="expected 0"),
@@ -231,6 +235,9 @@ RULES: dict[str, Rule] = {
     "rollout.multi_turn.enable": switch(refused(_TOOLS), nothing("completions are plain")),
     "rollout.multi_turn.tool_config_path": unless((None,), "there are no tools", refused(_TOOLS)),
     "rollout.multi_turn.interaction_config_path": unless((None,), "there are no agents", refused(_TOOLS)),
+    "rollout.multi_turn.max_assistant_turns": unless(
+        (None,), "agent.max_turns ends an episode", named("agent.max_turns", {})
+    ),
     "rollout.multi_turn.max_user_turns": _in_turns(
         unless((None,), "agent.max_turns ends an episode", refused("expected agent.max_turns=ANSWERS"))
     ),

@@ -48,6 +48,12 @@ def _all(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken(((key, None if value == -1 else value),))
 
 
+def _train_rows(key: str, value: Any, command: Command) -> Taken:
+    """verl draws the rows that it keeps where it shuffles, and takes the first ones where it does not."""
+    draws = value not in (-1, None) and command.is_whole and command.get("data.shuffle") is not False
+    return _all(key, value, command)._replace(note=f"the first {value} rows, and not a random choice" if draws else "")
+
+
 RULES: dict[str, Rule] = {
     # data
     "data.return_raw_chat": nothing("rows keep their messages"),
@@ -64,7 +70,7 @@ RULES: dict[str, Rule] = {
     "data.reward_fn_key": harmless(
         "data_source", why="reward.fn=auto reads data_source", otherwise="expected data_source, the field of a row"
     ),
-    "data.train_max_samples": harmless(*(-1, None), why="all rows", otherwise="expected a shorter file"),
+    "data.train_max_samples": _train_rows,
     "data.val_max_samples": _all,
     "data.trust_remote_code": harmless(False, why="no code of a folder is run", otherwise="expected false"),
     "data.custom_cls.*": unless((None,), "the reader of rows is ours", refused("expected rows in JSONL or parquet")),

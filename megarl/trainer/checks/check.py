@@ -121,10 +121,11 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
     rows: list[Row] = []
     read: list[Prompts] = []
     with RewardTrial(here) as trial:
-        for name, files in (("train", here.data.train_files), ("val", here.data.val_files)):
+        sets = (("train", here.data.train_files, here.data.train_max_samples), ("val", here.data.val_files, None))
+        for name, files, max_rows in sets:
             found: Prompts | None = None
             with faults.collect():
-                found = read_prompts(here, files, overlong=here.data.overlong_prompts) if files else None
+                found = read_prompts(here, files, max_rows=max_rows) if files else None
             if found is None:
                 continue
             if name == "train":

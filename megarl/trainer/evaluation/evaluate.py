@@ -316,7 +316,7 @@ def main(config: Config) -> int:
     if reason := check_agents(config):
         console.print(f"warning: {reason}")
     with RewardTrial(config) as trial:
-        read = read_prompts(config, config.data.val_files, overlong=config.data.overlong_prompts)
+        read = read_prompts(config, config.data.val_files)
         check_truths(config, [read])
         trial.check(read.some(config.reward.try_rows))
     weights = weights_of(config)  # before servers load them

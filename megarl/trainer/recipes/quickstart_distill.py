@@ -47,7 +47,7 @@ def prepare(config: Config) -> None:
 def score(config: Config, name: str) -> float:
     """The mean greedy reward of a teacher on the run's held-out prompts of its own data sources."""
     keys, data = config.teachers[name], config.data
-    prompts = read_prompts(config, data.val_files, overlong=data.overlong_prompts).all(data.val_max_samples)
+    prompts = read_prompts(config, data.val_files).all(data.val_max_samples)
     own = [prompt for prompt in prompts if not keys.data_sources or prompt.data_source in keys.data_sources]
     task = Task(keys.model.path, own, make_rewards(config, 1), data.max_response_length)
     log = config.trainer.run_dir / "logs" / f"score_of_{name}.log"
