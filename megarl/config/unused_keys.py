@@ -315,8 +315,8 @@ UNREAD = {
         "data.train_max_samples trainer.on_nonfinite trainer.spike_sigma trainer.token_samples trainer.profile.* "
         "trainer.published.* trainer.eval_beside trainer.save_* trainer.term_grace_s trainer.max_restarts "
         "trainer.start_timeout_s trainer.call_factor trainer.call_floor_s trainer.*silence_s trainer.spare_nodes "
-        "rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order rollout.update rollout.max_age rollout.turn_s "
-        "rollout.push rollout.bucket_bytes rollout.check_every rollout.slow_factor"
+        "rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order rollout.update "
+        "rollout.max_age rollout.turn_s rollout.push rollout.bucket_bytes rollout.check_every rollout.slow_factor"
     ),
 }
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
