@@ -23,6 +23,7 @@ from typing import Any
 _COMPAT = "megarl.algo.verl_compat"
 DOCUMENTED = {
     "verl.trainer.ppo.core_algos": f"{_COMPAT}.core_algos",
+    "verl.utils": f"{_COMPAT}.utils",
     "verl.utils.torch_functional": f"{_COMPAT}.torch_functional",
     "verl.trainer.config": f"{_COMPAT}.configs",
     "verl.workers.config": f"{_COMPAT}.configs",
@@ -35,8 +36,8 @@ def load_plugins(specs: Sequence[str]) -> None:
     """Import each module ("my_package.losses") or file ("my/losses.py"), whose decorators fill the tables.
 
     A file is loaded only once.  In a file, `from verl.trainer.ppo.core_algos import register_policy_loss` means
-    `from megarl.algo import register_policy_loss`, whether verl is installed or not.  If it is not, the modules of
-    DOCUMENTED can be imported while plug-ins are loaded.
+    `from megarl.algo import register_policy_loss`, and verl's configuration classes are ours, whether verl is
+    installed or not.  If it is not, the modules of DOCUMENTED can be imported while plug-ins are loaded.
     Raises: ValueError of one sentence for a file or module that does not exist, or that raises an exception.
     """
     for spec in specs:
@@ -138,10 +139,13 @@ def _load_file(path: Path) -> None:
 
 
 def _code(path: Path) -> CodeType:
-    """The file's code with its line numbers; imports from DOCUMENTED modules are redirected to this package."""
+    """The file's code with its line numbers; verl's tables and configuration classes are ours, where verl is, too.
+
+    For a decorator must fill our tables, and a function asks of which class its `config` is.
+    """
     tree = ast.parse(path.read_bytes(), str(path))
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED and node.module.endswith("core_algos"):
+        if isinstance(node, ast.ImportFrom) and node.module in DOCUMENTED and "utils" not in node.module:
             node.module = DOCUMENTED[node.module]
     return compile(tree, str(path), "exec", dont_inherit=True)
 

@@ -1,5 +1,11 @@
-"""Names of verl's configuration classes, for the annotations of a plug-in's functions."""
+"""Two of verl's configuration classes: functions have them in annotations, and ask which of the two they got."""
 
 from megarl.algo.verl_compat.signatures import Config
 
-ActorConfig = AlgoConfig = Config
+
+class ActorConfig(Config):
+    """What a policy loss gets as `config`: the clips of `actor` and algorithm.policy_loss_args."""
+
+
+class AlgoConfig(Config):
+    """What an advantage estimator gets as `config`: the settings of `algorithm`."""

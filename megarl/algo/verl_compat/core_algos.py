@@ -1,6 +1,8 @@
-"""What a plug-in finds under verl's name for its algorithms: the decorators, and the aggregation of a loss."""
+"""What a plug-in finds under verl's name for its algorithms: decorators, names of estimators, a loss's aggregation."""
 
 from __future__ import annotations
+
+from enum import StrEnum, auto
 
 import torch
 from torch import Tensor
@@ -8,7 +10,26 @@ from torch import Tensor
 from megarl.algo.registry import register_adv_est, register_policy_loss
 from megarl.algo.verl_compat.torch_functional import masked_mean
 
-__all__ = ["agg_loss", "register_adv_est", "register_policy_loss"]
+__all__ = ["AdvantageEstimator", "agg_loss", "register_adv_est", "register_policy_loss"]
+
+
+class AdvantageEstimator(StrEnum):
+    """Names of verl's estimators; register_adv_est(AdvantageEstimator.RLOO_VECTORIZED) takes one as its text."""
+
+    GAE = auto()
+    GRPO = auto()
+    REINFORCE_PLUS_PLUS = auto()
+    REINFORCE_PLUS_PLUS_BASELINE = auto()
+    REMAX = auto()
+    RLOO = auto()
+    OPO = auto()
+    GRPO_PASSK = auto()
+    GPG = auto()
+    RLOO_VECTORIZED = auto()
+    GRPO_VECTORIZED = auto()
+    OPTIMAL_TOKEN_BASELINE = auto()
+    TIR_OPTIMAL_TOKEN_BASELINE = auto()
+    GDPO = auto()
 
 
 def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, **sizes: object) -> Tensor:

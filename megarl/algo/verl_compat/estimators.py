@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.algo.segments import previous_unmasked
+from megarl.algo.verl_compat.configs import AlgoConfig
 from megarl.algo.verl_compat.signatures import (
     PROBE_LENGTHS,
-    Config,
     RefusedError,
     accepted,
     adapted_signature,
@@ -132,7 +132,7 @@ class DocumentedEstimator:
             **{n: c if self._is_of_source else c.as_subclass(Columns) for n, c in padded.items()},
             **settings,
             "gae_lambda": settings["lam"],
-            "config": Config(settings),
+            "config": AlgoConfig(settings),
             "index": None if prompts is None else np.array([str(one) for one in prompts.tolist()], dtype=object),
         }
         offered["token_level_rewards"] = offered["rewards"]

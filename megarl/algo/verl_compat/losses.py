@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algo.verl_compat.configs import ActorConfig
 from megarl.algo.verl_compat.signatures import (
     LONG_PROBE_LENGTHS,
     PROBE_LENGTHS,
@@ -53,7 +54,11 @@ CLIPS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c":
 # What `config` has in verl besides the arguments of a loss; the sizes of a batch are those of one sequence.
 SOURCE_CONFIG: dict[str, Any] = {
     **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
-    **{"global_batch_info": {}, "loss_scale_factor": None},
+    **{"tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": {}, "loss_scale_factor": None},
+}
+# What `config.policy_loss` has besides: the defaults of verl's losses by covariance.
+SOURCE_POLICY_LOSS: dict[str, Any] = {
+    **{"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
 }
 AGG_MODES_OF = {"tokens": ("token-mean", "token_level"), "sequences": ("seq-mean-token-mean", "sample_level")}
 
@@ -120,9 +125,10 @@ class DocumentedLoss:
     def _config(self, args: Mapping[str, Any]) -> Config | None:
         """What the function gets as `config`: None for a documented one without arguments."""
         if not self._is_of_source:
-            return Config(args) if args else None
+            return ActorConfig(args) if args else None
         named = {CLIPS.get(name, name): value for name, value in args.items()}
-        return Config(named | {"policy_loss": Config(named, SOURCE_CONFIG)}, SOURCE_CONFIG)
+        policy_loss = Config(named, SOURCE_CONFIG | SOURCE_POLICY_LOSS)
+        return ActorConfig(named | {"policy_loss": policy_loss}, SOURCE_CONFIG)
 
     def rehearse(self, args: Mapping[str, Any]) -> None:
         """Test whether the function gives the same result under any split, and with which modes.
