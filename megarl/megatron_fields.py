@@ -145,7 +145,8 @@ def fault(group: str, field: str, value: Any, role: str) -> str:
         return "" if value is False else _FUSED
     known = fields(group)
     if field not in known:
-        near = get_close_matches(field, known, 1, 0.75)
+        can_be_set = [name for name, kind in known.items() if kind is not None and name not in OWN[group]]
+        near = get_close_matches(field, can_be_set, 1, 0.75)
         classes = _CLASSES[group][0][0]
         return f"Megatron's {classes} has no such field" + (f"; did you mean {near[0]}?" if near else "")
     kind = known[field]

@@ -69,6 +69,13 @@ def test_a_field_that_is_unknown_set_here_or_of_another_type_is_refused(word: st
     assert said.startswith(f"actor.megatron.{word}: ") and told in said
 
 
+def test_only_a_field_that_can_be_set_is_proposed() -> None:
+    said = fault(TRANSFORMER, "apply_rope_fuson", False, "actor")
+    assert said.endswith("; did you mean apply_rope_fusion?")
+    for group, field in [(TRANSFORMER, "hiden_size"), (TRANSFORMER, "init_metod"), (OPTIMIZER, "clip_gradd")]:
+        assert fault(group, field, 3, "actor").endswith(" has no such field")
+
+
 def test_other_roles_have_the_actors_fields_unless_they_have_their_own() -> None:
     same = load(f"actor.megatron.{WRAPPER}.bucket_size=40000000")
     assert same.critic.megatron.override_ddp_config == {"bucket_size": 40000000}
