@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.rewards.functions.auto import BY_DATA_SOURCE
+from megarl.rewards.functions.auto import reward_of
 from megarl.rewards.functions.choice import chosen_letter
 from megarl.rewards.functions.gsm8k import final_number, marked_number
 from megarl.rewards.result import RewardResult
@@ -43,5 +43,5 @@ def with_pred(fn: str, prompt: Prompt, completion: Completion, result: RewardRes
     """The result of reward `fn` with the answer that it read; a text without an answer votes for ""."""
     if result.pred is not None:
         return result
-    reader = READERS.get(BY_DATA_SOURCE.get(prompt.data_source, "exact") if fn == "auto" else fn)
+    reader = READERS.get(reward_of(prompt.data_source) if fn == "auto" else fn)
     return result if reader is None else replace(result, pred=reader(completion.text) or "")

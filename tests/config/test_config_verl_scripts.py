@@ -10,6 +10,8 @@ from verl_words import PROPERTY, SCRIPTS, paste, says_what_happens_instead, word
 from megarl.config import load_config
 from megarl.config.keys import FREE, is_reference
 from megarl.config.validate.values import value_of
+from megarl.rewards import load_reward
+from megarl.sample import Completion, Prompt, VersionSpan
 
 NINE_OF_TEN = 0.9
 # What a script leaves out, and verl takes although an estimator of groups then has nothing to compare.
@@ -68,6 +70,14 @@ def test_a_script_of_fsdp_shards_by_fsdp_and_shares_sequences_as_ulysses_does() 
     assert config.actor.megatron.recompute_granularity == "full"
     assert (config.algorithm.overlong_buffer.enable, config.algorithm.overlong_buffer.len) == (True, 4096)
     assert config.algorithm.filter_groups.metric == "score"
+
+
+@pytest.mark.parametrize("script", ["dapo_qwen2_5_32b", "grpo_qwen3_30b_fully_async"])
+@pytest.mark.parametrize("source", ["math_dapo", "aime"])  # of their two files
+def test_the_rows_of_a_script_on_the_data_of_dapo_are_scored(script: str, source: str) -> None:
+    (fn,) = paste(script).config.reward.fn
+    answer = Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), "Answer: 34")
+    assert load_reward(fn)(Prompt("0-0", [1], "question", "34", source), answer)["score"] == 1.0
 
 
 def test_only_a_tensor_parallel_role_gets_sequence_parallelism() -> None:

@@ -124,6 +124,7 @@ def test_a_row_of_a_data_source_has_the_reward_of_that_source(file: str) -> None
         ("openai/gsm8k", "so it is #### 46", 1.0),
         ("openai/gsm8k", "so it is 46", 0.0),  # the mark is wanted, as in verl
         ("lighteval/MATH", r"\boxed{\frac{92}{2}}", 1.0),
+        ("numina_olympiads", r"\boxed{\frac{92}{2}}", 1.0),
         ("", "46", 1.0),
         ("arithmetic", " 46", 1.0),
         ("arithmetic", "#### 46", 0.0),
@@ -133,10 +134,17 @@ def test_auto_takes_the_built_in_reward_of_verls_data_sources(source: str, text:
     assert score(Rewards(["auto"], num_workers=0), text, source=source) == [RewardResult(reward)]
 
 
+@pytest.mark.parametrize("source", ["math_dapo", "math_dapo_reasoning", "math", "aime", "aime_2024"])
+def test_auto_has_the_rule_of_dapo_for_its_data_set_and_for_aime(source: str) -> None:
+    right, wrong = score(Rewards(["auto"], num_workers=0), "Answer: $46$", r"\boxed{46}", source=source)
+    assert (right, wrong) == (RewardResult(1.0, {"acc": 1.0}), RewardResult(-1.0, {"acc": 0.0}))
+    assert isinstance(right, RewardResult) and right.pred == "46"
+
+
 def test_auto_scores_no_row_that_verl_scores_in_a_way_that_is_missing() -> None:
-    (outcome,) = score(Rewards(["auto"], num_workers=0), "46", source="aime_2025")
+    (outcome,) = score(Rewards(["auto"], num_workers=0), "46", source="codecontests")
     assert isinstance(outcome, str)
-    assert "no built-in reward fits data_source=aime_2025; expected one in reward.by_data_source" in outcome
+    assert "no built-in reward fits data_source=codecontests; expected one in reward.by_data_source" in outcome
 
 
 def test_an_async_function_may_have_verls_signature(file: str) -> None:

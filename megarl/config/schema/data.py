@@ -53,8 +53,8 @@ class RewardModel:
 
 @dataclass
 class Reward:
-    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | choice | code | code_strict
-        default_factory=lambda: ["auto"]  # | judge | model | path/file.py:function; several are added up
+    fn: list[str] = field(  # auto (by data_source) | exact | gsm8k | gsm8k_strict | math | math_dapo | choice | code
+        default_factory=lambda: ["auto"]  # | code_strict | judge | model | path/file.py:function; several are added up
     )
     weights: dict[str, float] = field(
         default_factory=dict

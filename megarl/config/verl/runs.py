@@ -15,10 +15,10 @@ _WARMUP = "expected actor.optim.lr_warmup_steps=STEPS"
 
 
 def _metric(key: str, value: Any, command: Command) -> Taken:
-    """`acc` is a number that verl's own rewards return; ours return the score alone."""
+    """`acc` is a number of some rewards only; built-in ones with it give equal scores to answers of equal `acc`."""
     own = command.has("custom_reward_function.path") or command.has("reward.custom_reward_function.path")
     if value == "acc" and command.is_whole and not own:
-        return Taken(((key, "score"),), f"{key}=score, before anything is added to it: rewards give no further number")
+        return Taken(((key, "score"),), f"{key}=score, before anything is added to it: it differs where acc does")
     return Taken(((key, value),))
 
 

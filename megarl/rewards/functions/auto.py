@@ -13,16 +13,17 @@ BY_DATA_SOURCE = {
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
+    "math": "math_dapo",
+    "math_dapo": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
 }
+BY_BEGINNING = {"aime": "math_dapo", "numina_": "math"}
 # What verl scores with functions that do not exist here: `exact` would give these rows 0 for ever.
 MISSING = (
-    "aime",
     "apps",
     "codecontests",
     "codeforces",
     "hiyouga/geometry3k",
-    "math_dapo",
-    "numina_",
     "searchR1_",
     "taco",
 )
@@ -37,7 +38,17 @@ def auto(prompt: Prompt, completion: Completion) -> Any:
     source = prompt.data_source
     if source.startswith(MISSING):
         raise ValueError(f"no built-in reward fits data_source={source}; expected one in reward.by_data_source")
-    return _built_in(BY_DATA_SOURCE.get(source, "exact"))(prompt, completion)
+    return _built_in(reward_of(source))(prompt, completion)
+
+
+def reward_of(source: str) -> str:
+    """The name of the built-in reward of a data source.
+
+    >>> reward_of("aime_2024"), reward_of("sums")
+    ('math_dapo', 'exact')
+    """
+    by_beginning = (name for beginning, name in BY_BEGINNING.items() if source.startswith(beginning))
+    return BY_DATA_SOURCE.get(source) or next(by_beginning, "exact")
 
 
 @cache

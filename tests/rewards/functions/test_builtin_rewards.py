@@ -76,6 +76,31 @@ def test_math(text, truth, wanted):
 
 
 @pytest.mark.parametrize(
+    ("text", "truth", "is_right"),
+    [
+        ("It is 34.\n\nAnswer: $34$", "34", True),
+        ("Answer: 3\nanswer :\n 34", "34", True),  # the last one, and in the next line
+        ("Answer: 34\nAnswer: 3", "34", False),
+        (r"\boxed{34}", "34", False),  # no "Answer:"
+        ("Answer: 34" + " " * 300, "34", False),  # not in the last 300 characters
+        (r"Answer: \boxed{34}", "34", True),
+        ("Answer: x = 1,234 dollars", "1234", True),
+        (r"Answer: $90^\circ$.", "90", True),
+        (r"Answer: 5 \text{ cm}", "5", True),
+        (r"Answer: \frac12", r"\frac{1}{2}", True),
+        (r"Answer: \sqrt3", r"\sqrt{3}", True),
+        ("Answer: 1/2", r"\frac{1}{2}", False),
+        ("Answer: 34.", "34", False),
+        ("Answer: ", "34", False),
+        ("", "34", False),
+    ],
+)
+def test_math_dapo(text, truth, is_right):
+    found = score("math_dapo", text, truth)
+    assert (found["score"], found["acc"]) == ((1, 1) if is_right else (-1, 0))
+
+
+@pytest.mark.parametrize(
     ("text", "letter"),
     [
         ("The answer is (B).", "B"),

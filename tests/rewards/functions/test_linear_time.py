@@ -33,7 +33,7 @@ def judge_all(*rewards: str) -> subprocess.CompletedProcess[str]:
 def test_built_in_rewards_read_any_long_text_in_linear_time() -> None:
     """`auto` calls one of the others, `code` runs in a sandbox."""
     rewards = sorted(set(REWARDS) - {"auto", "code", "code_strict"})
-    assert rewards == ["choice", "exact", "gsm8k", "gsm8k_strict", "math"]
+    assert rewards == ["choice", "exact", "gsm8k", "gsm8k_strict", "math", "math_dapo"]
     done = judge_all(*rewards)
     assert done.returncode == 0, f"{done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
     assert len(done.stdout.splitlines()) == len(rewards) * len(list(long_texts.texts(1)))
