@@ -185,7 +185,8 @@ class DocumentedLoss:
         names = ("old_log_probs", "log_probs", "advantages", "rollout_log_probs")
         g = torch.Generator().manual_seed(0)
         noise = {name: torch.randn(sum(pair), generator=g, dtype=torch.float64) for name in names}
-        flat = {"old_log_probs": -1.5 - 0.3 * noise["old_log_probs"], "advantages": noise["advantages"]}
+        # Advantages so large that a loss that chooses tokens by their covariance with log_probs finds some.
+        flat = {"old_log_probs": -1.5 - 0.3 * noise["old_log_probs"], "advantages": 3.0 * noise["advantages"]}
         flat["log_probs"] = (flat["old_log_probs"] + 0.3 * noise["log_probs"]).requires_grad_()
         flat["rollout_log_probs"] = flat["old_log_probs"] + 0.05 * noise["rollout_log_probs"]
         lengths = [pair[b] for b in rows]

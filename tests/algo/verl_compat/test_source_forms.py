@@ -101,7 +101,8 @@ COVARIANCE = """
 OF_THE_BATCH = {
     "clip_cov_of_mine": f"""{COVARIANCE}
     how = config.policy_loss
-    inside = ((cov > how.clip_cov_lb) & (cov < how.clip_cov_ub) & (response_mask > 0)).nonzero()
+    cov[(response_mask == 0) | (clipped > plain)] = -torch.inf
+    inside = ((cov > how.clip_cov_lb) & (cov < how.clip_cov_ub)).nonzero()
     chosen = inside[torch.randperm(len(inside))[: max(int(how.clip_cov_ratio * response_mask.sum().item()), 1)]]
     kept = torch.ones_like(advantages)
     kept[chosen[:, 0], chosen[:, 1]] = 0
