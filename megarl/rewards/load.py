@@ -16,6 +16,8 @@ CONVERSATION = "conversation"  # the field of Prompt.extra with the messages of 
 
 # verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# That of reward_manager=batch, each a list; scores come back as a list.
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
@@ -38,7 +40,7 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function  # built in C: its arguments are unknown
-    if "solution_str" in parameters:
+    if {"solution_str", "solution_strs"} & parameters.keys():
         return _wrapping(function, _from_verl(fn, function, parameters))
     if "messages" in parameters:
         return _wrapping(function, _with_messages(function))
@@ -79,28 +81,34 @@ def _messages(prompt: Prompt, completion: Completion) -> list[dict[str, Any]]:
 
 
 def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> RewardFn:
+    """A function of one completion, or of lists, which here have one element, as one of (prompt, completion)."""
+    of_lists = "solution_strs" in parameters
+    form = BATCH_ARGUMENTS if of_lists else VERL_ARGUMENTS
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    wanted = [name for name in VERL_ARGUMENTS if takes_any or name in parameters]
+    wanted = [name for name in form if takes_any or name in parameters]
     needed = [name for name, parameter in parameters.items() if _is_required(parameter)]
-    unknown = [name for name in needed if name not in VERL_ARGUMENTS]
+    unknown = [name for name in needed if name not in form]
     if unknown:
-        raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; expected ({', '.join(VERL_ARGUMENTS)})")
+        raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; expected ({', '.join(form)})")
 
     def values(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-        known = {
-            "data_source": prompt.data_source,
-            "solution_str": completion.text,
-            "ground_truth": prompt.ground_truth,
-            # verl's rows have these fields in a column extra_info; other data sets have them at the top level.
-            "extra_info": prompt.extra.get("extra_info", prompt.extra),
-        }
-        return {name: known[name] for name in wanted}
+        # verl's rows have further fields in a column extra_info; other data sets have them at the top level.
+        extra = prompt.extra.get("extra_info", prompt.extra)
+        known = dict(zip(form, (prompt.data_source, completion.text, prompt.ground_truth, extra), strict=True))
+        return {name: [known[name]] if of_lists else known[name] for name in wanted}
+
+    def score_of(found: Any) -> Any:
+        if not of_lists:
+            return found
+        if len(found) != 1:
+            raise ValueError(f"returned {len(found)} scores for a list of one answer; expected one")
+        return found[0]
 
     async def async_reward(prompt: Prompt, completion: Completion) -> Any:
-        return await function(**values(prompt, completion))
+        return score_of(await function(**values(prompt, completion)))
 
     def reward(prompt: Prompt, completion: Completion) -> Any:
-        return function(**values(prompt, completion))
+        return score_of(function(**values(prompt, completion)))
 
     return async_reward if is_async(function) else reward
 

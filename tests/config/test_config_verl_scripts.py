@@ -80,6 +80,12 @@ def test_the_rows_of_a_script_on_the_data_of_dapo_are_scored(script: str, source
     assert load_reward(fn)(Prompt("0-0", [1], "question", "34", source), answer)["score"] == 1.0
 
 
+def test_a_reward_of_lists_is_told_that_it_gets_lists_of_one() -> None:
+    _, lines = load_config(["recipe=quickstart", "reward_model.reward_manager=batch"])
+    assert "reward_model.reward_manager=batch: a function of lists gets each answer as a list of one" in " ".join(lines)
+    assert "expected reward.fn=" in refusal("reward_model.reward_manager=mine")
+
+
 def test_only_a_tensor_parallel_role_gets_sequence_parallelism() -> None:
     config = paste("grpo_qwen3_30b_megatron").config
     sizes = (config.actor.megatron.tensor_model_parallel_size, config.ref.megatron.tensor_model_parallel_size)

@@ -31,6 +31,19 @@ def short_score(solution_str, ground_truth):
 def any_score(solution_str, **more):
     return sorted(more)
 
+def batch_score(data_sources, solution_strs, ground_truths, extra_infos):
+    columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [{"score": float(text == truth), "level": extra["level"]} for _, text, truth, extra in columns]
+
+async def later_batch_score(solution_strs, **more):
+    return [sorted(more) for _ in solution_strs]
+
+def strange_batch_score(solution_strs, tokenizer):
+    return [0]
+
+def one_more_score(solution_strs):
+    return [0, *(1 for _ in solution_strs)]
+
 def strange_score(solution_str, tokenizer):
     return 0
 
@@ -103,6 +116,14 @@ def test_a_function_of_verls_signature_gets_what_its_parameters_name(path):
     assert load_reward(f"{path}:any_score")(PROMPT, COMPLETION) == ["data_source", "extra_info", "ground_truth"]
 
 
+def test_a_function_of_verls_batch_signature_gets_lists_of_one(path):
+    assert load_reward(f"{path}:batch_score")(PROMPT, COMPLETION) == {"score": 1.0, "level": 3}
+    later = load_reward(f"{path}:later_batch_score")
+    assert asyncio.run(later(PROMPT, COMPLETION)) == ["data_sources", "extra_infos", "ground_truths"]
+    with pytest.raises(ValueError, match="^returned 2 scores for a list of one answer; expected one$"):
+        load_reward(f"{path}:one_more_score")(PROMPT, COMPLETION)
+
+
 def test_an_async_function_is_found_as_one_in_either_signature(path):
     assert is_async(load_reward(f"{path}:later")) and is_async(load_reward(f"{path}:later_score"))
     assert asyncio.run(load_reward(f"{path}:later")(PROMPT, COMPLETION)) == 0
@@ -136,6 +157,10 @@ def test_an_installed_module_can_be_named():
         (
             "{path}:strange_score",
             r"no value for tokenizer; expected \(data_source, solution_str, ground_truth, extra_info",
+        ),
+        (
+            "{path}:strange_batch_score",
+            r"no value for tokenizer; expected \(data_sources, solution_strs, ground_truths, extra_infos",
         ),
         ("no.such.module:f", r"importing no.such.module failed with ModuleNotFoundError: No module named 'no'$"),
     ],

@@ -65,9 +65,9 @@ def _sandbox(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 
 _BY_DATA_SOURCE = unless(
-    ("naive", "dapo", "prime", "batch", "register"),
+    ("naive", "dapo", "prime", "register"),
     "a row's data_source chooses the reward, and algorithm.overlong_buffer adds DAPO's penalty",
-    refused(_OWN_FUNCTION),
+    harmless("batch", why="a function of lists gets each answer as a list of one", otherwise=_OWN_FUNCTION),
 )
 _ONE_GPU = harmless(
     1, why="the run starts its server on one GPU", otherwise="expected 1, or reward.model.url of a server of your own"
