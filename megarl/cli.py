@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -24,12 +24,12 @@ from megarl.commands import checkpoint as saves
 from megarl.commands import new as new_project
 from megarl.commands.this_machine import placed
 from megarl.commands.warming import warm_up_for
-from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
+from megarl.config import Config, ConfigError, Examined, examined, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, described
 from megarl.convert import request as convert_request
+from megarl.data.readers import missing
 from megarl.doctor import request as doctor_request
 from megarl.plan.command import request as plan_request
-from megarl.plan.command.report import report
 from megarl.processes.failure_report import write_report
 from megarl.processes.signals import EXIT_TERMINATED, Terminated
 from megarl.report import request as report_request
@@ -230,11 +230,11 @@ def _run(name: str, words: list[str]) -> int:
         asked, settings = doctor_request.parse(words)
         if asked.run is not None:
             return _work_of(EXPLAIN)(asked)
-        return _work_of(COMMANDS[name])(asked, _configured(name, settings))
-    config = _configured(name, words)
-    if name == "train" and config.trainer.check_only:  # needs no other machine, and no GPU
-        report(config)
-        return _work_of(CHECK)(config)
+        return _work_of(COMMANDS[name])(asked, _configured(name, _examined(name, settings)))
+    found = _examined(name, words)
+    if name == "train" and found.config.trainer.check_only:  # needs no other machine, and no GPU
+        return _work_of(CHECK)(found)
+    config = _configured(name, found)
     if name in OVER_NODES:
         config = placed(config, os.environ)
         name = "node" if config.trainer.node_rank else name
@@ -245,16 +245,35 @@ def _run(name: str, words: list[str]) -> int:
         return _stopped(config, error)
 
 
-def _configured(name: str, words: list[str]) -> Config:
-    """The configuration of a command; warnings are printed."""
-    config, warnings = load_config(_overrides(words), command=name, choose_engine=partial(_choose_engine, name))
-    for warning in warnings:
+def _examined(name: str, words: list[str]) -> Examined:
+    """What the command line comes to, on this machine; how its engine was chosen is printed if nothing is wrong."""
+    said: list[str] = []
+    found = examined(_overrides(words), command=name, choose_engine=partial(_choose_engine, name, said))
+    for sentence in said if not found.faults else ():
+        _complain(sentence)
+    return found
+
+
+def _configured(name: str, found: Examined) -> Config:
+    """The configuration of a command; warnings are printed.  Raises ConfigError with a sentence for each fault."""
+    faults = [*found.faults, *(_missing_files(found) if name == "train" else ())]
+    if faults:
+        raise ConfigError(*faults)
+    for warning in found.warnings:
         _complain(f"warning: {warning}")
-    return config
+    return found.config
 
 
-def _choose_engine(command: str, config: Config) -> str:
-    """The engine for rollout.engine=auto; printed with the reason.  It stays auto where no server is started."""
+def _missing_files(found: Examined) -> Iterator[str]:
+    """Of a run on one machine that makes no files itself."""
+    data, trainer = found.config.data, found.config.trainer
+    is_sure = not found.left_out.has("trainer.prepare", "trainer.nnodes")
+    if is_sure and trainer.num_machines == 1 and not trainer.prepare:
+        yield from missing([*data.train_files, *data.val_files])
+
+
+def _choose_engine(command: str, said: list[str], config: Config) -> str:
+    """The engine for rollout.engine=auto; `said` gets the reason.  It stays auto where no server is started."""
     if command not in WITH_SERVERS or (command == "train" and config.trainer.check_only):
         return config.rollout.engine
     if command in OVER_NODES and placed(config, os.environ).trainer.node_rank:  # the first machine decides
@@ -262,7 +281,7 @@ def _choose_engine(command: str, config: Config) -> str:
     from megarl.trainer.servers.engine import chosen_engine  # with torch, which help does not need
 
     engine, reason = chosen_engine(config, command)
-    _complain(f"rollout.engine=auto: {engine}, because {reason}")
+    said.append(f"rollout.engine=auto: {engine}, because {reason}")
     return engine
 
 

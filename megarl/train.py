@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +18,7 @@ from megarl.algo.finite import BadNumber
 from megarl.algo.kl import AdaptiveKL, FixedKL
 from megarl.batch import Batch, Stat, Stats
 from megarl.config import Config
+from megarl.config.validate.models import to_prepare
 from megarl.data.batch import make_batch, sample_names
 from megarl.data.ledger import TRAINED
 from megarl.group import RankError
@@ -354,8 +354,8 @@ def due(step: int, every: int) -> bool:
 def prepare(config: Config) -> None:
     """Make the model of a very small preset, and call prepare(config) of trainer.prepare, if a folder is missing."""
     make_mini_model(config)
-    place, paths = config.trainer.prepare, [config.model.path, *(keys.model.path for keys in config.teachers.values())]
-    if place and not all((Path(path) / "config.json").exists() for path in paths):
+    place = config.trainer.prepare
+    if to_prepare(config):
         user_function(f"trainer.prepare={place}", f"{place}:prepare")(config)
 
 

@@ -61,10 +61,25 @@ def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
     assert train.config is not None
 
 
-def test_check_only_prints_the_layout_and_starts_nothing(train, capsys):
-    assert call("train", "recipe=grpo_qwen2_5_72b_8x8h100", "trainer.check_only=true") == 0
-    assert "actor" in capsys.readouterr().out
-    assert train.config.trainer.check_only, "of the work that looks at data, rewards and models"
+def test_check_only_gets_what_was_found_with_its_faults_and_starts_nothing(train):
+    assert call("train", "recipe=quickstart", "actor.clip_ration=0.1", "trainer.check_only=true") == 0
+    found = train.config
+    assert found.config.trainer.check_only, "of the work that looks at data, rewards and models"
+    (fault,) = found.faults
+    assert fault.startswith("actor.clip_ration=0.1: there is no key actor.clip_ration")
+
+
+def test_files_that_are_not_there_are_told_with_the_faults_of_the_settings(train, capsys):
+    words = ("model.path=m", "data.train_files=[no.jsonl]", "data.val_files=[none.jsonl]", "rollout.engine=hf")
+    assert call("train", *words, "rollout.n=two") == 2
+    assert [line.partition(":")[2].partition(":")[0].strip() for line in capsys.readouterr().err.splitlines()] == [
+        "rollout.n=two",
+        "no.jsonl",
+        "none.jsonl",
+    ]
+    assert call("train", *words) == 2, "before anything starts"
+    assert train.config is None
+    assert call("train", *words, "trainer.prepare=mine") == 0, "which may make them"
 
 
 def test_a_users_mistake_found_later_is_told_in_the_same_way(train, capsys):

@@ -6,9 +6,12 @@ one of its layouts (configs/model), recipes (configs/recipe) and user files, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice, product
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -20,6 +23,7 @@ from yaml import YAMLError
 import megarl
 from megarl.config import presets
 from megarl.config.keys import FREE, entry_groups, general, leaf_types, type_name
+from megarl.config.left_out import LeftOut, keys_in
 from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, sources_of, to_config
@@ -33,54 +37,107 @@ from megarl.config.validate.models import model_config
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import without_shards
-from megarl.config.validate.values import invalid_values
+from megarl.config.validate.values import invalid_values, missing_values
 from megarl.config.verl.defaults import defaults, differing
 
 LR = "actor.optim.lr"
+_OF_A_FILE = re.compile(r"(?:^|: )(?:recipe|layout|model|model\.preset)=")  # begins a sentence about such a word
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a command line comes to, without the words that could not be taken."""
+
+    config: Config
+    warnings: list[str]
+    faults: tuple[str, ...]  # one sentence each; of a configuration without faults every value is final
+    left_out: LeftOut
 
 
 def load_config(
     overrides: list[str], *, command: str = "train", choose_engine: Callable[[Config], str] | None = None
 ) -> tuple[Config, list[str]]:
-    """The resolved configuration of a command line, and warnings for its user.
+    """The resolved configuration of a command line, and warnings for its user: see `examined`.
+
+    Raises ConfigError with one sentence for each invalid key, type, value, combination and layout, and for each key
+    without effect.
+    """
+    found = examined(overrides, command=command, choose_engine=choose_engine)
+    if found.faults:
+        raise ConfigError(*found.faults)
+    return found.config, found.warnings
+
+
+def examined(
+    overrides: list[str], *, command: str = "train", choose_engine: Callable[[Config], str] | None = None
+) -> Examined:
+    """The resolved configuration of a command line, and all that is wrong with it.
 
     overrides: words such as "recipe=quickstart", "recipe=my/file.yaml", "model=NAME", "actor.optim.lr=1e-4".
     command: determines which keys are required and which would have no effect.
     choose_engine: replaces rollout.engine=auto by the engine of this machine, before the checks that depend on it;
     None: auto stays, and is checked as sglang.
-    Raises ConfigError with one sentence for each invalid key, type and value; if there are none, with one for each
-    invalid layout and combination, and for each key without effect.
+    A word that cannot be taken is left out, and the rest is checked without it; what may follow from that is not told.
+    Raises ConfigError if nothing that can be checked is left.
     """
     assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
     typed = from_command_line(overrides, command=command)
-    layers = _readable_layers(typed)
+    faults = Faults()
+    layers = _readable_layers(typed, faults)
     layers = [*_verl_defaults(typed, layers), *layers]
-    config = _checked_one_by_one(layers, command)
-    if choose_engine is not None and config.rollout.engine == AUTO:
-        config.rollout.engine = choose_engine(config)
-
     given = {setting.key for layer in layers for setting in layer.settings}
+    told = [fault for layer in layers for fault in layer.faults]
+    is_read = not faults.sentences and not any(map(_OF_A_FILE.search, told))
+    unread = set() if is_read else leaf_types().keys() - given  # they may be set in the file
+    faults.sentences[:0] = told
+    left_out = LeftOut(frozenset(unread | {key for sentence in told for key in keys_in(sentence)}))
+    kept, config, left_out = _valid(layers, command, faults, left_out)
+    if all(map(keys_in, told)):  # else one of the words that could not be taken may have been meant for such a key
+        faults.sentences += (said for said in missing_values(config, command) if not left_out.may_cause(said))
+    said = [warning for layer in layers for warning in layer.warnings]
+    if choose_engine is not None and config.rollout.engine == AUTO:
+        with faults.collect():
+            config.rollout.engine = choose_engine(config)
     if "trainer.recipe" not in given:  # the configuration of a run, which is a recipe too, has that of the run
         config.trainer.recipe = typed.recipe
-    said = [warning for layer in layers for warning in layer.warnings]
     if command == "sft" and LR not in given:
         config.actor.optim.lr = _supervised_lr(config)
+    said += _check_together(config, typed, kept, command, faults, left_out)
+    sentences = _without_repeats(faults.sentences, layers)
+    if not sentences:
+        said += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config)]
+    return Examined(config, list(dict.fromkeys(said)), sentences, left_out)
+
+
+def _check_together(
+    config: Config, typed: Layer, layers: list[Layer], command: str, faults: Faults, left_out: LeftOut
+) -> list[str]:
+    """Settles a `config` whose values are valid one by one, in place; its layouts, combinations, keys without effect.
+
+    Returns warnings.
+    """
 
     def failing(words: list[str]) -> set[str]:
         """The roles whose layout would be invalid if these words were added to the command line."""
         return failing_roles(_laid([*layers, from_command_line(words)]), command)
 
-    faults = Faults(layout_faults(config, command, failing))
-    said += without_shards(config, command)
-    if has_layouts := not faults.sentences:
-        config = settled(config)
-    faults.sentences += contradictions(config, command)
-    if has_layouts and typed.command.is_whole:  # verl takes such words without a sound
-        said += without_effect(config, typed.settings, command)
-    elif has_layouts:
-        faults.sentences += without_effect(config, typed.settings, command)
-    _stop_if_any(faults, layers)
-    return config, list(dict.fromkeys([*said, *advice(config), *advice_on_rewards(config), *advice_on_servers(config)]))
+    found = Faults()
+    with found.collect():
+        found.sentences += layout_faults(config, command, failing)
+    has_layouts = not found.sentences
+    said = without_shards(config, command)
+    if has_layouts:
+        settled(config)
+    with found.collect():
+        found.sentences += contradictions(config, command)
+    if has_layouts:
+        unused = list(without_effect(config, typed.settings, command))
+        if typed.command.is_whole:  # verl takes such words without a sound
+            said += unused
+        else:
+            found.sentences += unused
+    faults.sentences += (sentence for sentence in found.sentences if not left_out.may_cause(sentence))
+    return said
 
 
 def _supervised_lr(config: Config) -> float:
@@ -104,41 +161,67 @@ def _verl_defaults(typed: Layer, layers: list[Layer]) -> list[Layer]:
     return [Layer(settings, {}, (line, *differing(typed.command, known)))]
 
 
-def _readable_layers(typed: Layer) -> list[Layer]:
-    """`_layers`.  Raises: ConfigError for a file that cannot be read, together with the faults of the command line."""
-    faults, layers = Faults(), []
+def _readable_layers(typed: Layer, faults: Faults) -> list[Layer]:
+    """All layers above the schema, from bottom to top; a file that cannot be read is among the faults."""
+    files: list[Layer] = []
+    preset: list[Layer] = []
     with faults.collect():
-        layers = _layers(typed)
-    if faults.sentences:
-        raise ConfigError(*typed.faults, *faults.sentences)
-    return layers
+        files = _recipes(typed.recipe)
+        preset = _preset(_words([*files, typed]))
+    return [*preset, *files, typed]
 
 
-def _checked_one_by_one(layers: list[Layer], command: str) -> Config:
-    """These layers as a Config in which every value is valid on its own.
+def _valid(layers: list[Layer], command: str, faults: Faults, left_out: LeftOut) -> tuple[list[Layer], Config, LeftOut]:
+    """The layers without the values that are invalid on their own, what they come to, and what is left out now.
 
-    Raises: ConfigError with one sentence for each that is not.
+    Raises: ConfigError with all faults if one of them belongs to no setting.
     """
-    faults = Faults(fault for layer in layers for fault in layer.faults)
-    is_whole = not faults.sentences
-    with faults.collect():
-        config = _laid(layers)
-        faults.sentences += invalid_values(config, command, is_whole=is_whole)
-    _stop_if_any(faults, layers)
-    return config
+    while True:
+        found = Faults()
+        with found.collect():
+            config = _laid(layers)
+            found.sentences += invalid_values(config, command)
+        if not found.sentences:
+            return layers, config, left_out
+        faults.sentences += found.sentences
+        keys = {key for sentence in found.sentences for key in keys_in(sentence.partition(": ")[0])}
+        fewer = _without(layers, keys)
+        if fewer == layers:
+            faults.stop_if_any()
+        layers, left_out = fewer, LeftOut(left_out.keys | keys)
 
 
-def _stop_if_any(faults: Faults, layers: list[Layer]) -> None:
-    """Raises: ConfigError, without the sentences of keys that nobody set and whose source has a sentence as well."""
-    setting_of = {sentence: sentence.partition(": ")[0] for sentence in faults.sentences}  # KEY=VALUE
+def _without(layers: list[Layer], keys: set[str]) -> list[Layer]:
+    """The layers without the highest setting of each of these keys, or of the key that it follows."""
+    dropped: set[tuple[int, str]] = set()
+    for key in keys:
+        places = product((key, *sources_of(key)), reversed(range(len(layers))))
+        holds = ((at, name) for name, at in places if any(_sets(setting, name) for setting in layers[at].settings))
+        dropped.update(islice(holds, 1))
+
+    def kept(at: int) -> tuple[Setting, ...]:
+        names = [name for place, name in dropped if place == at]
+        return tuple(setting for setting in layers[at].settings if not any(_sets(setting, name) for name in names))
+
+    return [replace(layer, settings=kept(at)) for at, layer in enumerate(layers)]
+
+
+def _sets(setting: Setting, key: str) -> bool:
+    """Does the setting set this key, or the entry of a mapping that this key is?"""
+    name = setting.key if setting.place is None else f"{setting.key}.{setting.place}"
+    return setting.key == key or f"{key}.".startswith(f"{name}.")
+
+
+def _without_repeats(sentences: list[str], layers: list[Layer]) -> tuple[str, ...]:
+    """Each sentence once, without those of keys that nobody set and whose source has a sentence as well."""
+    setting_of = {sentence: sentence.partition(": ")[0] for sentence in sentences}  # KEY=VALUE
     set_keys = {setting.key for layer in layers for setting in layer.settings}
 
     def is_repeated(setting: str) -> bool:
         key, _, value = setting.partition("=")
         return key not in set_keys and any(f"{source}={value}" in setting_of.values() for source in sources_of(key))
 
-    faults.sentences = [sentence for sentence, setting in setting_of.items() if not is_repeated(setting)]
-    faults.stop_if_any()
+    return tuple(sentence for sentence, setting in setting_of.items() if not is_repeated(setting))
 
 
 def config_dir() -> Path:
@@ -212,16 +295,14 @@ def read_yaml(file: Path) -> Config:
         ) from None
 
 
-def _layers(typed: Layer) -> list[Layer]:
-    """All layers above the schema, from bottom to top."""
-    files = _recipes(typed.recipe)
-    words = _words([*files, typed])
+def _preset(words: dict[str, str]) -> list[Layer]:
+    """The layers of the model that these words name."""
     model, layout = words.get("model"), words.get("layout")
     if model is not None:
-        return [*read_preset(model, _preset_file(model), layout), *files, typed]
+        return read_preset(model, _preset_file(model), layout)
     if layout is not None:
         raise ConfigError(f"layout={layout}: expected model=NAME as well, the preset that holds it")
-    return [*files, typed]
+    return []
 
 
 def _words(layers: list[Layer]) -> dict[str, str]:

@@ -58,11 +58,11 @@ class Faults:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """A ConfigError raised inside is collected, and the code after the block goes on."""
+        """A ValueError raised inside is collected, and the code after the block goes on."""
         try:
             yield
-        except ConfigError as error:
-            self.sentences += error.sentences
+        except ValueError as error:
+            self.sentences += error.sentences if isinstance(error, ConfigError) else [str(error)]
 
     def keep_first_of_each_key(self) -> None:
         """Drops further sentences that begin with the same KEY=."""

@@ -95,6 +95,15 @@ def read_rows(files: str | Sequence[str], kinds: Mapping[str, Any]) -> list[Reco
     return rows
 
 
+def missing(files: Sequence[str]) -> Iterator[str]:
+    """One sentence for each of these files that is not there."""
+    for path in paths_of(files):
+        try:
+            _is_file(path)
+        except ValueError as error:
+            yield str(error)
+
+
 def _is_file(path: Path) -> bool:
     """Raises ValueError for what is neither a file nor a folder: nothing at all, a pipe, a device."""
     try:

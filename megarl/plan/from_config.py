@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, layout_of, model_config
@@ -175,12 +173,6 @@ def role_of(config: Config, name: str) -> Role:
         local=device == "cpu" or megatron.transformer_impl == "local" or lora_rank > 0,
         shares_prefixes=config.trainer.share_prefixes != "off" and can_share,
     )
-
-
-def is_only_a_name(config: Config, role: str) -> bool:
-    """Whether a role's model is the name of a repository on the hub, org/name, of which nothing is here."""
-    path = model_of(config, role).path
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not Path(path).exists() and not model_config(config, role)
 
 
 def numbers_of_model(config: Config, role: str) -> dict[str, Any]:

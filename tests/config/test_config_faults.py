@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, DENSE, refusal, refusals
 
 from megarl.cli import main
-from megarl.config import ConfigError, load_sweep
+from megarl.config import ConfigError, load_config, load_sweep
 
 
 def test_unknown_keys_wrong_types_and_impossible_values_are_told_together() -> None:
@@ -77,8 +77,80 @@ def test_of_a_sweep_all_words_and_the_first_wrong_value_of_each_key_are_told() -
     assert [said.partition(":")[0] for said in str(caught.value).split("\n")] == ["a", "~b"]
 
 
-def test_the_command_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *BASE, "rollout.n=two", "trainer.seed=x"]) == 2
+def test_the_command_prints_a_line_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").touch()
+    words = [f"data.train_files=[{tmp_path}/a.jsonl]", "model.path=m", "rollout.n=two", "trainer.seed=x"]
+    assert main(["train", *words]) == 2
     assert capsys.readouterr().err == (
         "error: rollout.n=two: expected an integer\nerror: trainer.seed=x: expected an integer\n"
     )
+
+
+LORA = ("trainer.n_gpus_per_node=2", "actor.strategy=fsdp", "actor.lora.rank=8")
+
+
+def test_words_values_layouts_combinations_and_keys_without_effect_are_told_together() -> None:
+    words = ("actor.clip_ration=0.1", "algorithm.gamma=7", "trainer.n_gpus_per_node=6",
+             "actor.megatron.tensor_model_parallel_size=3", "trainer.critic_warmup=5", "trainer.total_training_steps=5",
+             "sft.epochs=2")  # fmt: skip
+    told = refusals(DENSE, *LORA, *words)
+    assert [said.partition(":")[0] for said in told if "parallel" not in said] == [
+        "actor.clip_ration=0.1",
+        "algorithm.gamma=7.0",
+        "actor.strategy=fsdp",
+        "trainer.critic_warmup=5",
+    ]
+    assert sum(said.startswith("actor.megatron.tensor_model_parallel_size=3 does not") for said in told) == 1
+    *_, unused = refusals("actor.clip_ration=0.1", "sft.epochs=2")
+    assert unused.startswith("sft.epochs=2: has no effect")
+
+
+@pytest.mark.parametrize(
+    "word, others",
+    [
+        ("actor.strategy=fspd", ("actor.lora.rank=8",)),
+        ("rollout.n=two", ("algorithm.adv_estimator=grpo",)),  # GRPO refuses the default, 1
+        ("rollout.m=8", ("algorithm.adv_estimator=grpo",)),
+        ("actor.rollout.n=8", ("algorithm.adv_estimator=grpo",)),
+        ("trainer.n_gpus_per_node=four", ("actor.megatron.tensor_model_parallel_size=4",)),
+        ("actor.num_ranks=0", ("actor.megatron.tensor_model_parallel_size=2",)),
+        ("algorithm.use_kl_in_reward=treu", ("ref.megatron.tensor_model_parallel_size=1",)),
+        ("algorithm.adv_estimator=gea", ("algorithm.lam=0.9", "critic.optim.lr=1e-4")),
+        ("trainer.save_freq=often", ("trainer.on_nonfinite=rollback",)),
+        ("data.train_batch_size=0", ("actor.ppo_mini_batch_size=100",)),
+        ("trainer.nnodes=two", ("trainer.node_rank=1", "trainer.master_addr=a")),
+    ],
+)
+def test_what_may_follow_from_a_word_that_was_left_out_is_not_told(word: str, others: tuple[str, ...]) -> None:
+    assert refusal(word, *others).startswith(f"{word}: ")
+
+
+def test_of_a_value_that_is_left_out_the_one_below_counts(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("actor: {strategy: fsdp, ppo_epochs: -1}\ntrainer: {n_gpus_per_node: 2}\n")
+    assert refusals(f"recipe={file}", "actor.ppo_epochs=0", "actor.lora.rank=8") == [
+        "actor.ppo_epochs=0: expected at least 1",
+        "actor.ppo_epochs=-1: expected at least 1",
+        "actor.strategy=fsdp: actor.lora.rank=8 trains adapters only; expected megatron",
+    ]
+
+
+def test_beside_a_file_that_cannot_be_read_only_what_is_typed_is_told(tmp_path: Path) -> None:
+    words = ("actor.optim.min_lr=2.0", "actor.optim.lr=1.0", "algorithm.adv_estimator=grpo", "algorithm.gamma=7")
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"recipe={tmp_path}/absent.yaml", *words])
+    assert [said.partition(": ")[0] for said in caught.value.sentences] == [
+        f"{tmp_path}/absent.yaml",
+        "algorithm.gamma=7.0",
+        "actor.optim.min_lr=2.0",
+    ]
+
+
+def test_a_needed_key_is_told_beside_words_that_were_not_meant_for_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=m", "actor.clip_ration=0.1"])
+    _, missing = caught.value.sentences
+    assert missing.startswith("data.train_files is not set: ")
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=m", "data.xyz=[a.jsonl]"])
+    assert len(caught.value.sentences) == 1, "it may have been meant by this"

@@ -81,6 +81,12 @@ def has_folder(config: Config, role: str) -> bool:
     return _file(model_of(config, role).path) is not None
 
 
+def to_prepare(config: Config) -> list[str]:
+    """The roles whose models trainer.prepare makes, as they are not there yet."""
+    made = ("actor", *config.teacher_roles) if config.trainer.prepare else ()
+    return [role for role in made if not has_folder(config, role)]
+
+
 def model_numbers(config: Config, role: str) -> ModelNumbers:
     """The model's numbers that the role's layout must fit."""
     return numbers_of(model_config(config, role))

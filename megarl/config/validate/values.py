@@ -288,14 +288,15 @@ def _of_entries(config: Config, key: str) -> Iterator[str]:
     yield from (f"{mapping}.{name}.{rest}" for name in value_of(config, mapping)) if found else (key,)
 
 
-def invalid_values(config: Config, command: str, *, is_whole: bool) -> Iterator[str]:
-    """One sentence for each value that is invalid on its own.
-
-    is_whole: every setting could be taken; otherwise a key that is not set may be one of those that could not.
-    """
-    for key in NEEDED[command] if is_whole else ():
+def missing_values(config: Config, command: str) -> Iterator[str]:
+    """One sentence for each key that the command needs and nobody set."""
+    for key in NEEDED[command]:
         if not value_of(config, key) and not (key == SERVED and config.rollout.join):
             yield f"{key} is not set: `megarl {command}` needs {WANTED.get(key, 'at least one file')}"
+
+
+def invalid_values(config: Config, command: str) -> Iterator[str]:
+    """One sentence for each value that is invalid on its own."""
     for general, choices in CHOICES.items():
         for key in _of_entries(config, general):
             value = value_of(config, key)

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megarl.config import Config, layout_of, used_roles
+from megarl.config import Config, layout_of, model_config, used_roles
 from megarl.config.validate.models import group_of, model_of
 from megarl.layout import Layout
 from megarl.plan.command.show import LOCAL, memory_table, plain_table
-from megarl.plan.from_config import is_only_a_name, job_of, numbers_of_model
+from megarl.plan.from_config import job_of, numbers_of_model
 from megarl.plan.gpus import GPUS
 from megarl.plan.memory.count import of_stage, whole
 from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer, local_totals
@@ -51,9 +51,9 @@ class Seat:
 
 
 def report(config: Config, console: Console | None = None) -> None:
-    """Print the report for the roles of `megarl train`; of a model that is only a name yet it is a line."""
+    """Print the report for the roles of `megarl train`; of a model that is not here yet it is a line."""
     console = console or sentences()
-    if role := next((role for role in used_roles(config, "train") if is_only_a_name(config, role)), None):
+    if role := next((role for role in used_roles(config, "train") if not model_config(config, role)), None):
         where = f"{group_of(role)}.path={model_of(config, role).path}"
         line = f"{where}: its config.json is not on this machine; layout and memory were not planned"
         console.print(f"{line} (model=PRESET has the sizes of known models)", markup=False, highlight=False)

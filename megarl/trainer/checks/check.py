@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
+from itertools import chain
 from os.path import expanduser
 from pathlib import Path
 
-from megarl.config import Config, ConfigError, used_roles
+from megarl.config import Config, Examined, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
-from megarl.config.validate.models import group_of, model_of, with_own_models
+from megarl.config.settings import Faults
+from megarl.config.validate.models import group_of, model_of, to_prepare, with_own_models
+from megarl.data import FILE_KINDS
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts, Row
-from megarl.plugins import load_plugins
+from megarl.data.readers import missing, read_rows
+from megarl.plan.command.report import report
+from megarl.plugins import load_plugins, user_function
 from megarl.terminal import sentences
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import MINI_PLACE, cached_folder, may_be_hub_name, read_prompts
@@ -24,60 +28,84 @@ from megarl.trainer.collectors import check_agents, check_rewards
 from megarl.trainer.teachers import check_taught
 from megarl.weights.hf.folder import INDEX, SINGLE, open_hf
 
-
-class Faults:
-    """One sentence for each thing that would stop the run."""
-
-    def __init__(self) -> None:
-        self.sentences: list[str] = []
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """A ValueError raised inside is collected, and the code after the block goes on."""
-        try:
-            yield
-        except ValueError as error:
-            self.sentences += error.sentences if isinstance(error, ConfigError) else [str(error)]
+# Decide how a row becomes a prompt.
+_OF_PROMPTS = ("data.*_key", "data.max_prompt_length", "data.overlong_prompts", "data.system_prompt",
+               "data.apply_chat_template_kwargs", "model.*")  # fmt: skip
 
 
-def main(config: Config) -> int:
-    """Print what was looked at.  Raises ConfigError with a sentence for each fault.
+def main(found: Examined) -> int:
+    """Print what was looked at.  Raises ConfigError with a sentence for each fault, those of the settings first.
 
-    Of a run whose data and models are all on another machine only plug-ins and rewards are looked at.
+    What a refused word would have said is not looked at.  Of a run whose data and models are all on another machine
+    only plug-ins and rewards are.
     """
-    faults, console = Faults(), sentences()
+    config, left_out = found.config, found.left_out
+    faults, console = Faults(found.faults), sentences()
+    later = Faults()
 
     def say(line: str) -> None:
         console.print(line)
 
+    if not found.faults:
+        with later.collect():
+            report(config, console)
     is_loaded = False
-    with faults.collect():
+    with later.collect():
         load_plugins(config.algorithm.plugins)
-        is_loaded = True
-        with faults.collect():
+        is_loaded = not left_out.has("algorithm.plugins")
+    if is_loaded and not left_out.has("reward.*"):
+        with later.collect():
             check_rewards(config)
-        with faults.collect():
+    if is_loaded:
+        with later.collect():
             algorithm = make_algorithm(config)
             say(source_of_old_log_probs(config, algorithm.why_own_pass))
-    files = [*config.data.train_files, *config.data.val_files]
-    folders = {role: cached_folder(model_of(config, role).path) for role in with_own_models(config, _roles(config))}
-    if not any(folders.values()) and not any(Path(expanduser(file)).exists() for file in files):
-        say("data and models of this run are not on this machine: they were not looked at")
-    else:
-        for role, folder in folders.items():
-            with faults.collect():
-                say(_model(config, role, folder))
-        with faults.collect():
-            for line in _data(config, folders["actor"], faults, tries=is_loaded):
-                say(line)
-    if faults.sentences:
-        raise ConfigError(*dict.fromkeys(faults.sentences))
+    _look_at_files(found, say, later, tries=is_loaded)
+    known = {fault.partition(": ")[0] for fault in found.faults}  # a file without the wanted name does not load, either
+    faults.sentences += (
+        sentence
+        for sentence in later.sentences
+        if sentence.partition(": ")[0] not in known and not left_out.may_cause(sentence)
+    )
+    faults.stop_if_any()
     say("nothing was found that would stop this run")
     return 0
 
 
+def _look_at_files(found: Examined, say: Callable[[str], None], faults: Faults, *, tries: bool) -> None:
+    """Models, data, and rewards on this data if `tries`."""
+    config = found.config
+    files = [*config.data.train_files, *config.data.val_files]
+    folders = {
+        role: cached_folder(model_of(config, role).path)
+        for role in with_own_models(config, _roles(config))
+        if model_of(config, role).path
+    }
+    if makes := to_prepare(config):
+        with faults.collect():
+            say(_made_first(config, files))
+    elif not any(folders.values()) and not _present(files):
+        return say("data and models of this run are not on this machine: they were not looked at")
+    for role, folder in folders.items():
+        with faults.collect():
+            say(_model(config, role, folder))
+    faults.sentences += () if makes or found.left_out.has("trainer.prepare") else missing(files)
+    with faults.collect():
+        for line in _data(found, folders.get("actor"), faults, tries=tries):
+            say(line)
+
+
 def _roles(config: Config) -> tuple[str, ...]:
     return tuple(used_roles(config, "train"))
+
+
+def _made_first(config: Config, files: Sequence[str]) -> str:
+    """A line on what trainer.prepare makes.  Raises ValueError if there is no such function."""
+    place = config.trainer.prepare
+    user_function(f"trainer.prepare={place}", f"{place}:prepare")
+    models = [f"{group_of(role)}.path={model_of(config, role).path}" for role in to_prepare(config)]
+    absent = [file for file in files if file not in _present(files)]
+    return f"trainer.prepare={place}: the run calls it first, to make what is not here: {', '.join([*models, *absent])}"
 
 
 def _model(config: Config, role: str, folder: str | None) -> str:
@@ -103,43 +131,54 @@ def _absent(config: Config, path: str, group: str) -> str:
     return f"no folder here, and no hub name that was downloaded before; the run asks the hub, this did not{hint}"
 
 
-def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
+def _data(found: Examined, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
     """Lines on prompts and rewards.  Raises ValueError for a tokenizer that stops a run.
 
     Files, rows and rewards that do are among the faults.  `tries`: rewards are tried, as their plug-ins have loaded.
     """
-    tokenizer = cached_folder(config.model.tokenizer_path)
-    if tokenizer is None or folder is None:
-        yield "without tokenizer and model no prompt was read"
+    config, left_out = found.config, found.left_out
+    sets = {name: files for name in ("train", "val") if (files := _present(getattr(config.data, f"{name}_files")))}
+    tokenizer = cached_folder(config.model.tokenizer_path) if config.model.tokenizer_path else None
+    if tokenizer is None or folder is None or left_out.has(*_OF_PROMPTS):
+        for file in chain(*sets.values()):
+            with faults.collect():
+                read_rows([file], FILE_KINDS)
+        yield "without tokenizer and model no prompt was read" if not found.faults else "no prompt was read"
         return
     here = deepcopy(config)
     here.model.path, here.model.tokenizer_path = folder, tokenizer
-    here.reward.try_rows *= tries
+    scores = tries and not left_out.has("reward.*")
+    here.reward.try_rows *= scores
     load_tokenizer(tokenizer)
-    if reason := check_agents(here):
-        yield f"warning: {reason}"
+    if not left_out.has("agent.*"):
+        with faults.collect():
+            if reason := check_agents(here):
+                yield f"warning: {reason}"
     rows: list[Row] = []
     read: list[Prompts] = []
     with RewardTrial(here) as trial:
-        sets = (("train", here.data.train_files, here.data.train_max_samples), ("val", here.data.val_files, None))
-        for name, files, max_rows in sets:
-            found: Prompts | None = None
+        for name, files in sets.items():
+            prompts: Prompts | None = None
             with faults.collect():
-                found = read_prompts(here, files, max_rows=max_rows) if files else None
-            if found is None:
+                prompts = read_prompts(here, files, max_rows=here.data.train_max_samples if name == "train" else None)
+            if prompts is None:
                 continue
-            if name == "train":
+            if name == "train" and not left_out.has("teachers.*", "distill.*"):
                 with faults.collect():
-                    check_taught(here, found.data_sources)
-            rows += found.some(here.reward.try_rows)
-            read.append(found)
-            yield _prompts(f"data.{name}_files", files, found)
+                    check_taught(here, prompts.data_sources)
+            rows += prompts.some(here.reward.try_rows)
+            read.append(prompts)
+            yield _prompts(f"data.{name}_files", files, prompts)
         with faults.collect():
-            check_truths(here, read if tries else [])
+            check_truths(here, read if scores else [])
         with faults.collect():
             trial.check(rows)
     if trial.is_tried and rows:
         yield f"rewards: tried on {len(rows)} rows"
+
+
+def _present(files: Sequence[str]) -> list[str]:
+    return [file for file in files if Path(expanduser(file)).exists()]
 
 
 def _prompts(key: str, files: Sequence[str], found: Prompts) -> str:

@@ -73,8 +73,7 @@ def test_teachers_are_listed_with_their_own_layouts():
 def test_a_model_that_nothing_is_known_of_is_refused():
     with pytest.raises(ValueError, match="^model.path=org/name: its config.json is not here; expected"):
         seats_of(config_of("model.path=org/name"))
-    console = Console(record=True, width=200)
-    report(config_of("model.path=org/name"), console)
-    assert console.export_text().startswith("model.path=org/name: its config.json is not on this machine; layout and ")
-    with pytest.raises(ValueError, match="^model.path=a/b/c: its config.json is not here; expected"):
-        report(config_of("model.path=a/b/c"), console)
+    for path in ("org/name", "a/b/c"):  # the second may be made first
+        console = Console(record=True, width=200)
+        report(config_of(f"model.path={path}"), console)
+        assert console.export_text().startswith(f"model.path={path}: its config.json is not on this machine; layout ")

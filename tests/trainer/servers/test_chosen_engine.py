@@ -83,8 +83,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def test_a_command_with_servers_says_which_engine_and_why(
-    ran: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").touch()
     words = [*BASE, f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
     assert cli.main(["train", *words]) == 0
     assert ran[0].rollout.engine == "hf"
