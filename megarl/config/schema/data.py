@@ -10,7 +10,7 @@ from omegaconf import II
 
 @dataclass
 class Data:
-    train_files: list[str] = field(default_factory=list)  # JSONL files or `datasets` folders: the training prompts
+    train_files: list[str] = field(default_factory=list)  # training prompts: JSONL or parquet files, `datasets` folders
     val_files: list[str] = field(default_factory=list)  # the same, for the evaluation; empty = no evaluation
     prompt_key: str = "prompt"  # field of a row: a string or chat messages (GSM8K's `question` is recognized)
     ground_truth_key: str = "ground_truth"  # field of a row passed to the reward (GSM8K's `answer` is recognized)
@@ -81,7 +81,7 @@ class Reward:
 
 @dataclass
 class Sft:
-    train_files: list[str] = field(default_factory=list)  # JSONL files with prompts and the responses to imitate
+    train_files: list[str] = field(default_factory=list)  # prompts and responses to imitate: JSONL, parquet, `datasets`
     val_files: list[str] = field(default_factory=list)  # the same, held out: their loss is evaluated; empty = none
     prompt_key: str = "prompt"  # field of a row: not part of the loss
     response_key: str = "response"  # field of a row: trained on
