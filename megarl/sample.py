@@ -145,6 +145,8 @@ class Sample:
     text: str = ""  # what a reader sees: the completion, or all rows of an episode
     truncated: bool = False  # whether a limit of the run ended it
     pred: str | None = None  # the answer that the reward function has read, by which answers vote
+    # What was said in an episode, by agents/transcript.py; empty for a completion, and if the agent asked with ids.
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(

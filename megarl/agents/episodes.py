@@ -21,6 +21,7 @@ from megarl.agents.endpoint import Endpoint
 from megarl.agents.load import CHAT, PROCESS, load_episode
 from megarl.agents.process import EpisodeFailed, Job, Processes
 from megarl.agents.session import Policy, Session
+from megarl.agents.transcript import transcript
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate
 from megarl.plugins import describe
@@ -272,7 +273,8 @@ class Episodes:
         reward = math.fsum((result.reward, *of_turns.values()))  # in whichever order the turns got theirs
         extra = {**result.extra, **numbers_of(session, rows)}
         truncated = session.over_limit or session.truncated
-        return Sample(prompt, tuple(rows), reward, extra, text=text, truncated=truncated, pred=result.pred)
+        how: dict[str, Any] = {"truncated": truncated, "pred": result.pred, "messages": transcript(session.messages)}
+        return Sample(prompt, tuple(rows), reward, extra, text=text, **how)
 
 
 def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from megarl.ragged import COUNTS, Ragged
 from megarl.sample import Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
 
 TENSORS, LINES = "groups.safetensors", "groups.jsonl"
-FORMAT = 4  # of the files; goes up with every change
+FORMAT = 5  # of the files; goes up with every change
 
 
 def save_groups(folder: Path, groups: Mapping[int, Sequence[Sample]]) -> None:
@@ -156,6 +156,7 @@ def _sample_to_json(sample: Sample, parts: _Parts) -> dict[str, Any]:
         "truncated": sample.truncated,
         "pred": sample.pred,
         "text": sample.text,
+        "messages": sample.messages,
     }
 
 

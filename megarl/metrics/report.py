@@ -45,7 +45,8 @@ def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]
     {"step", "uid", "prompt", "completion", "ground_truth", "reward", "reward_extra", "finish_reason",
      "versions": [[version, start, end], ...], "num_tokens", "num_turns", "num_rows", "turn_rewards": [...]}
 
-    "num_tokens": those that the policy wrote; "versions" are places in them.
+    "num_tokens": those that the policy wrote; "versions" are places in them.  An episode has "messages", too: what was
+    said, shortened, [{"role", "text", "reasoning", "calls"}].
     """
     append_lines(Path(path), [_sample_line(step, sample) for group in groups[:num_groups] for sample in group])
 
@@ -77,6 +78,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 def _sample_line(step: int, sample: Sample) -> dict[str, Any]:
     prompt = sample.prompt
+    said = {"messages": sample.messages} if sample.messages else {}
     return {
         "step": step,
         "uid": prompt.uid,
@@ -91,6 +93,7 @@ def _sample_line(step: int, sample: Sample) -> dict[str, Any]:
         "num_turns": sample.num_turns,
         "num_rows": len(sample.rows),
         "turn_rewards": [reward for row in sample.rows for reward in row.rewards],
+        **said,
     }
 
 

@@ -409,7 +409,15 @@ function answer(sample) {
       sample.times > 1 ? make("b", {}, `${sample.times} times`) : null,
       make("span", {}, `${tokens} tokens`), turns > 1 ? make("span", {}, `${turns} turns`) : null,
       make("span", {}, `weights ${written.join(", ")}`), end === "stop" ? null : make("span", {}, `ended by ${end}`), ...extra),
-    make("div", { className: "text" }, sample.completion || "(empty)"));
+    ...(sample.messages ?? []).map(message), sample.messages ? null : make("div", { className: "text" }, sample.completion || "(empty)"));
+}
+
+/** A block of a conversation: who speaks, what is thought and said, and the calls of tools. */
+function message({ role, text, reasoning, calls = [] }) {
+  const block = (kind, ...content) => make("div", { className: `text ${kind}` }, ...content);
+  return make("div", { className: role === "assistant" ? "message own" : "message" }, make("b", {}, role),
+    reasoning ? block("reasoning", reasoning) : null, text ? block("said", text) : null,
+    ...calls.map((call) => block("call", `${call.name} `, make("span", {}, call.arguments))));
 }
 
 /* ---------------------------------------------------------------- token by token */

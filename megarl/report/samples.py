@@ -10,7 +10,10 @@ MAX_STEPS = 24  # of a page, the first and the last among them
 MAX_PER_STEP = 16
 MAX_TEXT = 4000  # characters of a prompt or an answer; the middle is left out
 MAX_CHARS = 700_000  # of all samples of a page, again of those token by token, and again of the timeline
-SHOWN = ("uid", "ground_truth", "reward", "reward_extra", "finish_reason", "versions", "num_tokens", "num_turns")
+SHOWN = (
+    *("uid", "ground_truth", "reward", "reward_extra", "finish_reason", "versions", "num_tokens", "num_turns"),
+    "messages",  # of an episode; they are short already
+)
 Row = Mapping[str, Any]
 
 

@@ -37,7 +37,8 @@ def samples(draw: st.DrawFn, prompt: Prompt, numbers: st.SearchStrategy[float]) 
     rows = tuple(draw(rows_of(prompt, each, numbers, with_rewards)) for each in turns)
     extra = draw(st.dictionaries(st.text(max_size=3), rewards, max_size=2))
     rest = draw(st.none() | rewards), draw(st.text(max_size=5)), draw(st.booleans())
-    return Sample(prompt, rows, draw(rewards), extra, *rest)
+    messages = draw(st.lists(st.fixed_dictionaries({"role": st.just("tool"), "text": st.text(max_size=5)}), max_size=2))
+    return Sample(prompt, rows, draw(rewards), extra, *rest, messages=messages)
 
 
 @st.composite
@@ -164,6 +165,7 @@ def test_the_files_by_hand(tmp_path: Path) -> None:
         "greedy_reward": None,
         "truncated": False,
         "pred": None,
+        "messages": [],
     }
     assert lines[2] == {"visit": 11, "prompt": None, "samples": []}
 

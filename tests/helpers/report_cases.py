@@ -11,6 +11,18 @@ from megarl.metrics.jsonl import append_lines
 
 HOSTILE = "</script><script>window.struck = 1</script><img src=x onerror='window.struck = 2'>"
 
+MESSAGES = [
+    {"role": "user", "text": f"12+34? {HOSTILE}"},
+    {
+        "role": "assistant",
+        "text": "",
+        "reasoning": "a tool",
+        "calls": [{"name": "add", "arguments": f"[12, 34] {HOSTILE}"}],
+    },
+    {"role": "tool", "text": f"46 {HOSTILE}"},
+    {"role": "assistant", "text": "It is 46."},
+]
+
 
 def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 1e-6) -> Path:
     """A run of so many steps with every file that a page shows, but the summary."""
@@ -20,6 +32,7 @@ def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 
     (folder / "config.yaml").write_text(to_yaml(resolved(config)))
     append_lines(folder / "metrics.jsonl", [_metrics(step, steps) for step in range(1, steps + 1)])
     samples = [sample(step, at) for step in range(1, steps + 1) for at in range(4)]
+    samples += [sample(step, 4, completion="all rows", messages=MESSAGES) for step in range(1, steps + 1)]
     append_lines(folder / "samples.jsonl", samples)
     append_lines(folder / "advice.jsonl", [{"step": 7, "advice": f"entropy: {HOSTILE}"}])
     append_lines(folder / "tokens.jsonl", [_tokens(step) for step in range(1, steps + 1)])

@@ -113,7 +113,12 @@ def test_an_episode_is_a_line_with_its_turns_rows_and_their_rewards(tmp_path):
     other = Row(
         [5, 9, 9], (TurnSpan(1, 1, 3),), [-1.0] * 2, (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2)), "length", (0.25,)
     )
-    write_samples(tmp_path / "samples.jsonl", 1, [[Sample(Prompt("0-1", [5], "x"), (first, other), 1.0, text="done")]])
+    said = [
+        {"role": "user", "text": "x"},
+        {"role": "assistant", "text": "", "calls": [{"name": "f", "arguments": "{}"}]},
+    ]
+    sample = Sample(Prompt("0-1", [5], "x"), (first, other), 1.0, text="done", messages=said)
+    write_samples(tmp_path / "samples.jsonl", 1, [[sample]])
     (line,) = read_lines(tmp_path / "samples.jsonl")
     wanted = {
         "completion": "done",
@@ -122,6 +127,7 @@ def test_an_episode_is_a_line_with_its_turns_rows_and_their_rewards(tmp_path):
         "num_tokens": 4,
         "num_turns": 3,
         "num_rows": 2,
+        "messages": said,
     }
     wanted |= {"turn_rewards": [0.5, 0.0, 0.25], "versions": [[1, 0, 2], [1, 2, 3], [2, 3, 4]]}
     assert {name: line[name] for name in wanted} == wanted

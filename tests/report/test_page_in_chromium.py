@@ -72,6 +72,26 @@ def test_what_a_model_wrote_is_shown_and_never_run(browser: Chromium, page: Path
     assert browser.value("fetch('http://127.0.0.1:9/').then(() => 'sent', () => 'refused')") == "refused"
 
 
+def test_an_episode_is_shown_as_blocks_of_who_says_what_and_calls_what(browser: Chromium, page: Path) -> None:
+    browser.open(page, width=400)
+    blocks = (
+        "[...document.querySelectorAll('#samples .message')].map((block) =>"
+        " [...block.children].map((part) => `${part.className.replace('text ', '')}: ${part.textContent}`))"
+    )
+    assert browser.value(blocks) == [
+        [": user", f"said: 12+34? {HOSTILE}"],
+        [": assistant", "reasoning: a tool", f"call: add [12, 34] {HOSTILE}"],
+        [": tool", f"said: 46 {HOSTILE}"],
+        [": assistant", "said: It is 46."],
+    ]
+    own = "[...document.querySelectorAll('#samples .message.own b')].map((name) => name.textContent)"
+    assert browser.value(own) == ["assistant", "assistant"]
+    texts = browser.value("[...document.querySelectorAll('.answer > .text')].map((one) => one.textContent)")
+    assert "all rows" not in texts, "the same again, as one text"
+    assert browser.value("window.struck === undefined && document.querySelectorAll('main img').length === 0")
+    assert browser.value("document.documentElement.scrollWidth") <= 400
+
+
 def test_a_token_has_a_colour_for_each_measure_and_tells_its_numbers(browser: Chromium, page: Path) -> None:
     browser.open(page, width=400)
     token = "document.querySelectorAll('#tokens .token')[1]"

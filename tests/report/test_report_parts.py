@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 import pytest
-from report_cases import sample
+from report_cases import MESSAGES, sample
 
 from megarl.config import Config, load_config, resolved, to_yaml
 from megarl.config.settings import read_yaml
@@ -69,6 +69,11 @@ def test_samples_are_of_steps_all_over_the_run_and_bounded():
     found = samples_of(rows)
     assert (found[0]["step"], found[-1]["step"]) == (1, 200)
     assert len(json.dumps(found)) <= MAX_CHARS
+
+
+def test_a_sample_of_an_episode_keeps_what_was_said():
+    (step,) = samples_of([sample(1, 0, messages=MESSAGES), sample(1, 1)])
+    assert [each["messages"] for each in step["samples"]] == [MESSAGES, None]
 
 
 def test_settings_that_follow_another_key_are_not_changed_ones(tmp_path):

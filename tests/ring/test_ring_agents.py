@@ -55,6 +55,8 @@ def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path
         assert sample["reward"] == pytest.approx(sum(sample["turn_rewards"]))
         assert sample["num_rows"] == 2 - int(sample["prompt"][0]) % 2
         assert sample["completion"].startswith(f"<user>{sample['prompt']}<eos><assistant>")
+        assert [said["role"] for said in sample["messages"]][:2] == ["user", "assistant"]
+        assert sample["messages"][0]["text"] == sample["prompt"]
     for kept in lines(run / "tokens.jsonl"):
         rows = ["".join(part.get("text") or "".join(part["pieces"]) for part in row) for row in kept["rows"]]
         assert all("pieces" in row[-1] and "text" in row[0] for row in kept["rows"])

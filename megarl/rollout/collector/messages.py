@@ -156,6 +156,7 @@ def pack(group: list[Sample] | LostRollout) -> PackedGroup:
             sample.text,
             sample.truncated,
             sample.pred,
+            sample.messages,
         )
         for sample in group
     ]
