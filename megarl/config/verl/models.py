@@ -226,6 +226,7 @@ RULES: dict[str, Rule] = {
     "*model.enable_activation_offload": nothing("activations are recomputed, not offloaded"),
     "*model.use_shm": nothing("the folder is read where it is"),
     "*model.use_remove_padding": nothing("sequences are always packed and never padded"),
+    "*megatron.use_remove_padding": nothing("sequences are always packed and never padded"),
     "*model.use_liger": nothing("changes time only"),
     "*model.trust_remote_code": harmless(False, why=_NO_CODE.split(":")[0], otherwise=_NO_CODE),
     "*model.external_lib": unless((None,), "there is none", named("algorithm.plugins", {})),

@@ -82,6 +82,9 @@ RULES: dict[str, Rule] = {
         "algorithm.adv_estimator", {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
     ),
     "algorithm.filter_groups.metric": _metric,
+    "algorithm.rollout_correction.rollout_token_veto_threshold": unless(
+        (None,), "no token vetoes its sequence", refused("no token vetoes its sequence: expected null")
+    ),
     "algorithm.use_pf_ppo": harmless(False, why="samples count alike", otherwise="expected false"),
     "algorithm.pf_ppo.*": nothing("samples are never drawn again"),
     # the run
@@ -90,6 +93,9 @@ RULES: dict[str, Rule] = {
     "trainer.validation_data_dir": nothing("answers of evaluations are kept in samples.jsonl"),
     "trainer.balance_batch": nothing("ranks always get equal shares of tokens"),
     "trainer.max_critic_ckpt_to_keep": nothing("a save holds actor and critic"),
+    "trainer.remove_previous_ckpt_in_save": harmless(
+        False, why="earlier saves stay", otherwise="expected trainer.max_checkpoints_to_keep=1"
+    ),
     "trainer.default_hdfs_dir": unless((None,), "saves stay in the run's folder", refused("expected null")),
     "trainer.del_local_ckpt_after_load": harmless(False, why="saves stay", otherwise="expected false"),
     "trainer.resume_mode": _resume,
