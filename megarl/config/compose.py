@@ -183,7 +183,10 @@ def _valid(layers: list[Layer], command: str, faults: Faults, left_out: LeftOut)
             found.sentences += invalid_values(config, command)
         if not found.sentences:
             return layers, config, left_out
-        faults.sentences += found.sentences
+        # What the default of a word that was left out leads to is no fault of the user's.
+        faults.sentences += (
+            sentence for sentence in found.sentences if not left_out.may_cause(sentence) or _is_set(sentence, layers)
+        )
         keys = {key for sentence in found.sentences for key in keys_in(sentence.partition(": ")[0])}
         fewer = _without(layers, keys)
         if fewer == layers:
@@ -204,6 +207,12 @@ def _without(layers: list[Layer], keys: set[str]) -> list[Layer]:
         return tuple(setting for setting in layers[at].settings if not any(_sets(setting, name) for name in names))
 
     return [replace(layer, settings=kept(at)) for at, layer in enumerate(layers)]
+
+
+def _is_set(sentence: str, layers: list[Layer]) -> bool:
+    """Does a layer set a key that the sentence is about?"""
+    keys = keys_in(sentence.partition(": ")[0])
+    return any(_sets(setting, key) for key in keys for layer in layers for setting in layer.settings)
 
 
 def _sets(setting: Setting, key: str) -> bool:

@@ -64,9 +64,10 @@ def test_server_and_trainer_agree_on_the_log_probs(ppo: Path) -> None:
 
 
 def test_nothing_has_moved_at_the_first_optimizer_step(ppo: Path) -> None:
-    # The same weights, perhaps packed otherwise: what is left is a mean of float32 roundings, which cancel.
-    assert max(abs(kl) for kl in steps(ppo, "actor/first_ppo_kl").values()) < 1e-8
-    assert abs(steps(ppo, "actor/reward_kl_penalty")[1]) < 1e-8, "the reference is the policy at the start"
+    # The same weights, perhaps packed otherwise: what is left is a mean over some 48 tokens of float32 roundings, of
+    # log-probs near -5 (their last bit is 5e-7), which cancel but for one part in seven.
+    assert max(abs(kl) for kl in steps(ppo, "actor/first_ppo_kl").values()) < 1e-7
+    assert abs(steps(ppo, "actor/reward_kl_penalty")[1]) < 1e-7, "the reference is the policy at the start"
 
 
 def test_the_run_folder_explains_itself(ppo: Path) -> None:

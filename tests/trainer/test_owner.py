@@ -47,11 +47,15 @@ def another_owner(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_second_run_in_a_folder_is_told_who_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Through the command, for both kinds of training; nothing in the folder changes."""
-    run = tmp_path / "run"
+    run, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
     with another_owner(run) as process:
         (run / "metrics.jsonl").write_text("of the first run")
         started = json.loads((run / OWNER).read_text())["started"]
-        for words in (["train", *BASE], ["sft", "model.path=m", "sft.train_files=[a.jsonl]"]):
+        for words in (
+            ["train", *BASE, f"data.train_files=[{rows}]"],
+            ["sft", "model.path=m", f"sft.train_files=[{rows}]"],
+        ):
             assert main([*words, f"trainer.default_local_dir={tmp_path}"]) == 2
             assert capsys.readouterr().err.splitlines()[-1] == (
                 f"error: {run} is used by process {process.pid} on {socket.gethostname()}, which began at {started}; "

@@ -139,7 +139,7 @@ def evaluated(found: list[Any], config: Config, monkeypatch: pytest.MonkeyPatch)
     )
     infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
     prompts = SimpleNamespace(
-        all=lambda _: ["a prompt"] * len(found), some=lambda _: [], sets=lambda _: ["a"] * len(found)
+        all=lambda _: ["a prompt"] * len(found), some=lambda _: [], sets=lambda _: ["a"] * len(found), questions=[]
     )
     monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
     monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
