@@ -10,6 +10,7 @@ from config_helpers import tables_kept
 from megarl import algo
 from megarl.algo import ActorLoss, load_plugins, step_columns
 from megarl.algo.hyperparameters import keyword_names
+from megarl.algo.loss import POLICY_LOSSES
 from megarl.algo.segments import clean
 
 LENGTHS = [5, 4, 9, 3, 7, 2]
@@ -236,8 +237,10 @@ def test_statistics_have_the_losss_name_once():
     assert {"actor/clipped_twice/pg_clipfrac", "actor/clipped_twice/ppo_kl"} <= stats.keys()
 
 
-def test_both_modes_are_honoured_and_no_other_is_needed():
-    ActorLoss("clipped_twice").require_agg_mode("seq-mean-token-sum-norm")
+def test_a_loss_that_honours_both_modes_takes_every_mode():
+    loss = ActorLoss("clipped_twice")
+    loss.require_agg_mode("seq-mean-token-sum-norm")  # raises for a mode that the loss cannot have
+    assert POLICY_LOSSES["clipped_twice"].function.agg_modes is None, "None: all modes"
 
 
 def batch_of(seed):
