@@ -14,7 +14,7 @@ from aiohttp import web
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import Route
 
-_SHARED = {"prompt_tokens": 1, "cached_tokens": 0, "weight_version": "0"}
+_SHARED = {"cached_tokens": 0, "weight_version": "0"}
 
 
 class Instant:
@@ -22,24 +22,25 @@ class Instant:
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary, self._random = vocabulary, random.Random(0)
-        self._replies: dict[tuple[int, int], bytes] = {}
+        self._replies: dict[tuple[int, int, int], bytes] = {}
 
     async def generate(self, request: web.Request) -> web.Response:
-        params = (await request.json())["sampling_params"]
-        shape = (params["n"], params["max_new_tokens"])
+        asked = await request.json()
+        params = asked["sampling_params"]
+        shape = (params["n"], params["max_new_tokens"], len(asked["input_ids"]))
         if shape not in self._replies:
-            self._replies[shape] = json.dumps([self._completion(shape[1]) for _ in range(shape[0])]).encode()
+            self._replies[shape] = json.dumps([self._completion(*shape[1:]) for _ in range(shape[0])]).encode()
         return web.Response(body=self._replies[shape], content_type="application/json")
 
     async def flush(self, _: web.Request) -> web.Response:
         return web.Response()
 
-    def _completion(self, num_tokens: int) -> dict[str, object]:
+    def _completion(self, num_tokens: int, prompt_tokens: int) -> dict[str, object]:
         tokens = [self._random.randrange(6, self._vocabulary) for _ in range(num_tokens)]
         triples = [[-5 * self._random.random(), token, None] for token in tokens]
         spans = [{"version": "0", "start": 0, "end": num_tokens}]
         meta = {**_SHARED, "finish_reason": {"type": "length", "length": num_tokens}, "weight_versions": spans}
-        meta |= {"output_token_logprobs": triples, "completion_tokens": num_tokens}
+        meta |= {"output_token_logprobs": triples, "completion_tokens": num_tokens, "prompt_tokens": prompt_tokens}
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
 
