@@ -24,8 +24,9 @@ from megarl.commands import checkpoint as saves
 from megarl.commands import new as new_project
 from megarl.commands.this_machine import placed
 from megarl.commands.warming import warm_up_for
-from megarl.config import Config, ConfigError, Examined, examined, load_sweep, recipe_names, to_yaml
+from megarl.config import Config, ConfigError, Examined, examined, load_sweep, recipe_names, to_yaml, used_roles
 from megarl.config.describe import Description, described
+from megarl.config.validate.models import missing_folders
 from megarl.convert import request as convert_request
 from megarl.data.readers import missing
 from megarl.doctor import request as doctor_request
@@ -266,9 +267,10 @@ def _configured(name: str, found: Examined) -> Config:
 
 def _missing_files(found: Examined) -> Iterator[str]:
     """Of a run on one machine that makes no files itself."""
-    data, trainer = found.config.data, found.config.trainer
+    config, data, trainer = found.config, found.config.data, found.config.trainer
     is_sure = not found.left_out.has("trainer.prepare", "trainer.nnodes")
     if is_sure and trainer.num_machines == 1 and not trainer.prepare:
+        yield from missing_folders(config, tuple(used_roles(config, "train")))
         yield from missing([*data.train_files, *data.val_files])
 
 

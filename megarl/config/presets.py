@@ -7,6 +7,7 @@ layouts:
 
 from __future__ import annotations
 
+from os.path import exists
 from pathlib import Path
 
 from megarl.config.keys import nearest
@@ -39,6 +40,8 @@ def layout_names(file: Path) -> list[str]:
 def find(kind: str, name: str, files: dict[str, Path], what: str) -> Path:
     """The file that `kind=name` names: one of the shipped ones, or the path of a YAML file."""
     if is_path(name):
+        if not exists(name):  # also of what no file can be named, where `Path` raises
+            raise ConfigError(f"{kind}={name}: no such file; expected one of {', '.join(files)}, or {what}")
         return Path(name)
     if name not in files:
         guess = nearest(name, list(files))

@@ -17,7 +17,7 @@ import torch
 from megarl.config import Config, layout_of, used_roles
 from megarl.config.placement import placements, serves_beside_actor
 from megarl.config.schema.roles import Lora
-from megarl.config.validate.models import config_of_folder, model_numbers, more_than_text
+from megarl.config.validate.models import MINI_PLACE, config_of_folder, missing_folder, model_numbers, more_than_text
 from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
@@ -39,7 +39,6 @@ from megarl.servers.server_process import HERE, Machines
 from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
 
-MINI_PLACE = "runs/models/"  # where presets of such models look for them
 MINI_SIZE = 512  # hidden size and vocabulary of a model that is made on the spot, at most
 
 
@@ -50,18 +49,13 @@ def model_folder(path: str, key: str = "model.path") -> str:
     """
     if Path(path).is_dir():
         return path
-    if not may_be_hub_name(path):  # which the hub would be asked for in vain
-        raise ValueError(f"{key}={path}: no such folder; expected a folder with a config.json, or a hub name")
+    if sentence := missing_folder(path, key):
+        raise ValueError(sentence)
     try:
         return _downloaded(path)
     except Exception as error:  # no network, unknown name, no access: the hub raises a different exception for each
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{key}={path}: neither a folder nor a name that the hub gives ({reason})") from error
-
-
-def may_be_hub_name(path: str) -> bool:
-    """OWNER/NAME, or NAME; a folder that is not there has such a path, too."""
-    return path.count("/") <= 1 and not path.startswith((".", "~", "/"))
 
 
 def cached_folder(path: str) -> str | None:

@@ -6,7 +6,8 @@ import pytest
 from config_helpers import BASE, DENSE, refusal, refusals
 
 from megarl.cli import main
-from megarl.config import ConfigError, load_config, load_sweep
+from megarl.config import Config, ConfigError, load_config, load_sweep
+from megarl.config.validate.models import missing_folders
 
 
 def test_unknown_keys_wrong_types_and_impossible_values_are_told_together() -> None:
@@ -38,7 +39,7 @@ def test_faults_of_a_file_come_with_those_of_the_command_line(tmp_path: Path) ->
     ]
     first, second = refusals(f"recipe={tmp_path}/absent.yaml", "trainer.seed=x")
     assert first == "trainer.seed=x: expected an integer"
-    assert second.startswith(f"{tmp_path}/absent.yaml: cannot be read as YAML")
+    assert second.startswith(f"recipe={tmp_path}/absent.yaml: no such file")
 
 
 def test_a_key_that_could_not_be_taken_is_not_told_as_missing() -> None:
@@ -140,7 +141,7 @@ def test_beside_a_file_that_cannot_be_read_only_what_is_typed_is_told(tmp_path: 
     with pytest.raises(ConfigError) as caught:
         load_config([f"recipe={tmp_path}/absent.yaml", *words])
     assert [said.partition(": ")[0] for said in caught.value.sentences] == [
-        f"{tmp_path}/absent.yaml",
+        f"recipe={tmp_path}/absent.yaml",
         "algorithm.gamma=7.0",
         "actor.optim.min_lr=2.0",
     ]
@@ -154,3 +155,20 @@ def test_a_needed_key_is_told_beside_words_that_were_not_meant_for_it() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["model.path=m", "data.xyz=[a.jsonl]"])
     assert len(caught.value.sentences) == 1, "it may have been meant by this"
+
+
+def test_models_and_files_that_are_not_there_are_told_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["model.path=/no/model", "critic.model.path=/no/critic", "data.train_files=[/no/file.jsonl]"]
+    assert main(["train", *words, "algorithm.adv_estimator=gae"]) == 2
+    told = [line.partition(": no such")[0] for line in capfd.readouterr().err.splitlines() if "error: " in line]
+    assert told == ["error: model.path=/no/model", "error: critic.model.path=/no/critic", "error: /no/file.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["organization/name", "name", "runs/models/mini", ""])
+def test_a_model_that_a_hub_or_the_run_itself_may_give_is_not_told_as_missing(path: str) -> None:
+    config = Config()
+    config.model.path = path
+    assert not list(missing_folders(config, ("actor",)))

@@ -82,7 +82,7 @@ def test_the_layout_of_a_preset_is_checked_as_any_other(preset: str, tmp_path: P
         ("model=3", "model=3: expected the name of a preset or the path of a YAML file"),
         ("model=@ layout=3", "layout=3: expected the name of one of the layouts of the model's preset"),
         ("model=@ model=other", "model=other: expected one model, and model=@ is already given"),
-        ("model=absent.yaml", "absent.yaml: cannot be read as YAML"),
+        ("model=absent.yaml", "model=absent.yaml: no such file; expected one of "),
     ],
 )
 def test_a_preset_that_is_not_there_is_refused(preset: str, words: str, told: str) -> None:

@@ -77,9 +77,9 @@ def test_trainer_and_servers_on_nodes_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_fails_says_so_and_ends(tmp_path: Path) -> None:
-    words = settings(make_parts(tmp_path / "parts"), tmp_path / "runs", "failed", "data.train_files=[/no/such/file]")
-    found = submit(tmp_path, 1, words, 120)
+    found = submit(tmp_path, 1, ["model.path=/no/such/model", "data.train_files=[/no/such/file]"], 120)
     assert found.returncode == 2, found.stdout + found.stderr
+    assert "error: model.path=/no/such/model: no such folder" in found.stderr
     assert "error: /no/such/file: no such file" in found.stderr
     assert not list(tmp_path.glob(".megarl_token*"))
 

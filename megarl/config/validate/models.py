@@ -22,6 +22,7 @@ SHAPE = (
     "qk_nope_head_dim v_head_dim"
 )
 _OTHER_PARTS = ("vision_config", "audio_config", "thinker_config")  # of models of text and more
+MINI_PLACE = "runs/models/"  # where presets of very small models, which a run makes itself, look for them
 _ROUND, _MOST_PADDING = 64, 512  # vocabularies are padded to multiples of the first, rarely by more than the second
 
 
@@ -79,6 +80,26 @@ def with_own_models(config: Config, roles: tuple[str, ...]) -> tuple[str, ...]:
 def has_folder(config: Config, role: str) -> bool:
     """Does the config.json of a role's model exist?"""
     return _file(model_of(config, role).path) is not None
+
+
+def may_be_hub_name(path: str) -> bool:
+    """OWNER/NAME, or NAME; a folder that is not there has such a path, too."""
+    return path.count("/") <= 1 and not path.startswith((".", "~", "/"))
+
+
+def missing_folder(path: str, key: str) -> str:
+    """The sentence for a model's folder that is not there, where the path is no name of a hub either; else ""."""
+    if Path(path).is_dir() or may_be_hub_name(path):  # a hub is asked only for what may be there
+        return ""
+    return f"{key}={path}: no such folder; expected a folder with a config.json, or a hub name"
+
+
+def missing_folders(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """The sentence of `missing_folder` for each model that the run does not make itself."""
+    for role in with_own_models(config, roles):
+        path = model_of(config, role).path
+        if path and not path.startswith(MINI_PLACE) and (sentence := missing_folder(path, f"{group_of(role)}.path")):
+            yield sentence
 
 
 def to_prepare(config: Config) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.config import Config, Examined, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
-from megarl.config.validate.models import group_of, model_of, to_prepare, with_own_models
+from megarl.config.validate.models import MINI_PLACE, group_of, missing_folder, model_of, to_prepare, with_own_models
 from megarl.data import FILE_KINDS
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts, Row
@@ -21,7 +21,7 @@ from megarl.plan.command.report import report
 from megarl.plugins import load_plugins, user_function
 from megarl.terminal import sentences
 from megarl.trainer.algorithm import make_algorithm
-from megarl.trainer.build import MINI_PLACE, cached_folder, may_be_hub_name, read_prompts
+from megarl.trainer.build import cached_folder, read_prompts
 from megarl.trainer.checks.reward_rows import check_truths
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
@@ -123,8 +123,8 @@ def _absent(config: Config, path: str, group: str) -> str:
     """Why a model is not there, and what becomes of that.  Raises ValueError if it stops the run."""
     if config.trainer.prepare or path.startswith(MINI_PLACE):
         return "not here yet, the run makes it (so it was not looked at)"
-    if not may_be_hub_name(path):
-        raise ValueError(f"{group}.path={path}: no such folder; expected a folder with a config.json, or a hub name")
+    if sentence := missing_folder(path, f"{group}.path"):
+        raise ValueError(sentence)
     here = [str(found.parent) for pattern in ("*", "*/*") for found in Path().glob(f"{pattern}/config.json")]
     near = get_close_matches(path, here, n=1, cutoff=0.8)
     hint = f" (if it is to be a folder: did you mean {near[0]}?)" if near else ""

@@ -16,7 +16,7 @@ MINE = """
 import json, os, time
 
 def slows_down(prompt, completion):
-    time.sleep({"first": 1.5, "later": 0.0 if completion.text == "later" else 1.5}.get(prompt.ground_truth, 0.0))
+    time.sleep({"first": 2.5, "later": 0.0 if completion.text == "later" else 2.5}.get(prompt.ground_truth, 0.0))
     return 0.0
 
 def loops(prompt, completion):
@@ -155,7 +155,7 @@ def test_a_reward_that_the_run_would_cut_off_is_named_once_unless_it_was_its_fir
     mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(f"{mine}:slows_down")
-    config.reward.timeout_s, config.reward.on_error = 1.0, "zero"
+    config.reward.timeout_s, config.reward.on_error = 2.0, "zero"
     with RewardTrial(config) as trial:
         trial.check([row("first"), row("46")])
     assert capsys.readouterr().err == "", "its first call may load what it needs"
@@ -163,8 +163,8 @@ def test_a_reward_that_the_run_would_cut_off_is_named_once_unless_it_was_its_fir
     with RewardTrial(config) as trial:
         trial.check([row("later")])
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"warning: reward {mine}:slows_down took 1.")
-    assert said.endswith("tried on rows.jsonl:7 with the answer '': the run cuts it off there after reward.timeout_s=1")
+    assert said.startswith(f"warning: reward {mine}:slows_down took ")
+    assert said.endswith("tried on rows.jsonl:7 with the answer '': the run cuts it off there after reward.timeout_s=2")
 
 
 def test_no_process_is_started_where_nothing_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
