@@ -129,7 +129,7 @@ def test_every_command_composes_without_a_warning_or_is_refused_as_shown(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(cli, "_work_of", lambda _: lambda *given: seen.append(given[-1]) or 0)
-    monkeypatch.setattr(cli, "missing", lambda files: [])  # some files are written by scripts of the page
+    monkeypatch.setattr(cli, "_missing_files", lambda found: [])  # some are written by scripts of the page
     monkeypatch.setenv("MEGARL_TOKEN", "0" * 64)
     code = cli.main(list(command.words))
     assert (code, capsys.readouterr().err) == ((2, f"{command.error}\n") if command.error else (0, ""))
