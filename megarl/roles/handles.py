@@ -117,9 +117,9 @@ class Role:
         """Offload the whole role to host memory; later calls onload what they need and offload it again."""
         self.group.call("offload", {"role": self.name, "by_default": False})
 
-    def onload(self) -> None:
-        """Onload the whole role; it stays on the device."""
-        self.group.call("onload", {"role": self.name})
+    def onload(self, *, by_default: bool = False) -> None:
+        """Onload the whole role; it stays on the device.  `by_default`: only what its options leave there."""
+        self.group.call("onload", {"role": self.name, "by_default": by_default})
 
     def save(self, folder: Path, *, in_background: bool = False) -> None:
         """Write a checkpoint of the role; `in_background`: return when it is in the ranks' host memory."""

@@ -81,11 +81,16 @@ class Role:
         with attached(self.chunks, self.adapters):
             yield
 
+    @property
+    def buffers_that_stay(self) -> list[OffloadBuffer]:
+        """What the options leave on the device between calls."""
+        buffers = [] if self.engine.param_offload else [*self.weights, self.gradients]
+        return buffers + ([] if self.engine.optimizer_offload else [self.moments])
+
     def offload_by_default(self) -> list[Moved]:
         """Offload what is on the device only during calls that need it."""
-        buffers = [*self.weights, self.gradients] if self.engine.param_offload else []
-        buffers += [self.moments] if self.engine.optimizer_offload else []
-        return [buffer.offload() for buffer in buffers]
+        stay = self.buffers_that_stay
+        return [buffer.offload() for buffer in self.buffers if buffer not in stay]
 
 
 def build_role(arguments: dict[str, Any], layout: Layout) -> Role:

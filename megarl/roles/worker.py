@@ -141,9 +141,13 @@ class Worker:
         return {"num_bytes": sum(each.copied for each in moved)}, {}
 
     def onload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Onload the whole role; it stays on the device until `offload`."""
-        for buffer in self.roles[arguments["role"]].buffers:
-            buffer.onload(to_read=True)
+        """Onload the whole role; it stays on the device until `offload`.  Its moments come beside what is called next.
+
+        `by_default`: only what the options of the role leave on the device.
+        """
+        role = self.roles[arguments["role"]]
+        for buffer in role.buffers_that_stay if arguments["by_default"] else role.buffers:
+            buffer.onload(to_read=True, beside=buffer is role.moments)
         return {}, {}
 
     @contextmanager
@@ -153,7 +157,7 @@ class Worker:
         """Onload the weights of a role, and of others that it needs; afterwards what was offloaded is offloaded again.
 
         `writes`: its parameters may be others afterwards.  What is only read is not copied to the host again.
-        `gradients`, `moments`: also the role's gradient buffers, its optimizer state.
+        `gradients`, `moments`: also the role's gradient buffers, its optimizer state, for which the caller waits.
         """
         roles = [self.roles[each] for each in (name, *others)]
         if shared := [other for other in others if self.roles[other].chunks is roles[0].chunks]:
@@ -165,7 +169,7 @@ class Worker:
         buffers += [roles[0].gradients] * gradients + [roles[0].moments] * moments
         offloaded = [buffer for buffer in buffers if buffer.is_offloaded]
         for buffer in offloaded:
-            buffer.onload(to_read=True)
+            buffer.onload(to_read=True, beside=buffer is roles[0].moments)
         for role in roles:  # parameters that are gathered late are written by the next pass, or by what reads them
             for buffer in role.weights if (writes and role is roles[0]) or role.engine.overlap_param_gather else []:
                 buffer.written()
@@ -182,6 +186,8 @@ class Worker:
     def readable(self, name: str, *, writes: bool = False, moments: bool = False) -> Iterator[Role]:
         """A role with onloaded, synchronized parameters, which code other than its forward pass can read, or write."""
         with self.onloaded(name, writes=writes, moments=moments) as role, synchronized(role.model):
+            if moments:
+                role.moments.wait()
             yield role
 
     def columns(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
@@ -215,6 +221,7 @@ class Worker:
                 reference=self._reference(arguments),
                 limits=None if limits is None else Limits(**limits),
                 notes=arguments["notes"],
+                before_step=role.moments.wait,
             )
             # Not finite on one rank is not finite on all, so all of them are here.
             where = [] if math.isfinite(step.grad_norm) else gather_json(first_bad_gradient(role.model))

@@ -12,7 +12,7 @@ from megarl.config.validate.rewards import names_of
 from megarl.group import Group
 from megarl.metrics.timer import Timer
 from megarl.ragged import names_in_batch
-from megarl.roles.handles import Actor, Critic, Packing, Reference, Role
+from megarl.roles.handles import Actor, Critic, Packing, Reference, Role, Trainable
 from megarl.roles.reward_model import RewardModel
 from megarl.routed_experts import ROUTED_EXPERTS
 from megarl.sample import SUPPORT
@@ -38,7 +38,7 @@ class Roles:
     reference: Reference | None = None
     reward_model: RewardModel | None = None
     teachers: Teachers | None = None
-    residents: tuple[Role, ...] = ()  # stay on the GPUs during the whole training phase, if servers share the GPUs
+    residents: tuple[Role, ...] = ()  # some of them stays on the GPUs for the training phase, if servers share these
 
     @property
     def trainable(self) -> dict[str, Actor | Critic]:
@@ -94,9 +94,14 @@ def make_roles(
     made: list[tuple[Role | None, Any]] = [(actor, config.actor), (critic, config.critic), (reference, config.ref)]
     made.append((reward_model, config.ref))
     made += [(model, config.teachers[name]) for name, model in teachers.on_ranks.items()] if teachers else []
-    shared = config.rollout.placement == "shared"  # roles with param_offload are moved for each call anyway
-    residents = tuple(role for role, keys in made if role and shared and not keys.megatron.param_offload)
+    shared = config.rollout.placement == "shared"
+    residents = tuple(role for role, keys in made if role and shared and _stays(role, keys.megatron))
     return Roles(actor, critic, reference, reward_model, teachers, residents)
+
+
+def _stays(role: Role, megatron: Any) -> bool:
+    """Whether some of the role is on the GPUs between its calls."""
+    return not (megatron.param_offload and (megatron.optimizer_offload or not isinstance(role, Trainable)))
 
 
 def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int, *, resumes: bool) -> None:
@@ -146,7 +151,7 @@ def trainers_turn(roles: Roles, server_manager: ServerManager, timer: Timer) -> 
     with timer("turn"):
         server_manager.release_memory()
         for role in roles.residents:
-            role.onload()
+            role.onload(by_default=True)
     yield
     with timer("turn"):
         roles.offload()

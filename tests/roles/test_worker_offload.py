@@ -11,6 +11,7 @@ import torch
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.offload import Moved
+from megarl.mcore.training.step import Step
 from megarl.roles import role as role_module
 from megarl.roles import worker as worker_module
 from megarl.roles.worker import Role, Worker
@@ -20,15 +21,18 @@ ALL = {"parameters", "gradients", "moments"}
 
 class FakeBed:
     def __init__(self) -> None:
-        self.is_offloaded, self.is_written = True, False
+        self.is_offloaded, self.is_written, self.is_under_way = True, False, False
 
     def offload(self) -> Moved:
         self.is_offloaded = True
         return Moved(1, 1, 1, 2)
 
-    def onload(self, *, to_read: bool) -> None:
+    def onload(self, *, to_read: bool, beside: bool) -> None:
         assert to_read, "who writes says so"
-        self.is_offloaded = False
+        self.is_offloaded, self.is_under_way = False, beside
+
+    def wait(self) -> None:
+        self.is_under_way = False
 
     def written(self) -> None:
         self.is_written = True
@@ -107,7 +111,7 @@ def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("freed"))
     worker.device, worker.has_neighbours = torch.device(device), neighbours
     if onloaded:
-        worker.onload({"role": "actor"}, {})
+        worker.onload({"role": "actor", "by_default": False}, {})
     worker.handlers()["export"](WHERE, {})
     assert len(calls) == freed
     with pytest.raises(KeyError):
@@ -117,7 +121,7 @@ def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
 
 def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
     worker, _ = seen
-    worker.onload({"role": "actor"}, {})
+    worker.onload({"role": "actor", "by_default": True}, {})
     assert onloaded(worker.roles["actor"]) == ALL
     assert worker.offload({"role": "actor", "by_default": False}, {})[0] == {"num_bytes": 6}
     assert onloaded(worker.roles["actor"]) == set()
@@ -127,9 +131,70 @@ def test_after_an_update_a_role_is_where_its_options_say(seen: Any) -> None:
     worker, _ = seen
     role = worker.roles["actor"]
     role.engine = ExecutionOptions(optimizer_offload=True)
-    worker.onload({"role": "actor"}, {})
+    worker.onload({"role": "actor", "by_default": False}, {})
     assert worker.offload({"role": "actor", "by_default": True}, {})[0] == {"num_bytes": 2}
     assert onloaded(role) == {"parameters", "gradients"}
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        ({}, ALL),
+        ({"param_offload": True}, {"moments"}),
+        ({"optimizer_offload": True}, {"parameters", "gradients"}),
+        ({"param_offload": True, "optimizer_offload": True}, set()),
+    ],
+)
+def test_a_turn_of_the_trainer_wakes_what_the_options_leave_on_the_device(
+    seen: Any, options: dict[str, bool], stays: set[str]
+) -> None:
+    """The planner counts no more beside the work of other roles."""
+    worker, _ = seen
+    worker.roles["actor"].engine = ExecutionOptions(**options)
+    worker.onload({"role": "actor", "by_default": True}, {})
+    assert onloaded(worker.roles["actor"]) == stays
+
+
+@pytest.mark.parametrize("comes", ["with the update", "before it"])
+def test_an_update_waits_for_moments_before_its_step_and_not_earlier(
+    seen: Any, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    worker, _ = seen
+    role, story = worker.roles["actor"], list[tuple[str, bool]]()
+    role.optimizer, role.hf, role.last_loss, worker.layout = object(), {"vocab_size": 8}, ({}, None), Layout()
+
+    def step(*_: Any, before_step: Callable[[], None], **__: Any) -> Step:
+        assert not any(bed.is_under_way for bed in (role.parameters, role.gradients))
+        story.append(("forward", role.moments.is_under_way))
+        before_step()
+        story.append(("step", role.moments.is_under_way))
+        return Step({}, 1.0, 0.1, 0.0, True, None, [])
+
+    monkeypatch.setattr(worker_module, "train_step", step)
+    if comes == "before it":
+        worker.onload({"role": "actor", "by_default": False}, {})
+    arguments = {"role": "actor", "reference": None, "limits": None, "shares_prefixes": False, "names": []}
+    arguments |= {"temperature": 1.0, "loss": {}, "num_tokens": 2, "notes": []}
+    lengths = torch.tensor([2])
+    frame = {"tokens": torch.tensor([1, 2]), "lengths": lengths, "rows": torch.ones_like(lengths)}
+    worker.update(arguments, frame | {"micro_sizes": torch.tensor([1])})
+    assert story == [("forward", True), ("step", False)]
+
+
+@pytest.mark.parametrize("method", [Worker.save, Worker.restore])
+def test_whoever_reads_moments_waits_for_them(
+    seen: Any, monkeypatch: pytest.MonkeyPatch, method: Callable[..., Any]
+) -> None:
+    worker, _ = seen
+    worker.onload({"role": "actor", "by_default": False}, {})
+    moments, there = worker.roles["actor"].moments, list[bool]()
+    for name in ("save", "load"):
+        monkeypatch.setattr(worker_module.checkpoint, name, lambda *_, **__: there.append(not moments.is_under_way))
+    assert moments.is_under_way
+    worker.push(WHERE, {})
+    assert moments.is_under_way, "a push does not read them"
+    method(worker, WHERE, {})
+    assert there == [True]
 
 
 def test_a_role_with_local_layers_and_context_parallelism_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

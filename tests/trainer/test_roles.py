@@ -37,3 +37,23 @@ def test_no_critic_reads_supports() -> None:
     roles = make_roles(config, make_algorithm(config), no_group)
     assert roles.critic is not None
     assert roles.critic.inputs == ()
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "stay"),
+    [
+        ([], ["actor", "critic", "ref"]),
+        (["param"], ["actor", "critic"]),
+        (["optimizer"], ["actor", "critic", "ref"]),
+        (["param", "optimizer"], []),
+    ],
+)
+def test_on_shared_gpus_a_role_comes_with_the_trainers_turn_if_any_of_it_stays(
+    offloaded: list[str], stay: list[str]
+) -> None:
+    """Moments of offloaded weights too, which else would be beside the servers."""
+    words = ["rollout.engine=hf", "rollout.placement=shared", "algorithm.adv_estimator=gae", "actor.use_kl_loss=true"]
+    config = load(*words, *[f"actor.megatron.{part}_offload=true" for part in offloaded])
+    assert [role.name for role in make_roles(config, make_algorithm(config), no_group).residents] == stay
+    apart = load(*[word for word in words if "placement" not in word])
+    assert make_roles(apart, make_algorithm(apart), no_group).residents == ()

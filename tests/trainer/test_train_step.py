@@ -232,7 +232,9 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     said.shares_gpus = True
     said.release_memory = lambda: story.append("servers release")
     said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
-    resident: Any = SimpleNamespace(onload=lambda: story.append("onload"), offload=lambda: story.append("offload"))
+    resident: Any = SimpleNamespace(
+        onload=lambda *, by_default: story.append(("onload", by_default)), offload=lambda: story.append("offload")
+    )
     saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
     prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
     algorithm: Any = SimpleNamespace(kl=None)
@@ -240,7 +242,7 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     roles = Roles(resident, residents=(resident,))
     how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True}
     train_step(2, prefetcher, roles, algorithm, said, log, saver, **how)
-    assert story == ["servers release", "onload", ("save", 3), "offload", ("push", 3)]
+    assert story == ["servers release", ("onload", True), ("save", 3), "offload", ("push", 3)]
 
 
 def test_an_evaluation_beside_a_step_begins_after_its_rollout_and_ends_before_its_save_and_its_push(

@@ -5,11 +5,14 @@ parameters, views into Megatron's contiguous buffers and the optimizer's referen
 
 Parameters that were only read since they came from the host are still there: they are not copied back.  Who onloads
 says so, and whoever writes says so, too; without a word everything is copied.
+
+What is needed late, as the moments are, can come beside what the device computes until then.  Its memory is taken at
+once, so that the peak is the same.  Nothing is offloaded beside anything: whoever comes next needs the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, FullyShardedDataP
 from torch import Tensor, nn
 
 from megarl.mcore.models.model import Model
+from megarl.mcore.training import copies
 from megarl.mcore.training.host_memory import HostMemory
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.wrappers import fsdp_shards, gather_fsdp, release_fsdp
@@ -57,11 +61,13 @@ class OffloadBuffer:
         self._kept: list[torch.UntypedStorage] = []
         self._same: dict[int, torch.UntypedStorage] = {}  # parameters that the host has as they are, by part
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        self._arrive: Callable[[], None] | None = None  # ends when what was onloaded is there
 
     def offload(self) -> Moved:
         """Copy to host memory and free the device's.  Does nothing if already offloaded."""
         if self.is_offloaded:
             return Moved(0, 0, 0, 0)
+        self.wait()
         self.is_offloaded = True  # even if there is nothing yet: the first step creates the moments
         found = zip(self._storages(), self._parts, strict=True)
         weights, gradients, state = (part if chosen else [] for part, chosen in found)
@@ -83,24 +89,35 @@ class OffloadBuffer:
             torch.cuda.empty_cache()
         return Moved(of_weights, of_gradients, of_state, copied)
 
-    def onload(self, *, to_read: bool = False) -> None:
-        """Allocate device memory again and fill it, gradients with zeros.  Does nothing if not offloaded.
+    def onload(self, *, to_read: bool = False, beside: bool = False) -> None:
+        """Allocate device memory again and fill it, gradients with zeros.  Copies nothing if not offloaded.
 
         `to_read`: who writes parameters later calls `written`; until then they need no copy.  Buffers of modules, the
         optimizer's state and Megatron-FSDP's shards are always copied.
+        `beside`: return while it is copied; who reads or writes any of it calls `wait` before.
         """
-        if not self.is_offloaded:
-            return
-        for storage, host in zip(self._kept, self._host.parts if self._kept else (), strict=True):
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
+        if self.is_offloaded:
+            self._begin(to_read=to_read)
+        if not beside:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when all that was onloaded is there."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+    def _begin(self, *, to_read: bool) -> None:
         for storage, size in self._emptied:
             storage.resize_(size)
             _bytes(storage).zero_()
+        kept = [*zip(self._kept, self._host.parts, strict=True)]
+        for storage, host in kept:
+            storage.resize_(host.numel())
+        self._arrive = copies.begin((_bytes(storage), host) for storage, host in kept)
         read = {x._cdata for x in self._parameters()} if to_read else set()
         self._same = {part: storage for part, storage in enumerate(self._kept) if storage._cdata in read}
         self._kept, self._emptied, self.is_offloaded = [], [], False
-        _wait()
 
     def written(self) -> None:
         """Something writes, or may write, the parameters: the next `offload` copies all but the frozen ones."""

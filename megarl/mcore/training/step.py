@@ -270,11 +270,13 @@ def train_step(
     reference: Model | None = None,
     limits: Limits | None = None,
     notes: Sequence[str] = (),
+    before_step: Callable[[], None] = lambda: None,
 ) -> Step:
     """One optimizer step.  It is not made if its gradient is not finite, or if a number is above `limits`.
 
     All ranks decide the same, before any of them changes a weight, a moment or the schedule.
     `notes`: the outputs of its forward pass, so of the weights before the step, that are returned.
+    `before_step`: until it returns, the optimizer's state is neither read nor written.
     """
     lr = optimizer.lr
     optimizer.zero_grad()
@@ -285,5 +287,6 @@ def train_step(
         grad_norm, loss = agreed(grad_norm, found.loss)
     made = (limits or Limits()).allow(grad_norm, loss)
     if made:
+        before_step()
         optimizer.step(grad_norm)
     return Step(found.stats, grad_norm, lr, loss, made, found.bad, found.noted)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_copies import late_copies
 from torch import nn
 
 from megarl.mcore.training import host_memory
@@ -127,6 +128,44 @@ def test_what_was_written_is_copied_and_comes_back(views: Views) -> None:
     sleeper.onload(to_read=True)
     assert views.flat.tolist() == list(range(1, 13))
     assert sleeper.offload().copied == 0, "it holds until the next write"
+
+
+def test_what_comes_beside_other_work_is_there_once_somebody_has_waited(views: Views) -> None:
+    sleeper = buffer(views)
+    sleeper.offload()
+    with late_copies():
+        sleeper.onload(beside=True)
+        assert not sleeper.is_offloaded
+        assert views.flat.isnan().all(), "the memory is taken, and nothing is in it"
+        assert views.gradients.tolist() == [0] * 12
+        sleeper.wait()
+        assert views.flat.tolist() == list(range(12))
+        views.flat += 1
+        sleeper.wait()
+        assert views.flat.tolist() == list(range(1, 13)), "it comes once"
+
+
+def test_who_does_not_ask_for_it_beside_other_work_finds_it_there(views: Views) -> None:
+    sleeper = buffer(views)
+    sleeper.offload()
+    with late_copies():
+        sleeper.onload()
+        assert views.flat.tolist() == list(range(12))
+        sleeper.offload()
+        sleeper.onload(beside=True)
+        sleeper.onload()
+        assert views.flat.tolist() == list(range(12)), "it was on its way"
+
+
+def test_what_leaves_before_it_has_come_is_not_lost(views: Views) -> None:
+    sleeper = buffer(views)
+    sleeper.offload()
+    with late_copies():
+        for _ in range(2):
+            sleeper.onload(beside=True)
+            assert sleeper.offload().copied == 48
+    sleeper.onload()
+    assert views.flat.tolist() == list(range(12))
 
 
 def test_frozen_parameters_and_buffers_of_modules(views: Views) -> None:
