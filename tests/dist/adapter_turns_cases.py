@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from late_copies import late_copies
 from parity_cases import make_step
 from torch import Tensor
 
@@ -143,8 +144,9 @@ def refusals(rank: Rank) -> dict[str, str]:
 
 
 def all_turns(folder: str, out: str, cases: dict[str, tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """`folder`: has a model for each family."""
-    return {
-        name: turns(f"{folder}/{family}", layout, engine, f"{out}/{name}")
-        for name, (family, layout, engine) in cases.items()
-    }
+    """`folder`: has a model for each family.  What is onloaded comes as late as it may."""
+    with late_copies():
+        return {
+            name: turns(f"{folder}/{family}", layout, engine, f"{out}/{name}")
+            for name, (family, layout, engine) in cases.items()
+        }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from late_copies import late_copies
 from torch import Tensor
 
 from megarl.algo.segments import clean
@@ -61,11 +62,19 @@ def iterate(folder: str, words: Sequence[str]) -> dict[str, Any]:
             found["stats"].append(finalise(stats))
             found["stages"].append([name for name, *_ in timer.stages])
             found["old"].append(clean(batch.columns["old_log_probs"], batch.columns["response_mask"] != 0))
-        trained = (chunk for name in roles.trainable for chunk in group.worker.roles[name].model)
-        found["weights"] = [p.detach().clone() for chunk in trained for p in unwrap(chunk).parameters()]
+        found["weights"] = []
+        for name in roles.trainable:
+            with group.worker.readable(name) as role:
+                found["weights"] += [p.detach().clone() for x in role.model for p in unwrap(x).parameters()]
         return found
     finally:
         destroy_groups()
+
+
+def iterate_offloaded(folder: str, words: Sequence[str]) -> dict[str, Any]:
+    """The same; what is onloaded comes as late as it may."""
+    with late_copies():
+        return iterate(folder, [*words, *(f"actor.megatron.{part}_offload=true" for part in ("param", "optimizer"))])
 
 
 def answered(step: int) -> list[list[Sample]]:

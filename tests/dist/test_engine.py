@@ -57,6 +57,8 @@ def alone(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Found:
         "none bf16": replace(dense, dtype="bfloat16", engine=ExecutionOptions("none")),
         "offloaded": replace(dense, engine=OFFLOAD),
         "offloaded bf16": replace(dense, dtype="bfloat16", engine=OFFLOAD),
+        "offloaded, late": replace(dense, engine=OFFLOAD, comes_late=True),
+        "offloaded bf16, late": replace(dense, dtype="bfloat16", engine=OFFLOAD, comes_late=True),
         "parameters offloaded": replace(dense, engine=ExecutionOptions(param_offload=True)),
         "adapters offloaded": replace(dense, with_adapters=True, engine=OFFLOAD),
         "muon": replace(dense, optim="muon", with_gradients=True),
@@ -81,6 +83,7 @@ def on_two(folders: Folders, two_ranks: Ranks, tmp_path_factory: pytest.TempPath
         "dp2 sharded overlap bf16": replace(dense, layout=SHARDED, engine=OVERLAP_BOTH, dtype="bfloat16"),
         "dp2 sharded bf16": replace(dense, layout=SHARDED, dtype="bfloat16"),
         "dp2 sharded offloaded": replace(dense, layout=SHARDED, engine=OFFLOAD),
+        "dp2 sharded bf16, late": replace(dense, layout=SHARDED, engine=OFFLOAD, dtype="bfloat16", comes_late=True),
         "dp2 sharded overlap offloaded": replace(
             dense, layout=SHARDED, engine=replace(OVERLAP_BOTH, param_offload=True, optimizer_offload=True)
         ),
@@ -90,6 +93,12 @@ def on_two(folders: Folders, two_ranks: Ranks, tmp_path_factory: pytest.TempPath
         "pp2 vpp2 overlap": replace(dense, layout=Layout(pp=2, vpp=2), engine=OVERLAP),
         "fsdp": replace(dense, engine=FSDP),
         "fsdp offloaded": replace(dense, engine=replace(FSDP, param_offload=True, optimizer_offload=True)),
+        "fsdp bf16, late": replace(
+            dense,
+            engine=replace(FSDP, param_offload=True, optimizer_offload=True),
+            dtype="bfloat16",
+            comes_late=True,
+        ),
         "fsdp saved": replace(dense, engine=FSDP, saved_under=Layout()),
         "fsdp saved bf16": replace(dense, engine=FSDP, saved_under=Layout(), dtype="bfloat16"),
         "fsdp bf16": replace(dense, engine=FSDP, dtype="bfloat16"),
@@ -102,7 +111,7 @@ def on_two(folders: Folders, two_ranks: Ranks, tmp_path_factory: pytest.TempPath
         "muon tp2 to dp2": replace(dense, optim="muon", saved_under=Layout(tp=2)),
         "muon tp2 to dp2 bf16": replace(dense, optim="muon", saved_under=Layout(tp=2), dtype="bfloat16"),
         "muon tp2 bf16": replace(dense, optim="muon", layout=Layout(tp=2), dtype="bfloat16"),
-        "muon dp2 offloaded": replace(dense, optim="muon", engine=OFFLOAD),
+        "muon dp2 offloaded": replace(dense, optim="muon", engine=OFFLOAD, comes_late=True),
     }
     ranks = two_ranks.run(all_runs, cases, str(tmp_path_factory.mktemp("two")), timeout_s=500)
     return {name: [rank[name] for rank in ranks] for name in cases}
@@ -128,6 +137,8 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
         ("none bf16", "dense bf16"),
         ("offloaded", "dense"),
         ("offloaded bf16", "dense bf16"),
+        ("offloaded, late", "dense"),
+        ("offloaded bf16, late", "dense bf16"),
         ("parameters offloaded", "dense"),
         ("adapters offloaded", "adapters"),
         ("muon none", "muon"),
@@ -147,11 +158,13 @@ def test_alone_every_engine_gives_the_same_bits(alone: Found, case: str, like: s
         ("dp2 sharded gather", "dp2 sharded"),
         ("dp2 sharded overlap bf16", "dp2 sharded bf16"),
         ("dp2 sharded offloaded", "dp2 sharded"),
+        ("dp2 sharded bf16, late", "dp2 sharded bf16"),
         ("dp2 sharded overlap offloaded", "dp2 sharded"),
         ("ep2 overlap", "ep2"),
         ("pp2 vpp2 overlap", "pp2 vpp2"),
         ("muon dp2 offloaded", "muon dp2"),
         ("fsdp offloaded", "fsdp"),
+        ("fsdp bf16, late", "fsdp bf16"),
         ("fsdp saved", "fsdp"),
         ("fsdp saved bf16", "fsdp bf16"),
     ],
@@ -233,10 +246,9 @@ def test_what_is_offloaded_is_counted_in_bytes(alone: Found) -> None:
 def test_weights_are_copied_after_a_step_and_not_after_a_look(alone: Found) -> None:
     weights, moments = alone["offloaded"][0]["bytes"]
     assert alone["offloaded"][0]["copied"] == [(weights, 0), *[(weights + moments, moments)] * 2]
-    (first, again), second, third = alone["adapters offloaded"][0]["copied"]
+    (first, again), *later = alone["adapters offloaded"][0]["copied"]
     assert again == 0, "there are no moments before the first step"
-    assert second[0] - second[1] == first, "the host's memory is new, as there are moments now"
-    assert 0 < third[0] - third[1] < first / 4, "the frozen base is not copied"
+    assert all(0 < night - nap < first / 4 for night, nap in later), "the frozen base is not copied"
 
 
 def test_float32_copies_are_offloaded_with_the_optimizer(alone: Found) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from old_log_probs_cases import NUM_STEPS, iterate
+from old_log_probs_cases import NUM_STEPS, iterate, iterate_offloaded
 from spawn import Ranks
 
 from megarl.data.examples.tiny import write_tiny_model
@@ -56,11 +56,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def both(ranks: Ranks, folder: Path, words: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Each rank's iterations, with a pass of their own and without."""
-    packed = [] if "micro_batch" in str(words) else ["actor.ppo_max_token_len_per_gpu=45"]
-    common = ["data.max_prompt_length=16", "data.max_response_length=16", "data.train_batch_size=3", "rollout.n=3"]
-    common += ["trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor.optim.lr=1e-3", *packed]
-    always, never = ([*common, *words, f"actor.old_log_prob_freq={every}"] for every in (1, 0))
+    always, never = ([*common(words), f"actor.old_log_prob_freq={every}"] for every in (1, 0))
     return ranks.run(iterate, str(folder), always), ranks.run(iterate, str(folder), never)
+
+
+def common(words: list[str]) -> list[str]:
+    packed = [] if "micro_batch" in str(words) else ["actor.ppo_max_token_len_per_gpu=45"]
+    found = ["data.max_prompt_length=16", "data.max_response_length=16", "data.train_batch_size=3", "rollout.n=3"]
+    return [*found, "trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor.optim.lr=1e-3", *packed, *words]
 
 
 def compare(own: dict[str, Any], first: dict[str, Any], *, share: float = 0, is_compared: bool = False) -> None:
@@ -92,3 +95,12 @@ def test_with_several_mini_batches_a_pass_over_all_but_the_first_does(
     for own, first in zip(*both(two_ranks, folder, CASES_OF_MINIS[case]), strict=True):
         assert all("old_log_prob" in stages for stages in first["stages"])
         compare(own, first, share=2 / 3)
+
+
+@pytest.mark.parametrize("words", [[*PPO, *MINIS], [*GRPO, TP, EPOCHS, "model.dtype=bfloat16"]], ids=" ".join)
+def test_roles_that_are_offloaded_learn_the_same(two_ranks: Ranks, folder: Path, words: list[str]) -> None:
+    """Whole updates of the policy and the critic, whose moments come while they compute."""
+    stay = two_ranks.run(iterate, str(folder), common(words))
+    for own, other in zip(stay, two_ranks.run(iterate_offloaded, str(folder), common(words)), strict=True):
+        assert own["stats"] == other["stats"]
+        assert all(torch.equal(a, b) for a, b in zip(own["weights"], other["weights"], strict=True))

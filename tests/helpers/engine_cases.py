@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from chunks import gradients, weights
+from late_copies import late_copies
 from parity_cases import LOSSES, make_step
 
 from megarl.batch import Batch, MicroBatch
@@ -50,6 +52,7 @@ class Case:
     with_gradients: bool = False
     with_adapters: bool = False
     frees_outputs: bool = False  # a pipeline stage frees them once they are sent, as on a GPU
+    comes_late: bool = False  # what is onloaded, as late as it may
 
 
 class Trained:
@@ -69,24 +72,26 @@ class Trained:
             self.model = wrap_for_training(model, layout, engine)
         self.optimizer = Optimizer(self.model, OPTIMIZERS[case.optim])
         offload = case.engine.param_offload
-        self.buffer = OffloadBuffer(
-            self.model, self.optimizer, parameters=offload, moments=case.engine.optimizer_offload
-        )
+        self.buffer = OffloadBuffer(self.model, None, parameters=offload)
         self.gradients = OffloadBuffer(self.model, None, gradients=offload)
+        self.moments = OffloadBuffer(self.model, self.optimizer, moments=case.engine.optimizer_offload)
         self.gathers_late = case.engine.overlap_param_gather
         self.moved: list[Any] = []
         self.copied: list[tuple[int, int]] = []
 
     def step(self) -> dict[str, Any]:
         """A night, a look at log-probs without gradient buffers, a nap, and a step on the same batch."""
-        night, of_gradients = self.buffer.offload(), self.gradients.offload()
-        self.moved.append(tuple(a + b for a, b in zip(night[:3], of_gradients[:3], strict=True)))
+        night = [buffer.offload() for buffer in (self.buffer, self.gradients, self.moments)]
+        self.moved.append(tuple(map(sum, zip(*night, strict=True)))[:3])
+        self.moments.onload(to_read=True, beside=True)
         self.buffer.onload(to_read=True)
         if self.gathers_late:
             self.buffer.written()
         batch = make_step(self.hf["vocab_size"])
         seen = forward_only(self.model, self.micros(batch), self.outputs, self.device)
-        self.copied.append((night.copied, self.buffer.offload().copied))
+        nap = [buffer.offload() for buffer in (self.buffer, self.moments)]
+        self.copied.append((sum(moved.copied for moved in night), sum(moved.copied for moved in nap)))
+        self.moments.onload(to_read=True, beside=True)
         self.buffer.onload(to_read=True)
         self.buffer.written()
         self.gradients.onload()
@@ -102,7 +107,8 @@ class Trained:
         return micro_batches(batch.select(part.indices).keep_columns(*LOSSES["actor"].columns), part.micro_sizes)
 
     def train(self, batch: Batch, limits: Limits | None = None) -> Step:
-        how = {"num_tokens": batch.num_tokens, "device": self.device, "limits": limits}
+        how: dict[str, Any] = {"num_tokens": batch.num_tokens, "device": self.device, "limits": limits}
+        how["before_step"] = self.moments.wait
         return train_step(self.model, self.optimizer, self.micros(batch), self.outputs, LOSSES["actor"], **how)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -111,6 +117,11 @@ class Trained:
 
 
 def run(case: Case, root: str) -> dict[str, Any]:
+    with late_copies() if case.comes_late else nullcontext():
+        return _run(case, root)
+
+
+def _run(case: Case, root: str) -> dict[str, Any]:
     trained = Trained(case, case.saved_under or case.layout)
     traced: list[Any] = []
     steps = []
