@@ -12,10 +12,13 @@ from math import ceil
 
 from megarl.plan.job import Job, Role, TimeLimits
 from megarl.plan.memory.count import whole
+from megarl.plan.memory.gpu_budget import fullest
 from megarl.plan.memory.host import saved_bytes
+from megarl.plan.time import transfers
 from megarl.plan.time.constants import Constants
 from megarl.plan.time.lengths import tail_of
 from megarl.plan.time.serving import Rollout
+from megarl.plan.time.training import training
 
 NEAR = 0.5  # share of a limit above which a prediction is a warning, since lengths vary and predictions are off
 ROUND_S = 100.0  # what is expected is a multiple of this
@@ -63,9 +66,10 @@ def _limits(job: Job, stages: Mapping[str, float], written: Rollout, constants: 
     for name in ("old_log_prob", "ref", "teachers", "values", "update_weights"):
         if name in stages:
             yield Limit(name, stages[name], of.call_s, "trainer.call_timeout_s")
-    for name in ("update_critic", "update_actor"):  # a call for each optimizer step
-        if name in stages:
-            yield Limit(f"{name}, one call", stages[name] / job.optimizer_steps, of.call_s, "trainer.call_timeout_s")
+    for role in (job.critic, job.actor):
+        if role is not None:
+            longest_s = update_s(job, role, constants)
+            yield Limit(f"update_{role.name}, one call", longest_s, of.call_s, "trainer.call_timeout_s")
     if of.loads_servers:
         yield Limit("loading a server", 2 * whole(job.hf) / constants.disk, of.start_s, "rollout.start_timeout_s")
     if of.saves and not job.async_save:  # else the call only copies to host memory
@@ -98,6 +102,13 @@ def piece_s(job: Job, tokens: float, written: Rollout) -> float:
 def _within(job: Job, seconds: float, written: Rollout) -> float:
     """Servers that empty are faster, and end requests when their turn is over."""
     return seconds if job.overlaps else min(seconds, written.seconds)
+
+
+def update_s(job: Job, role: Role, constants: Constants) -> float:
+    """Seconds of the longest call of an update: that of its first optimizer step, which waits for offloaded moments."""
+    update = training(job, role, constants)
+    offload_s = transfers.offload_of_first_step(job, role, fullest(role), update.passes_s, constants)
+    return update.seconds / job.optimizer_steps + offload_s
 
 
 def save_s(job: Job, role: Role, constants: Constants) -> float:

@@ -106,9 +106,11 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
         role, memory = roles[name]
         return share * scoring(job, role, constants) + transfers.onload_of_pass(job, role, memory, constants)
 
-    def update_s(name: str, seconds: float) -> float:
-        role, memory = roles[name]
-        return seconds + transfers.offload_of_update(job, role, memory, constants)
+    updates = {"actor": trained} | ({"critic": training(job, job.critic, constants)} if job.critic else {})
+    passes = {name: updates[name].passes_s if name in updates else 0.0 for name in roles}
+
+    def update_s(name: str) -> float:
+        return updates[name].seconds + transfers.offload_of_update(job, *roles[name], passes[name], constants)
 
     found = {"gen": written.seconds}
     if job.old_share:
@@ -119,11 +121,11 @@ def stage_times(job: Job, trained: Training, written: Rollout, constants: Consta
         found["teachers"] = sum(pass_s(role.name) for role in job.teachers) / len(job.teachers)
     if job.critic:
         found["values"] = pass_s("critic")
-        found["update_critic"] = update_s("critic", training(job, job.critic, constants).seconds)
-    found["update_actor"] = update_s("actor", trained.seconds)
+        found["update_critic"] = update_s("critic")
+    found["update_actor"] = update_s("actor")
     onloaded = transfers.onload_of_push(job, roles["actor"][1], constants)
     found["update_weights"] = transfers.push(job, constants) + onloaded
-    turn = sum(transfers.offload_of_turn(job, role, memory, constants) for role, memory in roles.values())
+    turn = sum(transfers.offload_of_turn(job, *roles[name], passes[name], constants) for name in roles)
     servers = transfers.offload_of_servers(job, constants)
     found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + servers
     return found

@@ -11,10 +11,12 @@ from megarl.config import load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
 from megarl.plan.job import Role, TimeLimits
-from megarl.plan.limits import Limit, limits, piece_s, piece_tokens, save_s, wait_s
+from megarl.plan.limits import Limit, limits, piece_s, piece_tokens, save_s, update_s, wait_s
 from megarl.plan.memory.count import whole
-from megarl.plan.predict import predict
+from megarl.plan.memory.gpu_budget import fullest
+from megarl.plan.predict import predict, training_time
 from megarl.plan.time.serving import Rollout
+from megarl.plan.time.training import training
 
 LARGE = replace(GPU, memory_bytes=10**11)
 PLENTY = TimeLimits(1e9, 0, 1e9, 1e9, loads_servers=True, saves=True)
@@ -63,13 +65,22 @@ def test_every_time_with_a_limit_is_compared():
         ("a request of 50 tokens", 5.0, "rollout.request_timeout_s"),
         ("old_log_prob", 5.0, calls),
         ("update_weights", 7.0, calls),
-        ("update_actor, one call", 15.0, calls),
+        ("update_actor, one call", update_s(run, run.actor, FREE), calls),
         ("loading a server", 2 * weights / FREE.disk, "rollout.start_timeout_s"),
         ("saving actor", 14 * weights / FREE.disk, calls),
     ]
     assert found(replace(run, time_limits=None)) == []
     few = replace(PLENTY, loads_servers=False, saves=False)
     assert [what for what, _, _ in found(replace(run, time_limits=few))][-1] == "update_actor, one call"
+
+
+def test_the_longest_call_of_an_update_is_its_first_which_waits_for_moments():
+    plain = limited(mini_batch=4, shared=False)
+    assert update_s(plain, plain.actor, FREE) == pytest.approx(training_time(plain, FREE) / 2)
+    offloaded = replace(plain, optimizer_offload=True)
+    waited = fullest(plain.actor).optimizer / 1e8 - training(plain, None, FREE).passes_s
+    assert waited > 0
+    assert update_s(offloaded, offloaded.actor, FREE) == pytest.approx(training_time(plain, FREE) / 2 + waited)
 
 
 def test_a_save_in_the_background_is_no_long_call():

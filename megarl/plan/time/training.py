@@ -19,6 +19,7 @@ class Training:
     """The training of a role in a step of the run."""
 
     seconds: float
+    passes_s: float  # of one optimizer step: its forward and backward passes
     mfu: float  # the model's operations, recomputation not counted, over the GPUs' peak in the same time
     bubble: float  # idle time of the pipeline over its working time: (pp - 1) / (micro-batches * vpp)
     micro_batches: int  # of each replica in an optimizer step
@@ -45,9 +46,9 @@ def training(job: Job, role: Role | None = None, constants: Constants = CONSTANT
     work, idle = cut.count * turn, (layout.pp - 1) / layout.vpp * turn
     gradients = _gradients(machine, cut, max(passes, key=lambda one: one.both))
     optimizer = _optimizer(machine)
-    one_step = (work + idle) * constants.replica_imbalance + gradients + optimizer
+    passes_s = (work + idle) * constants.replica_imbalance
     steps = job.optimizer_steps
-    seconds = one_step * steps
+    seconds = (passes_s + gradients + optimizer) * steps
     times = 2 if role.lora_rank else 3  # frozen weights need no gradient
     flops = times * forward_flops(machine.shape, computed(job, role, learns=True), context)
     parts = {
@@ -58,7 +59,7 @@ def training(job: Job, role: Role | None = None, constants: Constants = CONSTANT
         "optimizer": optimizer * steps,
     }
     mfu = flops / (seconds * role.num_ranks * job.gpu.bf16_flops)
-    return Training(seconds, mfu, idle / work, cut.count, parts)
+    return Training(seconds, passes_s, mfu, idle / work, cut.count, parts)
 
 
 def scoring(job: Job, role: Role | None = None, constants: Constants = CONSTANTS) -> float:

@@ -6,6 +6,9 @@ sharded    servers on GPUs of their own: each GPU of a server gets its own part 
            of the actor sends
 gathered   the same servers: whole tensors are gathered in buckets, and rank 0 broadcasts each bucket to every server
 shared     servers on the trainer's GPUs, the only transport there: the same buckets, which servers map
+
+The optimizer's state comes to the GPU beside the passes of the first optimizer step, which then waits for the rest of
+it (Worker.onload); weights come before them, and nothing is computed while a role leaves.
 """
 
 from __future__ import annotations
@@ -70,12 +73,24 @@ def onload_of_pass(job: Job, role: Role, held: Memory, constants: Constants) -> 
     return _host_link(job, held.weights if role.param_offload else 0, constants)
 
 
-def offload_of_update(job: Job, role: Role, held: Memory, constants: Constants) -> float:
-    """Seconds of offload for an update: once for all its steps, unless teachers' passes come between them."""
+def offload_of_update(job: Job, role: Role, held: Memory, passes_s: float, constants: Constants) -> float:
+    """Seconds of offload for an update: once for all its steps, unless teachers' passes come between them.
+
+    `passes_s`: of an optimizer step.
+    """
     weights = held.weights if role.param_offload else 0
     state = held.optimizer if role.optimizer_offload else 0
     back = 0 if role.lora_rank else weights  # a frozen base is not copied back; adapters are small beside it
-    return (job.optimizer_steps if job.reads_heads else 1) * _host_link(job, weights + back + 2 * state, constants)
+    once = _host_link(job, weights + back + state, constants) + _waited(job, state, passes_s, constants)
+    return (job.optimizer_steps if job.reads_heads else 1) * once
+
+
+def offload_of_first_step(job: Job, role: Role, held: Memory, passes_s: float, constants: Constants) -> float:
+    """Seconds of offload within the first optimizer step of an update: the rest comes before it, or goes after all."""
+    if job.reads_heads:
+        return offload_of_update(job, role, held, passes_s, constants) / job.optimizer_steps
+    state = held.optimizer if role.optimizer_offload or job.shared else 0
+    return _waited(job, state, passes_s, constants)
 
 
 def onload_of_push(job: Job, held: Memory, constants: Constants) -> float:
@@ -83,22 +98,27 @@ def onload_of_push(job: Job, held: Memory, constants: Constants) -> float:
     return _host_link(job, held.weights if job.shared or job.param_offload else 0, constants)
 
 
-def offload_of_turn(job: Job, role: Role, held: Memory, constants: Constants) -> float:
+def offload_of_turn(job: Job, role: Role, held: Memory, passes_s: float, constants: Constants) -> float:
     """Seconds of offload of everything that stays on the GPU during the trainer's turn, with colocation.
 
-    All of it comes; what an update writes is copied back.
+    All of it comes; what an update writes is copied back.  `passes_s`: of an optimizer step.
     """
     if not job.shared:
         return 0.0
     weights = 0 if role.param_offload else held.weights
     state = 0 if role.optimizer_offload else held.optimizer
     back = weights if role.optimizer is not None and not role.lora_rank else 0
-    return _host_link(job, weights + back + 2 * state, constants)
+    return _host_link(job, weights + back + state, constants) + _waited(job, state, passes_s, constants)
 
 
 def offload_of_servers(job: Job, constants: Constants) -> float:
     """Seconds in which servers release their memory before the training and resume it afterwards."""
     return constants.sleep_s + constants.wake_s if job.shared else 0.0
+
+
+def _waited(job: Job, state: int, passes_s: float, constants: Constants) -> float:
+    """Seconds that an optimizer step waits for so many bytes of its state after its passes."""
+    return max(0.0, _host_link(job, state, constants) - passes_s)
 
 
 def _host_link(job: Job, num_bytes: int, constants: Constants) -> float:

@@ -9,6 +9,7 @@ from megarl.config import Config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
 from megarl.plan.job import Job
+from megarl.plan.limits import update_s
 from megarl.plan.predict import stage_times, step_time
 from megarl.plan.time import serving
 from megarl.plan.time.constants import CONSTANTS
@@ -16,7 +17,6 @@ from megarl.plan.time.training import training
 
 # Stage of a step -> kind of its calls (Group): a method and a role.
 _PASSES = {"old_log_prob": "columns actor", "ref": "columns ref", "values": "columns critic"}
-_UPDATES = {"update_actor": "update actor", "update_critic": "update critic"}  # a call for each optimizer step
 _MOST_LOST_S = 3600.0  # of work, before it is said
 
 
@@ -32,7 +32,7 @@ def predicted_s(config: Config, device: str) -> dict[str, float]:
     job = replace(job, old_share=1.0)  # single iterations have the pass over all completions, too
     stages = stage_times(job, training(job, None, CONSTANTS), serving.rollout(job, CONSTANTS), CONSTANTS)
     passes = {kind: stages[name] for name, kind in _PASSES.items() if name in stages}
-    return passes | {kind: stages[name] / job.optimizer_steps for name, kind in _UPDATES.items() if name in stages}
+    return passes | {f"update {role.name}": update_s(job, role, CONSTANTS) for role in job.roles if role.optimizer}
 
 
 def lost_at_an_end(config: Config, device: str, num_steps: int) -> str:

@@ -233,15 +233,15 @@ def test_an_offloaded_role_comes_for_each_pass_and_comes_and_goes_once_for_an_up
     held = fullest(own.actor)
     both = held.weights + held.optimizer
     assert transfers.onload_of_pass(own, own.actor, held, FREE) == pytest.approx(held.weights / 1e8)
-    assert transfers.offload_of_update(own, own.actor, held, FREE) == pytest.approx(2 * both / 1e8)
-    assert transfers.offload_of_turn(own, own.actor, held, FREE) == 0
+    assert transfers.offload_of_update(own, own.actor, held, 0.0, FREE) == pytest.approx(2 * both / 1e8)
+    assert transfers.offload_of_turn(own, own.actor, held, 0.0, FREE) == 0
     taught = replace(own, reads_heads=True)
     assert taught.optimizer_steps > 1
-    assert transfers.offload_of_update(taught, taught.actor, held, FREE) == pytest.approx(
+    assert transfers.offload_of_update(taught, taught.actor, held, 0.0, FREE) == pytest.approx(
         taught.optimizer_steps * 2 * both / 1e8
     )
     adapted = replace(own, lora_rank=8)
-    assert transfers.offload_of_update(adapted, adapted.actor, held, FREE) == pytest.approx(
+    assert transfers.offload_of_update(adapted, adapted.actor, held, 0.0, FREE) == pytest.approx(
         (held.weights + 2 * held.optimizer) / 1e8
     )
 
@@ -250,16 +250,37 @@ def test_another_stays_for_the_whole_turn():
     own = job()
     held = fullest(own.actor)
     assert transfers.onload_of_pass(own, own.actor, held, FREE) == 0
-    assert transfers.offload_of_update(own, own.actor, held, FREE) == 0
-    assert transfers.offload_of_turn(own, own.actor, held, FREE) == pytest.approx(
+    assert transfers.offload_of_update(own, own.actor, held, 0.0, FREE) == 0
+    assert transfers.offload_of_turn(own, own.actor, held, 0.0, FREE) == pytest.approx(
         2 * (held.weights + held.optimizer) / 1e8
     )
     frozen = replace(own.actor, optimizer=None)
-    assert transfers.offload_of_turn(own, frozen, held._replace(optimizer=0), FREE) == pytest.approx(held.weights / 1e8)
+    of_frozen = transfers.offload_of_turn(own, frozen, held._replace(optimizer=0), 0.0, FREE)
+    assert of_frozen == pytest.approx(held.weights / 1e8)
     apart = replace(own, shared=False)
-    assert transfers.offload_of_turn(apart, own.actor, held, FREE) == 0
+    assert transfers.offload_of_turn(apart, own.actor, held, 0.0, FREE) == 0
     assert transfers.onload_of_push(apart, held, FREE) == 0
     assert transfers.onload_of_push(own, held, FREE) == pytest.approx(held.weights / 1e8)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0, 4.0])
+def test_moments_come_beside_the_passes_of_a_step_and_only_what_is_left_of_them_is_waited_for(share):
+    """`share`: seconds of the passes over those of the moments' way."""
+    offloaded, stays = job(param_offload=True, optimizer_offload=True, epochs=2), job(epochs=2)
+    held = fullest(stays.actor)
+    weights_s, moments_s = held.weights / 1e8, held.optimizer / 1e8
+    left = max(0.0, 1 - share) * moments_s
+    how = {"passes_s": share * moments_s, "constants": FREE}
+    once = pytest.approx(2 * weights_s + moments_s + left)  # nothing hides the weights, nor what goes back
+    assert transfers.offload_of_update(offloaded, offloaded.actor, held, **how) == once
+    assert transfers.offload_of_turn(stays, stays.actor, held, **how) == once
+    for own in (offloaded, stays):
+        assert transfers.offload_of_first_step(own, own.actor, held, **how) == pytest.approx(left)
+    apart = replace(stays, shared=False)
+    assert transfers.offload_of_first_step(apart, apart.actor, held, **how) == 0
+    taught = replace(offloaded, reads_heads=True)
+    assert transfers.offload_of_first_step(taught, taught.actor, held, **how) == once, "each step brings it all"
+    assert transfers.offload_of_update(taught, taught.actor, held, **how) == pytest.approx(2 * once.expected)
 
 
 def test_servers_that_share_sleep_and_wake():

@@ -9,7 +9,9 @@ import pytest
 from megarl.config import Config, load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
-from megarl.plan.predict import predict, step_time
+from megarl.plan.limits import update_s
+from megarl.plan.predict import predict, step_time, training_time
+from megarl.plan.time.constants import CONSTANTS
 from megarl.trainer.observed.call_times import lost_at_an_end, predicted_s
 
 
@@ -20,12 +22,14 @@ def composed(*words: str) -> Config:
 
 def test_calls_take_the_time_of_their_stage_and_updates_that_of_an_optimizer_step() -> None:
     config = composed("data.train_batch_size=64", "actor.ppo_mini_batch_size=16", "actor.ppo_epochs=2")
-    stages = predict(replace(job_of(config, find("h100")), old_share=1.0)).stages
-    expected = {"columns actor": stages["old_log_prob"], "update actor": stages["update_actor"] / 8}
+    job = replace(job_of(config, find("h100")), old_share=1.0)
+    stages = predict(job).stages
+    expected = {"columns actor": stages["old_log_prob"], "update actor": update_s(job, job.actor, CONSTANTS)}
     if "ref" in stages:
         expected["columns ref"] = stages["ref"]
     found = predicted_s(config, "NVIDIA H100 80GB HBM3")
     assert found == pytest.approx(expected) and min(found.values()) > 0
+    assert found["update actor"] >= training_time(job) / 8, "the first of them waits for moments"
 
 
 def test_a_pass_that_single_iterations_make_is_known_too() -> None:
