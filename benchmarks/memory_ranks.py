@@ -25,6 +25,7 @@ from megarl.mcore import cpu
 from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import backend_of, destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.step import Outputs, backward, train_step
 from megarl.plan.memory.memory import Memory, Work, of_stage_bytes
@@ -50,6 +51,7 @@ class Case:
     dtype: str = "float32"
     device: str = "cpu"  # | cuda
     local: bool = True  # without Transformer-Engine's layers
+    offloads: bool = False  # moments come beside the passes of the measured step
 
     @property
     def tokens(self) -> int:
@@ -69,10 +71,13 @@ def measure(case: Case) -> dict[str, dict[str, int]]:
         )
         model = wrap_for_training(build_model(case.hf, layout, dtype=case.dtype, engine=engine), layout, engine)
         optimizer = Optimizer(model, ADAMW)
-        step = _stepper(case, layout, model, optimizer)
+        moments = OffloadBuffer(model, optimizer, moments=case.offloads)
+        step = _stepper(case, layout, model, optimizer, moments)
         step()  # makes the optimizer's state
-        memory.forget_peak()
         stays = memory.now_bytes
+        moments.offload()
+        memory.forget_peak()
+        moments.onload(beside=True)
         step()
     measured = {part: _bytes(tensors) for part, tensors in _held(case, model, optimizer).items()} | {
         "activations": memory.peak_bytes - stays,
@@ -100,11 +105,12 @@ def gradients(case: Case, layout: Layout, model: Model) -> None:
     backward(model, _micros(case), outputs, loss, num_tokens=_count(case), device=device_for(case.device))
 
 
-def _stepper(case: Case, layout: Layout, model: Model, optimizer: Optimizer) -> Any:
+def _stepper(case: Case, layout: Layout, model: Model, optimizer: Optimizer, moments: OffloadBuffer) -> Any:
     outputs, loss, micros = Outputs(layout, case.hf["vocab_size"]), ActorLoss("ppo"), _micros(case)
+    how: dict[str, Any] = {"num_tokens": _count(case), "device": device_for(case.device), "before_step": moments.wait}
 
     def step() -> None:
-        train_step(model, optimizer, micros, outputs, loss, num_tokens=_count(case), device=device_for(case.device))
+        train_step(model, optimizer, micros, outputs, loss, **how)
 
     return step
 
