@@ -21,7 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
+from megarl.mcore.models.flex_tree import FlexPlan
+from megarl.mcore.models.tree_attention import TreePlan
 
 
 def zigzag(start: int, length: int, cp: int, rank: int) -> Tensor:
@@ -101,7 +102,7 @@ class PackedParams(PackedSeqParams):
     """Megatron's description of a packed row, with the plan of its attention, computed once for all layers."""
 
     pad: PadPlan | None = None
-    tree: TreePlan | None = None  # of a row in which common prefixes stand once
+    tree: TreePlan | FlexPlan | None = None  # of a row in which common prefixes stand once
 
 
 class SDPAttention(MegatronModule):
@@ -158,7 +159,7 @@ class SDPAttention(MegatronModule):
             return self._context_parallel(query, key, value, _lengths(packed_seq_params)).flatten(1)
         if (tree := getattr(packed_seq_params, "tree", None)) is not None:
             scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
-            return TreeAttention.apply(query, key, value, self.softmax_offset, tree, self.window, scale).flatten(1)
+            return tree.attend(query, key, value, self.softmax_offset, self.window, scale).flatten(1)
         pad = getattr(packed_seq_params, "pad", None) or pad_plan(_lengths(packed_seq_params), device=query.device)
         return self._packed(query, key, value, pad).flatten(1)
 

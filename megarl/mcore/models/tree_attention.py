@@ -1,4 +1,4 @@
-"""Causal attention over rows whose common prefixes stand once: see data/prefix_tree.py.
+"""Causal attention over rows whose common prefixes stand once, on CPUs: see data/prefix_tree.py.
 
 A place attends to the places before it in its node, and to all of the node's ancestors but each one's last place, which
 the node below repeats.  Where the ancestors are short, both are one call of torch's fused attention, for which each
@@ -56,6 +56,13 @@ class TreePlan:
     calls: tuple[Call, ...]
     num_places: int
     longest: int  # positions of the longest sequence
+
+    UNIT = 1  # rows are not padded for it
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int | None, scale: float) -> Tensor:
+        """`TreeAttention` over this row."""
+        out: Tensor = TreeAttention.apply(q, k, v, sinks, self, window, scale)
+        return out
 
     @classmethod
     def of(cls, tree: PrefixTree, device: torch.device) -> TreePlan:

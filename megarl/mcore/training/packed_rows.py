@@ -3,8 +3,8 @@
 Column t describes token t, which the model predicts at position t-1: labels shift left before the context-parallel
 slice, and outputs shift right after the gather.  A sequence's first token has no prediction; its column is 0.
 
-Padding exists only if a layout needs it: sequences to a multiple of 2 cp, the row to a multiple of tp cp.  Padding is
-not counted anywhere, and no column contains it.
+Padding exists only if something needs it: sequences to a multiple of 2 cp, the row to a multiple of tp cp, and one that
+shares prefixes on a GPU to whole blocks.  Padding is not counted anywhere, and no column contains it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.layout import Layout
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.models.attention import PackedParams, pad_plan, zigzag
+from megarl.mcore.models.flex_tree import FlexPlan
 from megarl.mcore.models.rope import with_positions
 from megarl.mcore.models.tree_attention import TreePlan
+
+PLANS: dict[str, type[TreePlan] | type[FlexPlan]] = {"cpu": TreePlan, "cuda": FlexPlan}  # of rows that share prefixes
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,9 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device) -> P
     assert layout.cp == 1, "common prefixes are not cut over context-parallel ranks"
     batch = micro.batch
     tree = PrefixTree.of(batch, CommonPrefixes.of(batch))
-    plan = TreePlan.of(tree, device)
-    padding = padded_lengths([tree.num_places], layout)[0] - tree.num_places
+    plan = PLANS[device.type].of(tree, device)
+    whole = -(-tree.num_places // plan.UNIT) * plan.UNIT
+    padding = padded_lengths([whole], layout)[0] - tree.num_places
     predicted = torch.nonzero(tree.predicts >= 0).squeeze(1)
     return _row(
         micro,
