@@ -270,19 +270,23 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
                 return
 
 
-def can_share_prefixes(layout: Layout, device: str, *, router_replay: bool) -> bool:
-    """Whether ranks in this layout can compute once what rows begin with in common; device: cpu | cuda."""
-    return device == "cpu" and layout.cp == 1 and not router_replay
+def can_share_prefixes(layout: Layout, *, router_replay: bool, transformer_engine: bool) -> bool:
+    """Whether ranks in this layout can compute once what rows begin with in common.
+
+    `transformer_engine`: layers are Transformer-Engine's, whose attention takes no trees of prefixes.
+    """
+    return layout.cp == 1 and not router_replay and not transformer_engine
 
 
-def shares_prefixes(asked: str, role: str, *, can_share: bool) -> bool:
-    """Whether a role's ranks do so, for trainer.share_prefixes=`asked`: auto | on | off.
+def shares_prefixes(asked: str, role: str, device: str, *, can_share: bool) -> bool:
+    """Whether a role's ranks do so, for trainer.share_prefixes=`asked`: auto | on | off, and device: cpu | cuda.
 
+    `auto` does it on CPUs alone: on GPUs nobody has measured what it saves.
     Raises: ValueError for `on` where they cannot.
     """
     if asked == "on" and not can_share:
         raise ValueError(f"trainer.share_prefixes=on: the ranks of {role} cannot; expected auto or off")
-    return asked != "off" and can_share
+    return can_share and (asked == "on" or (asked == "auto" and device == "cpu"))
 
 
 def rank_misfits(layout: Layout, num_ranks: int) -> Iterator[Misfit]:

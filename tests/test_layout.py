@@ -108,12 +108,12 @@ def test_the_field_at_fault_is_the_largest_that_was_set() -> None:
     assert [misfit.field for misfit in rank_misfits(Layout(etp=4), 6)] == ["etp"]
 
 
-def test_prefixes_are_shared_on_cpus_over_whole_sequences_whose_experts_are_not_given() -> None:
+def test_prefixes_can_be_shared_by_local_layers_over_whole_sequences_whose_experts_are_not_given() -> None:
     whole = Layout(tp=2, sequence_parallel=True, pp=2, vpp=2, ep=2)
-    assert can_share_prefixes(whole, "cpu", router_replay=False)
-    assert not can_share_prefixes(whole, "cuda", router_replay=False)
-    assert not can_share_prefixes(whole, "cpu", router_replay=True)
-    assert not can_share_prefixes(Layout(cp=2), "cpu", router_replay=False)
+    assert can_share_prefixes(whole, router_replay=False, transformer_engine=False)
+    assert not can_share_prefixes(whole, router_replay=False, transformer_engine=True)
+    assert not can_share_prefixes(whole, router_replay=True, transformer_engine=False)
+    assert not can_share_prefixes(Layout(cp=2), router_replay=False, transformer_engine=False)
 
 
 @pytest.mark.parametrize(

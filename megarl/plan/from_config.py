@@ -10,7 +10,7 @@ from megarl.config import Config, layout_of, model_config
 from megarl.config.old_log_probs import pass_share
 from megarl.config.resolve import micro_batch_keys
 from megarl.config.validate.models import group_of, model_of
-from megarl.layout import can_share_prefixes
+from megarl.layout import can_share_prefixes, shares_prefixes
 from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role, TimeLimits
@@ -150,7 +150,10 @@ def role_of(config: Config, name: str) -> Role:
     lora_rank = config.actor.lora.rank if name == "actor" else 0  # adapters need local layers
     layout, device = layout_of(megatron), "cpu" if config.trainer.device == "cpu" else "cuda"
     replays = name == "actor" and config.actor.router_replay != "off"
-    can_share = can_share_prefixes(layout, device, router_replay=replays)
+    asked, impl = config.trainer.share_prefixes, megatron.transformer_impl
+    can_share = can_share_prefixes(
+        layout, router_replay=replays, transformer_engine=impl == "transformer_engine" and device == "cuda"
+    )
     return Role(
         name=name,
         hf=numbers_of_model(config, name),
@@ -170,8 +173,8 @@ def role_of(config: Config, name: str) -> Role:
         optimizer_on_host=name in ("actor", "critic") and node.optim.on_host,
         lora_rank=lora_rank,
         lora_targets=tuple(config.actor.lora.targets),
-        local=device == "cpu" or megatron.transformer_impl == "local" or lora_rank > 0,
-        shares_prefixes=config.trainer.share_prefixes != "off" and can_share,
+        local=device == "cpu" or impl == "local" or lora_rank > 0 or asked == "on",
+        shares_prefixes=shares_prefixes(asked, name, device, can_share=can_share),
     )
 
 

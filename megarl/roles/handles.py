@@ -40,7 +40,7 @@ class Packing:
 
     max_tokens: int | None = 16384  # tokens per micro-batch
     max_sequences: int | None = None  # or sequences per micro-batch
-    share_prefixes: str = "off"  # auto | on | off: see data/prefix_tree.py; auto: where the ranks can
+    share_prefixes: str = "off"  # auto | on | off: see data/prefix_tree.py; auto: on CPUs, where the ranks can
 
 
 @dataclass(frozen=True)
@@ -96,21 +96,25 @@ class Role:
         `reads_weights` False: a restore follows, which brings all of them, and the folder's are not read.
 
         `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
-        `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults.
+        `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults; where prefixes
+        must be shared, its `auto` layers are local.
         `base`: the name of a loaded role of the group with the same folder and `dtype`, which is frozen or trains
         adapters: this role shares its base and its engine (`engine` None, or the same), and has adapters of its own, or
         none.
         `router_replay`: the experts of tokens can be given and noted.
         """
         arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
-        arguments |= {"lora": lora, "engine": engine or {}, "reads_weights": reads_weights, "base": base}
+        engine = dict(engine or {})
+        if self.packing.share_prefixes == "on" and engine.get("transformer_impl", "auto") == "auto":
+            engine["transformer_impl"] = "local"
+        arguments |= {"lora": lora, "engine": engine, "reads_weights": reads_weights, "base": base}
         arguments["router_replay"] = router_replay
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
-        can_share = bool(replies[0].result["can_share"])
-        self.offloads = any((engine or {}).get(name) for name in ("param_offload", "optimizer_offload"))
-        self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, can_share=can_share)
+        can_share, device = bool(replies[0].result["can_share"]), str(replies[0].result["device"])
+        self.offloads = any(engine.get(name) for name in ("param_offload", "optimizer_offload"))
+        self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, device, can_share=can_share)
         return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:

@@ -122,8 +122,13 @@ class Worker:
         self.roles[arguments["role"]] = role
         sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
         role.offload_by_default()
-        can_share = can_share_prefixes(self.layout, self.device.type, router_replay=arguments["router_replay"])
-        return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine, "can_share": can_share}, {}
+        sharing = can_share_prefixes(
+            self.layout,
+            router_replay=arguments["router_replay"],
+            transformer_engine=role.engine.uses_transformer_engine,
+        )
+        sizes |= {"can_share": sharing, "device": self.device.type}
+        return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine}, {}
 
     def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Read the heads of a role's teachers, cut as its own."""

@@ -232,8 +232,7 @@ def test_verls_grouper_of_prefixes_is_taken_with_its_meaning(value: str, ours: s
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ("trainer.device=cuda", "trainer.device=cuda"),
-        ("trainer.device=auto actor.megatron.transformer_impl=transformer_engine", "actor.megatron.transformer_impl="),
+        ("trainer.device=cuda actor.megatron.transformer_impl=transformer_engine", "actor.megatron.transformer_impl="),
         (
             "model=qwen3_moe_mini actor.megatron.tensor_model_parallel_size=2 actor.megatron.sequence_parallel=true "
             "actor.router_replay=old",
@@ -246,3 +245,9 @@ def test_where_prefixes_are_not_shared_is_said(words: str, key: str) -> None:
     said = refusal("recipe=quickstart", "trainer.n_gpus_per_node=4", "trainer.share_prefixes=on", *words.split())
     assert said.startswith(f"trainer.share_prefixes=on: it is not built for {key}")
     assert said.endswith("; expected auto or off")
+
+
+def test_prefixes_are_shared_on_gpus_where_it_is_asked_for() -> None:
+    words = ["recipe=quickstart", "trainer.device=cuda", "trainer.share_prefixes=on"]
+    config, _ = load_config(words, command="config")
+    assert config.trainer.share_prefixes == "on"

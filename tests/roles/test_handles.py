@@ -23,6 +23,13 @@ from megarl.roles.handles import Actor, Critic, Packing, Reference, Update
 from megarl.roles.push_settings import PushSettings
 
 Payload = dict[str, Tensor]
+LOADED: dict[str, Any] = {  # what a rank says of a model that it has loaded
+    "parameters_per_rank": 7,
+    "hidden_size": 16,
+    "lacks_transformer_engine": False,
+    "can_share": False,
+    "device": "cpu",
+}
 
 
 class NotingGroup:
@@ -528,19 +535,22 @@ def test_a_sequence_longer_than_a_row_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "can_share", "shares"),
+    ("asked", "device", "can_share", "shares"),
     [
-        ("auto", True, True),
-        ("on", True, True),
-        ("off", True, False),
-        ("auto", False, False),
-        ("on", False, None),
+        ("auto", "cpu", True, True),
+        ("auto", "cuda", True, False),
+        ("on", "cpu", True, True),
+        ("on", "cuda", True, True),
+        ("off", "cpu", True, False),
+        ("auto", "cpu", False, False),
+        ("on", "cpu", False, None),
+        ("on", "cuda", False, None),
     ],
 )
 def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_for_and_they_cannot(
-    asked: str, *, can_share: bool, shares: bool | None
+    asked: str, device: str, *, can_share: bool, shares: bool | None
 ) -> None:
-    said = {"parameters_per_rank": 7, "hidden_size": 16, "lacks_transformer_engine": False, "can_share": can_share}
+    said = LOADED | {"can_share": can_share, "device": device}
     group: Any = NotingGroup(1, lambda *_: Reply(said, {}))
     role = Reference("ref", group, Packing(share_prefixes=asked))
     if shares is None:
@@ -551,6 +561,23 @@ def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_f
         return
     role.load("folder")
     assert role.shares_prefixes is shares
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "sent"),
+    [
+        ("on", None, {"transformer_impl": "local"}),
+        ("on", {"transformer_impl": "auto", "strategy": "fsdp"}, {"transformer_impl": "local", "strategy": "fsdp"}),
+        ("on", {"transformer_impl": "transformer_engine"}, {"transformer_impl": "transformer_engine"}),
+        ("auto", {"transformer_impl": "auto"}, {"transformer_impl": "auto"}),
+    ],
+)
+def test_layers_are_local_where_prefixes_must_be_shared(
+    asked: str, given: dict[str, Any] | None, sent: dict[str, Any]
+) -> None:
+    group: Any = NotingGroup(1, lambda *_: Reply(LOADED | {"can_share": True}, {}))
+    Reference("ref", group, Packing(share_prefixes=asked)).load("folder", engine=given)
+    assert group.calls[0][1]["engine"] == sent
 
 
 def test_the_share_of_places_that_are_computed_is_told() -> None:
@@ -570,9 +597,7 @@ def test_the_share_of_places_that_are_computed_is_told() -> None:
 def test_plain_numbers_travel_to_the_ranks() -> None:
     def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
         return Reply(
-            {"parameters_per_rank": 7, "hidden_size": 16, "lacks_transformer_engine": False, "can_share": False}
-            if method == "load"
-            else {"version": 3},
+            LOADED if method == "load" else {"version": 3},
             {},
         )
 

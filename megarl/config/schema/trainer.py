@@ -47,7 +47,7 @@ class Trainer:
     )  # console mlflow prometheus tensorboard wandb, jsonl always
     prometheus_port: int = 9464  # of 127.0.0.1, where prometheus in trainer.logger serves /metrics
     share_prefixes: str = (
-        "auto"  # on | off | auto (where it is built): what rows begin with in common, as a prompt, is computed once
+        "auto"  # on | off | auto (on CPUs; nobody has measured it on GPUs): common beginnings of rows are computed once
     )
     token_samples: int = 2  # samples of each iteration that tokens.jsonl keeps token by token; 0 = none
     save_freq: int = -1  # iterations between checkpoints; -1 = none, but those that a signal asks for

@@ -127,7 +127,6 @@ def _prefixes(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     if config.trainer.share_prefixes != "on":
         return
     found: dict[str, tuple[Any, bool]] = {
-        "trainer.device": (config.trainer.device, config.trainer.device == "cuda"),
         "actor.router_replay": (config.actor.router_replay, config.actor.router_replay != "off"),
     }
     for role in roles:

@@ -6,7 +6,6 @@ import json
 
 from megarl.config import ConfigError, load_config
 from megarl.config.old_log_probs import source_of_old_log_probs, why_own_pass
-from megarl.layout import shares_prefixes
 from megarl.plan.cluster import Plan, check_size, plan_of
 from megarl.plan.command.request import Request
 from megarl.plan.command.show import as_json, proposal_json, show, show_proposals
@@ -71,14 +70,14 @@ def _dispatch(plan: Plan, job: Job) -> list[str]:
 
 
 def _prefixes(plan: Plan, job: Job, prediction: Prediction) -> list[str]:
-    """What becomes of prompts with several completions.  Raises: ValueError where the run refuses to share them."""
+    """What becomes of prompts with several completions."""
     asked = plan.config.trainer.share_prefixes
-    shares = shares_prefixes(asked, "actor", can_share=job.shares_prefixes)
     if job.n == 1 or asked == "off":
         return []
     key, count = f"trainer.share_prefixes={asked}", f"{job.n} completions"
-    if not shares:
-        return [f"a prompt is computed with each of its {count}; {key} shares it on CPUs alone"]
+    if not job.shares_prefixes:
+        on_gpus = "trainer.share_prefixes=on on GPUs too"
+        return [f"a prompt is computed with each of its {count}; {key} shares it on CPUs alone, {on_gpus}"]
     part = f"{prediction.computed_tokens['update_actor']:,.0f} of {job.tokens * job.epochs:,.0f} tokens"
     return [f"a prompt is computed once for its {count} ({key}): update_actor computes {part}"]
 

@@ -228,16 +228,16 @@ def test_what_becomes_of_prompts_is_said(capsys):
     words += ("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "actor.ppo_epochs=1")
     assert call(*words, "trainer.device=cpu") == 0
     assert call(*words, "trainer.device=auto") == 0
-    shared, apart = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert call(*words, "trainer.device=auto", "trainer.share_prefixes=on") == 0
+    shared, apart, on_gpus = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert shared["computed_tokens"]["update_actor"] == 4 * (16 + 8 * 11)
     assert apart["computed_tokens"]["update_actor"] == 4 * 8 * 26
     once = "a prompt is computed once for its 8 completions (trainer.share_prefixes=auto): update_actor computes "
     assert any(line.startswith(once) for line in shared["assumed"])
     each = "a prompt is computed with each of its 8 completions; trainer.share_prefixes=auto shares it on CPUs alone"
-    assert each in apart["assumed"]
-    assert call(*words, "trainer.device=auto", "trainer.share_prefixes=on") == 2
-    refused = "error: trainer.share_prefixes=on: the ranks of actor cannot; expected auto or off"
-    assert capsys.readouterr().err.strip() == refused
+    assert f"{each}, trainer.share_prefixes=on on GPUs too" in apart["assumed"]
+    assert on_gpus["computed_tokens"] == shared["computed_tokens"]
+    assert any(line.startswith(once.replace("=auto", "=on")) for line in on_gpus["assumed"])
 
 
 def test_help_names_the_options(capsys):

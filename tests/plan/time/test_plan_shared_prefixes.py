@@ -111,6 +111,7 @@ def test_each_stage_has_its_own_number() -> None:
         (["trainer.device=cpu", "trainer.share_prefixes=on"], True),
         (["trainer.device=cpu", "trainer.share_prefixes=off"], False),
         (["trainer.device=auto"], False),
+        (["trainer.device=auto", "trainer.share_prefixes=on"], True),
         (["trainer.device=cpu", "trainer.n_gpus_per_node=2", "actor.megatron.context_parallel_size=2"], False),
     ],
 )
@@ -118,3 +119,5 @@ def test_it_is_shared_where_the_run_shares_it(words: list[str], *, shares: bool)
     config, _ = load_config(["recipe=quickstart", "model=qwen2_5_0_5b", *words], command="config")
     own = job_of(config, find("h100"))
     assert own.shares_prefixes is own.actor.shares_prefixes is shares
+    if "trainer.share_prefixes=on" in words:
+        assert own.actor.local
