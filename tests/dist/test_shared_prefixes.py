@@ -71,7 +71,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     tables = [Table(1, folder, apart | one)]
     for size, layouts in LAYOUTS.items():
         named = {f"{name}/{role}": case(role, layout) for name, layout in layouts.items() for role in ROLES}
-        named |= {"adapters dp2": case("actor", Layout(), lora=True)} if size == 2 else {}
+        if size == 2:
+            named["adapters dp2"] = case("actor", Layout(), lora=True)
+            named["by flex"] = case("actor", Layout(**SP), by_flex=True)
         tables.append(Table(size, folder, named))
     for family, layout in FAMILIES.items():
         of_family = str(write_model(root / family, family, tied=False))
@@ -130,6 +132,12 @@ def test_so_are_those_of_adapters(found: Found, where: str) -> None:
     assert_same(found[where], apart, steps=True)
 
 
+def test_so_are_those_of_the_calls_that_are_made_on_gpus(found: Found) -> None:
+    """Rows are padded to whole blocks, and are cut over ranks."""
+    assert_same(found["by flex"], found["actor"][0], steps=True)
+    assert found["by flex"][0]["num_places"] % 128 == 0
+
+
 def test_there_is_less_to_compute(found: Found) -> None:
     apart = found["actor"][0]["num_places"]
     assert apart == make_alike_step(4).num_tokens
@@ -137,6 +145,7 @@ def test_there_is_less_to_compute(found: Found) -> None:
     assert found["one/actor"][0]["num_places"] < found["narrowed"][0]["num_places"] < apart, "only what is not learnt"
 
 
+FLEX = ("qwen3", *FAMILIES)
 EXACT = 1e-10  # some hundred thousand roundings of float64; the worst that was seen is 7e-15
 STEPS: dict[str, dict[str, Any]] = {
     **{loss: {"policy_loss": loss, "policy_args": ARGS.get(loss, {})} for loss in LOSSES if loss in POLICY_LOSSES},
@@ -150,8 +159,9 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Found:
     root = tmp_path_factory.mktemp("exact")
 
     def both(name: str, role: str, **more: Any) -> dict[str, Case]:
-        ways = {f"{name} apart": False, name: True}
-        return {way: Case(role, exact=True, alike=True, shares_prefixes=s, **more) for way, s in ways.items()}
+        ways: dict[str, dict[str, Any]] = {f"{name} apart": {}, name: {"shares_prefixes": True}}
+        ways |= {f"{name} by flex": {"shares_prefixes": True, "by_flex": True}} if name in FLEX else {}
+        return {way: Case(role, exact=True, alike=True, **how, **more) for way, how in ways.items()}
 
     tables = []
     for family in ("qwen3", *FAMILIES):
@@ -173,6 +183,15 @@ def test_in_float64_whole_models_agree_to_its_rounding(exact: Found, family: str
     got, apart = exact[family], exact[f"{family} apart"][0]
     assert {gradient.dtype for gradient in apart["gradient"].values()} == {torch.float64}
     assert got[0]["num_places"] < 0.75 * apart["num_places"]
+    assert_same_columns(got, apart, EXACT)
+    assert_same_gradient(got[0]["gradient"], apart["gradient"], EXACT)
+
+
+@pytest.mark.parametrize("family", FLEX)
+def test_so_they_do_by_the_calls_that_are_made_on_gpus(exact: Found, family: str) -> None:
+    """Of torch's own definition of FlexAttention: its kernels are in tests/gpu/test_flex_tree_gpu.py."""
+    got, apart = exact[f"{family} by flex"], exact[f"{family} apart"][0]
+    assert got[0]["num_places"] % 128 == 0, "whole blocks"
     assert_same_columns(got, apart, EXACT)
     assert_same_gradient(got[0]["gradient"], apart["gradient"], EXACT)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from chunks import fill_value_head, gradients, named_parameters, parameters, weights
+from flex_cases import on_cpus
 from megatron.core.transformer.moe import moe_utils, router
 from spawn import run_ranks
 
@@ -124,6 +125,7 @@ class Case:
     narrowed: bool = False  # of some tokens only those of a support could be drawn
     alike: bool = False  # rows begin alike
     shares_prefixes: bool = False  # and what they have in common is computed once
+    by_flex: bool = False  # by the calls that are made on GPUs
     lora: bool = False  # adapters are trained: their gradient and weights are looked at
     exact: bool = False  # weights, activations and gradients are float64; on one rank, and without steps
     policy_loss: str | None = None  # of an actor: instead of that of LOSSES, over samples of several rows
@@ -160,7 +162,7 @@ def run_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
 
 def run_case(folder: str, case: Case) -> dict[str, Any]:
     """What this rank sees; whole tensors on rank 0.  A sharded optimizer leaves no whole gradient to be looked at."""
-    with _routers_in_float64() if case.exact else nullcontext():
+    with _routers_in_float64() if case.exact else nullcontext(), on_cpus() if case.by_flex else nullcontext():
         return _run_case(folder, case)
 
 
