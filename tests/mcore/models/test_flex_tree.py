@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from flex_cases import counted, on_cpus
+from flex_cases import KINDS, answers, counted, errors, on_cpus, reference, sees, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tree_attention import ROWS, SIZES, reference, sees, tree_of
+from test_tree_attention import ROWS, SIZES
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -127,6 +127,13 @@ def test_it_is_one_masked_softmax_and_so_are_its_gradients(
 def test_heads_wide_enough_for_the_kernel_are_not_padded(sizes: tuple[int, int, int, int]) -> None:
     """Of latent attention keys are wider than values."""
     check(tree_of([[1, 2, 3, 4], [1, 2, 3, 5, 6]]), sizes, None, True, 3, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_one_tensor_in_rows_of_several_blocks(kind: str) -> None:
+    """What tests/gpu runs by the kernels."""
+    found = errors(KINDS[kind], answers(150, [90, 8, 120]), torch.float32, CPU)
+    assert max(found.values()) < 1e-5, found
 
 
 def test_a_sink_takes_all_of_a_place_whose_scores_are_far_below() -> None:

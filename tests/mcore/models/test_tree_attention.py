@@ -7,48 +7,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from flex_cases import reference, sees, tree_of
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from megarl.batch import Batch
-from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.mcore.models import tree_attention
 from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10)
 SIZES = st.sampled_from([(2, 2, 8, 8), (4, 2, 8, 8), (4, 1, 6, 4), (2, 2, 4, 6)])  # heads of q, of k; sizes of k, of v
-
-
-def tree_of(rows: list[list[int]]) -> PrefixTree:
-    batch = Batch(torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows]))
-    return PrefixTree.of(batch, CommonPrefixes.of(batch))
-
-
-def sees(tree: PrefixTree, window: int | None) -> Tensor:
-    """[T, T] bool: slow reference, place by place."""
-    at, found = tree.place_positions, torch.zeros(tree.num_places, tree.num_places, dtype=torch.bool)
-    for node, (first, length) in enumerate(zip(tree.places.tolist(), tree.lengths.tolist(), strict=True)):
-        for place in range(first, first + length):
-            found[place, first : place + 1] = True
-            above = int(tree.parents[node])
-            while above >= 0:
-                begin = tree.places[above]
-                found[place, begin : begin + tree.lengths[above] - 1] = True
-                above = int(tree.parents[above])
-    if window is not None:
-        found &= torch.from_numpy(at[:, None] - at < window)
-    return found
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor, scale: float) -> Tensor:
-    times = q.size(1) // k.size(1)
-    k, v = (x.repeat_interleave(times, 1) for x in (k, v))
-    scores = torch.einsum("qnd,knd->qnk", q, k) * scale
-    scores = scores.masked_fill(~mask[:, None], -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1).expand(len(q), -1, 1)], -1)
-    return torch.einsum("qnk,knd->qnd", scores.softmax(-1)[..., : len(k)], v)
 
 
 @given(
