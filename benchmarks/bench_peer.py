@@ -74,7 +74,12 @@ class Way:
 
 WAYS = (
     Way("megarl", 2, (), "2 ranks, data parallel"),
-    Way("megarl", 2, ("rollout.num_servers=2",), "2 ranks, data parallel, 2 servers"),
+    Way(
+        "megarl",
+        2,
+        ("rollout.num_servers=2", "rollout.num_collectors=2"),
+        "2 ranks, data parallel, 2 servers, 2 collectors",
+    ),
     Way("megarl", 2, ("actor.megatron.tensor_model_parallel_size=2",), "2 ranks, tensor parallel"),
     Way("megarl", 1, (), "1 rank, 2 threads"),
     Way("trl", 1, (), "1 process, 2 threads"),

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from megarl.processes.freed_memory import keep_freed_memory
+
 _active = False
 
 
@@ -176,6 +178,7 @@ def activate() -> None:
     global _active
     if _active or torch.cuda.is_available():
         return
+    keep_freed_memory()
     _patch_torch_cuda()
     _CudaIsCpu().__enter__()  # for the life of this thread
     _patch_megatron()
