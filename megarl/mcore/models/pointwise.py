@@ -25,7 +25,7 @@ class Norm:
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with a backward pass of six operations on CPUs in place of some thirteen; its GPU kernel is fused."""
+    """torch's, on CPUs with a backward pass around one fused kernel, as its GPU kernel is, in place of 13 operations."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same."""
@@ -48,12 +48,14 @@ class _Rms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """By torch's fused kernel of LayerNorm, for a mean of 0; without what that mean would take from dx."""
         given, weight, scale = ctx.saved_tensors
-        x, grad, size = _wide(given), _wide(grad), given.shape[-1]
-        products = (grad * x).reshape(-1, size)
-        inner = (products @ _wide(weight)).view(scale.shape).mul_(scale.pow(3)).div_(-size)
-        of_x = (grad * weight).mul_(scale).addcmul_(x, inner)
-        return of_x.to(given.dtype), (scale.reshape(-1) @ products).to(weight.dtype), None
+        x, grad, wide, size = _wide(given), _wide(grad), _wide(weight), given.shape[-1]
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, [size], torch.zeros_like(scale), scale, wide, None, [True, True, False]
+        )
+        of_mean = (grad.reshape(-1, size) @ wide).view(scale.shape).mul_(scale).div_(size)
+        return of_x.add_(of_mean).to(given.dtype), of_weight.to(weight.dtype), None
 
 
 def _wide(x: Tensor) -> Tensor:
