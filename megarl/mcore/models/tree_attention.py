@@ -1,11 +1,11 @@
 """Causal attention over rows whose common prefixes stand once, on CPUs: see data/prefix_tree.py.
 
 A place attends to the places before it in its node, and to all of the node's ancestors but each one's last place, which
-the node below repeats.  Where the ancestors are short, both are one call of torch's fused attention, for which each
-node gets a copy of their keys.  Where they are long, each part is a call with its own softmax, the one over the
-ancestors for all children of a node at once; the parts are merged by the logarithms of their sums, as Ring Attention
-merges blocks (arXiv:2310.01889).  In the backward pass each part gets the merged output and logarithm, with which its
-probabilities are those of the whole softmax.
+the node below repeats.  Where the ancestors are short, both are one call, for which each node gets a copy of their
+keys: of torch's fused attention, or of short_attention.py if the node is short too.  Where they are long, each part is
+a call with its own softmax, the one over the ancestors for all children of a node at once; the parts are merged by the
+logarithms of their sums, as Ring Attention merges blocks (arXiv:2310.01889).  In the backward pass each part gets the
+merged output and logarithm, with which its probabilities are those of the whole softmax.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.data.prefix_tree import PrefixTree
+from megarl.mcore.models import short_attention
 
 # On CPUs one call in place of two is faster, by a third for short nodes; a longer one's mask would take much memory.
 REPEATED = 128  # keys above a node that are copied for each of its children
 MASKED = 512  # places of such a child
+SHORT = 64  # places of a node with none above it that is masked as a child is
+FEW_SCORES = SHORT**2  # of a head in a part: with more, torch's fused attention is faster than short_attention.py
 WASTE = 1.3  # of a call: its largest part is at most this times the smallest and 8, in queries and in keys
 
 Part = tuple[np.ndarray, np.ndarray]  # places of queries, and of keys
@@ -35,8 +38,6 @@ class Call:
 
     queries: Tensor  # [b * q] int64, places of the row; of padding T, behind them
     keys: Tensor  # [b * k] int64
-    read_queries: Tensor  # the same, but of padding T - 1: what is read there has no effect
-    read_keys: Tensor
     shape: tuple[int, int, int]  # b, q, k
     is_causal: bool  # over the places of a node: queries are the keys
     is_first: bool  # of those in which its queries are
@@ -44,8 +45,23 @@ class Call:
     key_positions: Tensor  # [b, k] int64
     has_all_keys: bool  # no part has padding for keys
 
+    @property
+    def is_short(self) -> bool:
+        """Its scores are few, and each of its queries sees something."""
+        return self.is_first and not self.is_causal and self.shape[1] * self.shape[2] <= FEW_SCORES
+
+    def places(self, of_queries: int, of_keys: int) -> tuple[Tensor, Tensor]:
+        """Where the heads of its queries are in [T, n, ...] as [T * n, ...], and those of its keys, in the order in
+        which they are computed: [b, n, q] and [b, m, k] of a short call, [b, q, n] and [b, k, m] of others."""
+        found = []
+        for places, heads in ((self.queries, of_queries), (self.keys, of_keys)):
+            head = torch.arange(heads, device=places.device)
+            of_heads = places.view(self.shape[0], -1, 1) * heads + head
+            found.append(of_heads.transpose(1, 2) if self.is_short else of_heads)
+        return found[0], found[1]
+
     def on(self, device: torch.device) -> Call:
-        names = ("queries", "keys", "read_queries", "read_keys", "query_positions", "key_positions")
+        names = ("queries", "keys", "query_positions", "key_positions")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
@@ -78,7 +94,8 @@ class TreePlan:
         alone: list[Part] = []  # a node without what is above it
         seen: list[Part] = []  # children of a node, and what is above them
         for node, children in below.items():
-            repeats = {child: 0 < len(above[node]) <= REPEATED and len(own[child]) <= MASKED for child in children}
+            most = 0 if len(above[node]) > REPEATED else MASKED if len(above[node]) else SHORT
+            repeats = {child: len(own[child]) <= most for child in children}
             whole += [(own[child], np.concatenate([above[node], own[child]])) for child in children if repeats[child]]
             apart = [own[child] for child in children if not repeats[child]]
             alone += [(places, places) for places in apart]
@@ -98,18 +115,15 @@ def _calls(parts: list[Part], at: np.ndarray, *, is_causal: bool, is_first: bool
     """Parts (queries, keys) of similar size together, so that little is padding."""
     for lot in _lots(parts):
         queries, keys = (_padded([part[i] for part in lot], len(at) - 1) for i in (0, 1))
-        last, (own, others) = len(at) - 2, (torch.from_numpy(x.ravel()) for x in (queries, keys))
         yield Call(
-            queries=own,
-            keys=others,
-            read_queries=own.clamp(max=last),
-            read_keys=others.clamp(max=last),
+            queries=torch.from_numpy(queries.ravel()),
+            keys=torch.from_numpy(keys.ravel()),
             shape=(len(lot), queries.shape[1], keys.shape[1]),
             is_causal=is_causal,
             is_first=is_first,
             query_positions=torch.from_numpy(at[queries]),
             key_positions=torch.from_numpy(at[keys]),
-            has_all_keys=bool(keys.max() <= last),
+            has_all_keys=bool(keys.max() < len(at) - 1),
         )
 
 
@@ -177,18 +191,24 @@ class TreeAttention(torch.autograd.Function):
         out = q.new_zeros(plan.num_places + 1, q.size(1), v.size(2), dtype=exact)
         sums = out.new_full(out.shape[:2], -torch.inf) if sinks is None else sinks.to(exact).repeat(len(out), 1)
         for call in plan.calls:
+            queries, keys = call.places(q.size(1), k.size(1))
             mask = mask_of(call, window, plan.longest)
-            found = attend(*_taken(call, q, k, v), mask, is_causal=call.is_causal, scale=scale)
-            part, of_part = (x.to(exact).flatten(0, 1) for x in found)
+            taken = _read(q, queries), _read(k, keys), _read(v, keys)
+            if call.is_short and mask is not None:
+                found = short_attention.attend(*taken, mask, scale)
+            else:
+                found = attend(*taken, mask, is_causal=call.is_causal, scale=scale)
+            part, of_part = found[0].to(exact).flatten(0, 2), found[1].to(exact).flatten()
+            outs, logs, queries = out.flatten(0, 1), sums.flatten(), queries.flatten()
             if not (call.is_first and sinks is None):
-                before = sums.index_select(0, call.queries)
+                before = logs.index_select(0, queries)
                 total = torch.logaddexp(before, of_part)
                 part = torch.lerp(
-                    out.index_select(0, call.queries), part, (of_part - total).exp()[..., None].expand_as(part)
+                    outs.index_select(0, queries), part, (of_part - total).exp()[..., None].expand_as(part)
                 )
                 of_part = total
-            out.index_copy_(0, call.queries, part)
-            sums.index_copy_(0, call.queries, of_part)
+            outs.index_copy_(0, queries, part)
+            logs.index_copy_(0, queries, of_part)
         result = _resized(out[:-1].to(q.dtype), len(q))
         ctx.save_for_backward(q, k, v, sinks, result, sums[:-1])
         ctx.how = (plan, window, scale)
@@ -202,13 +222,16 @@ class TreeAttention(torch.autograd.Function):
         size = plan.num_places + 1
         totals = [x.new_zeros(size, *x.shape[1:], dtype=sums.dtype) for x in (q, k, v)]
         for call in plan.calls:
-            read = ((grad, call.read_queries), (out, call.read_queries), (infinite, call.queries))
-            grads, outs, logs = (x.index_select(0, at).unflatten(0, call.shape[:2]) for x, at in read)
+            queries, keys = call.places(q.size(1), k.size(1))
+            grads, outs, logs = (_read(x, queries) for x in (grad, out, infinite))
+            taken = _read(q, queries), _read(k, keys), _read(v, keys)
             mask = mask_of(call, window, plan.longest)
-            taken = _taken(call, q, k, v)
-            parts = attend_backward(grads, outs, logs, *taken, mask, is_causal=call.is_causal, scale=scale)
-            for total, part, places in zip(totals, parts, (call.queries, call.keys, call.keys), strict=True):
-                total.index_add_(0, places, part.flatten(0, 1).to(total.dtype))
+            if call.is_short and mask is not None:
+                parts = short_attention.attend_backward(grads, outs, logs, *taken, mask, scale)
+            else:
+                parts = attend_backward(grads, outs, logs, *taken, mask, is_causal=call.is_causal, scale=scale)
+            for total, part, places in zip(totals, parts, (queries, keys, keys), strict=True):
+                total.flatten(0, 1).index_add_(0, places.flatten(), part.flatten(0, 2).to(total.dtype))
         of_q, of_k, of_v = (_resized(total[:-1].to(q.dtype), len(q)) for total in totals)
         of_sinks = None
         if sinks is not None:  # of a key with a value of zeros
@@ -222,11 +245,10 @@ def _resized(x: Tensor, size: int) -> Tensor:
     return x if len(x) == size else F.pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))
 
 
-def _taken(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, q, n, d], [b, k, m, d], [b, k, m, e]"""
-    b, num_queries, num_keys = call.shape
-    k, v = (x.index_select(0, call.read_keys).unflatten(0, (b, num_keys)) for x in (k, v))
-    return q.index_select(0, call.read_queries).unflatten(0, (b, num_queries)), k, v
+def _read(x: Tensor, places: Tensor) -> Tensor:
+    """x [T, n, ...] at `Call.places` -> [*places.shape, ...]; what is read for padding has no effect."""
+    rows = x.flatten(0, 1)
+    return rows.index_select(0, places.flatten().clamp(max=len(rows) - 1)).unflatten(0, places.shape)
 
 
 def attend(

@@ -25,6 +25,7 @@ SIZES = st.sampled_from([(2, 2, 8, 8), (4, 2, 8, 8), (4, 1, 6, 4), (2, 2, 4, 6)]
     has_sinks=st.booleans(),
     padding=st.integers(0, 2),
     repeated=st.sampled_from([0, 4, tree_attention.REPEATED]),
+    few_scores=st.sampled_from([0, 40, tree_attention.FEW_SCORES]),
     seed=st.integers(0, 99),
 )
 def test_it_is_one_masked_softmax_and_so_are_its_gradients(
@@ -34,6 +35,7 @@ def test_it_is_one_masked_softmax_and_so_are_its_gradients(
     has_sinks: bool,  # noqa: FBT001
     padding: int,
     repeated: int,
+    few_scores: int,
     seed: int,
 ) -> None:
     tree, g = tree_of(rows), torch.Generator().manual_seed(seed)
@@ -44,16 +46,16 @@ def test_it_is_one_masked_softmax_and_so_are_its_gradients(
     sinks = torch.randn(heads, generator=g, dtype=torch.float64).requires_grad_() if has_sinks else None
     leaves = [*inputs, *([sinks] if sinks is not None else [])]
 
-    with mock.patch.object(tree_attention, "REPEATED", repeated):
+    up = torch.randn(tree.num_places, heads, of_values, generator=g, dtype=torch.float64)
+    with mock.patch.multiple(tree_attention, REPEATED=repeated, FEW_SCORES=few_scores):
         plan = TreePlan.of(tree, torch.device("cpu"))
-    got = TreeAttention.apply(*inputs, sinks, plan, window, 0.3)
+        got = TreeAttention.apply(*inputs, sinks, plan, window, 0.3)
+        ours = torch.autograd.grad(got[: tree.num_places], leaves, up)
     used = [x[: tree.num_places] for x in inputs]
     expected = reference(*used, sinks, sees(tree, window), 0.3)
     torch.testing.assert_close(got[: tree.num_places], expected, rtol=1e-10, atol=1e-10)
     assert not got[tree.num_places :].any()
 
-    up = torch.randn(expected.shape, generator=g, dtype=torch.float64)
-    ours = torch.autograd.grad(got[: tree.num_places], leaves, up)
     theirs = torch.autograd.grad(expected, leaves, up)
     for mine, slow in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, slow, rtol=1e-10, atol=1e-10)
@@ -76,11 +78,11 @@ def test_parts_of_similar_size_share_a_call() -> None:
     rows = [[*prompt, *torch.randint(0, 1000, (30,), generator=g).tolist()] for prompt in prompts for _ in range(4)]
     with mock.patch.object(tree_attention, "REPEATED", 0):
         calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
-    assert [call.shape for call in calls if call.is_causal] == [(14, 31, 31), (1, 300, 300)]
-    assert [call.shape for call in calls if not call.is_causal] == [(2, 124, 20), (1, 124, 299)]
+    assert [call.shape for call in calls if call.is_causal] == [(12, 31, 31), (1, 300, 300)]
+    assert [call.shape for call in calls if not call.is_causal] == [(2, 21, 21), (2, 124, 20), (1, 124, 299)]
     calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
-    assert [call.shape for call in calls if call.is_causal] == [(6, 31, 31), (1, 300, 300)]
-    assert [call.shape for call in calls if not call.is_causal] == [(8, 31, 51), (1, 124, 299)]
+    assert [call.shape for call in calls if call.is_causal] == [(4, 31, 31), (1, 300, 300)]
+    assert [call.shape for call in calls if not call.is_causal] == [(2, 21, 21), (8, 31, 51), (1, 124, 299)]
 
 
 def test_a_short_part_is_not_padded_to_a_much_longer_one_that_sees_as_much() -> None:
@@ -92,7 +94,7 @@ def test_a_short_part_is_not_padded_to_a_much_longer_one_that_sees_as_much() -> 
         for i in range(2)
     ]
     calls = TreePlan.of(tree_of(rows), torch.device("cpu")).calls
-    assert [call.shape for call in calls if not call.is_causal] == [(2, 101, 120), (2, 22, 121)]
+    assert [call.shape for call in calls if not call.is_causal] == [(1, 20, 20), (2, 101, 120), (2, 22, 121)]
 
 
 @given(sizes=st.lists(st.tuples(st.integers(1, 200), st.integers(0, 200)), max_size=30))
