@@ -10,6 +10,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from megarl.layout import Layout
+from megarl.mcore.models import pointwise
 from megarl.mcore.models.model import transformer_config
 from megarl.mcore.models.pointwise import Gate, Norm, RMSNorm
 from megarl.mcore.training.execution import ExecutionOptions
@@ -70,8 +71,14 @@ def test_numbers_of_16_bits_are_computed_in_float32_and_rounded_once() -> None:
         torch.testing.assert_close(mine.float(), wanted, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("rows", [0, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_gate_is_megatrons_operations_to_the_bit(dtype: torch.dtype) -> None:
+def test_the_gate_is_megatrons_operations_to_the_bit(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rows`: as many as a block may have; one row is a block even if it is larger."""
+    monkeypatch.setattr(pointwise, "CACHED_ELEMENTS", rows * 12)
+
     def theirs(x: Tensor) -> Tensor:  # mlp.py, MLP.forward
         gate, up = torch.chunk(x, 2, dim=-1)
         return F.silu(gate) * (up + 0.0)
@@ -79,6 +86,10 @@ def test_the_gate_is_megatrons_operations_to_the_bit(dtype: torch.dtype) -> None
     x = torch.randn(5, 1, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
     for mine, wanted in zip(with_gradients(Gate(), x), with_gradients(theirs, x), strict=True):
         assert torch.equal(mine, wanted)
+
+
+def test_the_gate_of_no_token_has_a_gradient() -> None:
+    assert [x.shape for x in with_gradients(Gate(), torch.zeros(0, 1, 12))] == [(0, 1, 6), (0, 1, 12)]
 
 
 def test_the_gate_keeps_its_input_alone() -> None:
