@@ -41,13 +41,14 @@ class CommonPrefixes:
         as_bytes = tokens.astype(">u4").tobytes()  # big-endian numbers sort as their bytes do
         rows = [as_bytes[4 * a : 4 * b] for a, b in zip(starts.tolist(), (starts + lengths).tolist(), strict=True)]
         order = np.asarray(sorted(range(len(rows)), key=rows.__getitem__), dtype=np.int64)
+        before, after = order[:-1], order[1:]
+        counts = np.minimum(most[before], most[after])
+        differ = tokens[runs(starts[before], counts)] != tokens[runs(starts[after], counts)]
+        differing = np.append(np.flatnonzero(differ), len(differ))
+        begins = counts.cumsum() - counts
+        found = np.minimum(differing[np.searchsorted(differing, begins)] - begins, counts)
         common = np.zeros(len(order), dtype=np.int64)
-        for at in range(1, len(order)):
-            before, row = order[at - 1], order[at]
-            count = int(min(most[before], most[row]))
-            differ = tokens[starts[before] : starts[before] + count] != tokens[starts[row] : starts[row] + count]
-            found = int(differ.argmax()) if differ.any() else count
-            common[at] = found if found >= MIN_SHARED else 0
+        common[1:] = np.where(found >= MIN_SHARED, found, 0)
         return cls(order, common)
 
 

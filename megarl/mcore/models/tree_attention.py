@@ -129,26 +129,28 @@ def _calls(parts: list[Part], at: np.ndarray, *, is_causal: bool, is_first: bool
 
 def _lots(parts: list[Part]) -> list[list[Part]]:
     """Parts with keys in lots of which the largest is near the smallest, in queries and in keys."""
+    by_size: dict[tuple[int, int], list[Part]] = {}
+    for part in parts:
+        by_size.setdefault((len(part[1]), len(part[0])), []).append(part)
     lots: list[list[Part]] = []  # fewest keys first
     queries: list[tuple[int, int]] = []  # the fewest and the most of each lot
-    for part in sorted((part for part in parts if len(part[1])), key=lambda part: (len(part[1]), len(part[0]))):
-        own, keys = map(len, part)
+    for keys, own in sorted(size for size in by_size if size[0]):
         for at, lot in enumerate(lots):
             fewest, most = min(own, queries[at][0]), max(own, queries[at][1])
             if most <= WASTE * fewest + 8 and keys <= WASTE * len(lot[0][1]) + 8:
-                lot.append(part)
+                lot += by_size[keys, own]
                 queries[at] = (fewest, most)
                 break
         else:
-            lots.append([part])
+            lots.append(by_size[keys, own])
             queries.append((own, own))
     return lots
 
 
 def _padded(parts: list[np.ndarray], padding: int) -> np.ndarray:
-    found = np.full((len(parts), max(map(len, parts))), padding)
-    for row, part in zip(found, parts, strict=True):
-        row[: len(part)] = part
+    lengths = np.array([len(part) for part in parts])
+    found = np.full((len(parts), lengths.max()), padding)
+    found[np.arange(found.shape[1]) < lengths[:, None]] = np.concatenate(parts)
     return found
 
 
