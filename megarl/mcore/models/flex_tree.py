@@ -38,8 +38,8 @@ class FlexPlan:
     device: torch.device
     masks: dict[tuple[int, int | None], BlockMask] = field(default_factory=dict)  # by places, with padding, and window
 
-    # Rows are padded to whole blocks, which is how torch's kernels are used most: of others gradients have been NaN
-    # (PyTorch's issue 153799), and short ones get another kernel.
+    # Rows are padded to whole blocks: no place of a kernel's block is outside of the row, and none is so short that
+    # torch takes the kernel for decoding.
     UNIT = BLOCK
 
     @classmethod

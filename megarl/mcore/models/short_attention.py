@@ -19,8 +19,8 @@ LN2 = math.log(2)
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q [b, n, q, d], k [b, m, k, d], v [b, m, k, e] -> output [b, n, q, e], logarithm of each softmax's sum [b, n, q].
 
-    For n a multiple of m.  mask [b, 1, q, k] bool, by which each query sees something.  16-bit numbers are computed in
-    float32.
+    For n a multiple of m.  mask [b, 1, q, k] bool; a query that sees nothing, which only padding does, gets NaN.
+    16-bit numbers are computed in float32.
     """
     shape, (q, k, v) = q.shape[:-1], _matrices(k, q, k, v)
     scores = _scores(q, k, mask, scale)

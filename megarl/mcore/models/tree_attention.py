@@ -47,7 +47,7 @@ class Call:
 
     @property
     def is_short(self) -> bool:
-        """Its scores are few, and each of its queries sees something."""
+        """Its scores are few, and each of its queries but padding sees something."""
         return self.is_first and not self.is_causal and self.shape[1] * self.shape[2] <= FEW_SCORES
 
     def places(self, of_queries: int, of_keys: int) -> tuple[Tensor, Tensor]:

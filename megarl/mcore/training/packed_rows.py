@@ -99,8 +99,7 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device) -> P
     batch = micro.batch
     tree = PrefixTree.of(batch, CommonPrefixes.of(batch))
     plan = PLANS[device.type].of(tree, device)
-    whole = -(-tree.num_places // plan.UNIT) * plan.UNIT
-    padding = padded_lengths([whole], layout)[0] - tree.num_places
+    padding = -tree.num_places % math.lcm(plan.UNIT, layout.tp if layout.sequence_parallel else 1)
     predicted = torch.nonzero(tree.predicts >= 0).squeeze(1)
     return _row(
         micro,

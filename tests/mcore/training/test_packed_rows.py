@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
+from megarl.mcore.models.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
     PackedRow,
@@ -171,6 +172,16 @@ def test_a_column_that_nobody_knows_is_sliced_like_the_labels(
     tokens = torch.cat([row.slice(batch.tokens) for row in all_rows])
     firsts = set(batch.tokens[batch.row_starts].tolist())
     assert sorted(tokens[tokens > 0].tolist()) == [token for token in batch.tokens.tolist() if token not in firsts]
+
+
+@pytest.mark.parametrize(("tp", "places"), [(1, 128), (2, 128), (3, 384)])
+def test_a_row_that_shares_prefixes_on_a_gpu_is_whole_blocks_that_divide_over_sequence_parallel_ranks(
+    tp: int, places: int
+) -> None:
+    layout = Layout(tp=tp, sequence_parallel=tp > 1)
+    with mock.patch.dict(packed_rows.PLANS, cpu=FlexPlan):
+        row = make_row(MicroBatch(batch_of([3, 2]), shares_prefixes=True), layout, CPU)
+    assert row.tokens.shape == (1, places)
 
 
 def test_an_output_of_several_numbers_a_token_is_a_column_of_them() -> None:
