@@ -121,9 +121,12 @@ class Role:
         """Offload the whole role to host memory; later calls onload what they need and offload it again."""
         self.group.call("offload", {"role": self.name, "by_default": False})
 
-    def onload(self, *, by_default: bool = False) -> None:
-        """Onload the whole role; it stays on the device.  `by_default`: only what its options leave there."""
-        self.group.call("onload", {"role": self.name, "by_default": by_default})
+    def onload(self, *, by_default: bool = False, moments: bool | None = None) -> None:
+        """Onload the whole role; it stays on the device.  `by_default`: only what its options leave there.
+
+        `moments`: of that the optimizer's state alone, or, if False, all but it.
+        """
+        self.group.call("onload", {"role": self.name, "by_default": by_default, "moments": moments})
 
     def save(self, folder: Path, *, in_background: bool = False) -> None:
         """Write a checkpoint of the role; `in_background`: return when it is in the ranks' host memory."""

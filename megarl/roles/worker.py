@@ -148,11 +148,13 @@ class Worker:
     def onload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Onload the whole role; it stays on the device until `offload`.  Its moments come beside what is called next.
 
-        `by_default`: only what the options of the role leave on the device.
+        `by_default`: only what the options of the role leave on the device.  `moments`: of that these alone, or, if
+        False, all but these; None: all.
         """
-        role = self.roles[arguments["role"]]
+        role, moments = self.roles[arguments["role"]], arguments["moments"]
         for buffer in role.buffers_that_stay if arguments["by_default"] else role.buffers:
-            buffer.onload(to_read=True, beside=buffer is role.moments)
+            if moments is None or moments == (buffer is role.moments):
+                buffer.onload(to_read=True, beside=buffer is role.moments)
         return {}, {}
 
     @contextmanager

@@ -150,8 +150,10 @@ def trainers_turn(roles: Roles, server_manager: ServerManager, timer: Timer) -> 
         return
     with timer("turn"):
         server_manager.release_memory()
-        for role in roles.residents:
-            role.onload(by_default=True)
+        # Copies come one after the other: moments, for which nobody waits yet, last.
+        for moments in (False, True):
+            for role in roles.residents:
+                role.onload(by_default=True, moments=moments)
     yield
     with timer("turn"):
         roles.offload()

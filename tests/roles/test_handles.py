@@ -119,7 +119,7 @@ def test_a_role_that_is_offloaded_comes_and_goes_once_for_all_steps_of_an_update
     actor = make_actor(group, epochs=2)
     actor.offloads = True
     actor.update(make_batch(4))
-    assert group.calls[0][1] == {"role": "actor", "by_default": False}, "all of it comes"
+    assert group.calls[0][1] == {"role": "actor", "by_default": False, "moments": None}, "all of it comes"
     assert group.calls[-1][1] == {"role": "actor", "by_default": True}, "no more goes than its options say"
 
 

@@ -111,7 +111,7 @@ def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("freed"))
     worker.device, worker.has_neighbours = torch.device(device), neighbours
     if onloaded:
-        worker.onload({"role": "actor", "by_default": False}, {})
+        worker.onload({"role": "actor", "by_default": False, "moments": None}, {})
     worker.handlers()["export"](WHERE, {})
     assert len(calls) == freed
     with pytest.raises(KeyError):
@@ -121,7 +121,7 @@ def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
 
 def test_a_turn_of_the_trainer_wakes_all(seen: Any) -> None:
     worker, _ = seen
-    worker.onload({"role": "actor", "by_default": True}, {})
+    worker.onload({"role": "actor", "by_default": True, "moments": None}, {})
     assert onloaded(worker.roles["actor"]) == ALL
     assert worker.offload({"role": "actor", "by_default": False}, {})[0] == {"num_bytes": 6}
     assert onloaded(worker.roles["actor"]) == set()
@@ -131,7 +131,7 @@ def test_after_an_update_a_role_is_where_its_options_say(seen: Any) -> None:
     worker, _ = seen
     role = worker.roles["actor"]
     role.engine = ExecutionOptions(optimizer_offload=True)
-    worker.onload({"role": "actor", "by_default": False}, {})
+    worker.onload({"role": "actor", "by_default": False, "moments": None}, {})
     assert worker.offload({"role": "actor", "by_default": True}, {})[0] == {"num_bytes": 2}
     assert onloaded(role) == {"parameters", "gradients"}
 
@@ -151,8 +151,16 @@ def test_a_turn_of_the_trainer_wakes_what_the_options_leave_on_the_device(
     """The planner counts no more beside the work of other roles."""
     worker, _ = seen
     worker.roles["actor"].engine = ExecutionOptions(**options)
-    worker.onload({"role": "actor", "by_default": True}, {})
+    worker.onload({"role": "actor", "by_default": True, "moments": None}, {})
     assert onloaded(worker.roles["actor"]) == stays
+
+
+def test_a_turn_may_wake_all_but_moments_and_then_these(seen: Any) -> None:
+    worker, _ = seen
+    worker.onload({"role": "actor", "by_default": True, "moments": False}, {})
+    assert onloaded(worker.roles["actor"]) == {"parameters", "gradients"}
+    worker.onload({"role": "actor", "by_default": True, "moments": True}, {})
+    assert onloaded(worker.roles["actor"]) == ALL
 
 
 @pytest.mark.parametrize("comes", ["with the update", "before it"])
@@ -172,7 +180,7 @@ def test_an_update_waits_for_moments_before_its_step_and_not_earlier(
 
     monkeypatch.setattr(worker_module, "train_step", step)
     if comes == "before it":
-        worker.onload({"role": "actor", "by_default": False}, {})
+        worker.onload({"role": "actor", "by_default": False, "moments": None}, {})
     arguments = {"role": "actor", "reference": None, "limits": None, "shares_prefixes": False, "names": []}
     arguments |= {"temperature": 1.0, "loss": {}, "num_tokens": 2, "notes": []}
     lengths = torch.tensor([2])
@@ -186,7 +194,7 @@ def test_whoever_reads_moments_waits_for_them(
     seen: Any, monkeypatch: pytest.MonkeyPatch, method: Callable[..., Any]
 ) -> None:
     worker, _ = seen
-    worker.onload({"role": "actor", "by_default": False}, {})
+    worker.onload({"role": "actor", "by_default": False, "moments": None}, {})
     moments, there = worker.roles["actor"].moments, list[bool]()
     for name in ("save", "load"):
         monkeypatch.setattr(worker_module.checkpoint, name, lambda *_, **__: there.append(not moments.is_under_way))

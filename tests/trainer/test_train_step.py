@@ -26,7 +26,7 @@ from megarl.trainer.bad_numbers import BadNumbers
 from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost
 from megarl.trainer.evaluation.measure import measure
 from megarl.trainer.observed.run_log import RunLog, Totals
-from megarl.trainer.roles import Roles
+from megarl.trainer.roles import Roles, trainers_turn
 from megarl.trainer.run import Run
 
 
@@ -233,7 +233,7 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     said.release_memory = lambda: story.append("servers release")
     said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
     resident: Any = SimpleNamespace(
-        onload=lambda *, by_default: story.append(("onload", by_default)), offload=lambda: story.append("offload")
+        onload=lambda **how: story.append(("onload", how)), offload=lambda: story.append("offload")
     )
     saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
     prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
@@ -242,7 +242,22 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
     roles = Roles(resident, residents=(resident,))
     how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True}
     train_step(2, prefetcher, roles, algorithm, said, log, saver, **how)
-    assert story == ["servers release", ("onload", True), ("save", 3), "offload", ("push", 3)]
+    come = [("onload", {"by_default": True, "moments": moments}) for moments in (False, True)]
+    assert story == ["servers release", *come, ("save", 3), "offload", ("push", 3)]
+
+
+def test_all_weights_come_to_the_gpus_before_any_moments() -> None:
+    """Copies come one after the other: weights behind moments, which nobody needs yet, would be waited for."""
+    story: list[Any] = []
+
+    def resident(name: str) -> Any:
+        return SimpleNamespace(onload=lambda *, by_default, moments: story.append((name, moments)), offload=lambda: 0)
+
+    said: Any = Noted()
+    said.shares_gpus, said.release_memory = True, lambda: None
+    both = (resident("actor"), resident("ref"))
+    with trainers_turn(Roles(both[0], residents=both), said, Timer()):
+        assert story == [("actor", False), ("ref", False), ("actor", True), ("ref", True)]
 
 
 def test_an_evaluation_beside_a_step_begins_after_its_rollout_and_ends_before_its_save_and_its_push(

@@ -81,7 +81,7 @@ def offload_of_update(job: Job, role: Role, held: Memory, passes_s: float, const
     weights = held.weights if role.param_offload else 0
     state = held.optimizer if role.optimizer_offload else 0
     back = 0 if role.lora_rank else weights  # a frozen base is not copied back; adapters are small beside it
-    once = _host_link(job, weights + back + state, constants) + _waited(job, state, passes_s, constants)
+    once = _host_link(job, weights + back + state, constants) + _waited(job, role, state, passes_s, constants)
     return (job.optimizer_steps if job.reads_heads else 1) * once
 
 
@@ -90,7 +90,7 @@ def offload_of_first_step(job: Job, role: Role, held: Memory, passes_s: float, c
     if job.reads_heads:
         return offload_of_update(job, role, held, passes_s, constants) / job.optimizer_steps
     state = held.optimizer if role.optimizer_offload or job.shared else 0
-    return _waited(job, state, passes_s, constants)
+    return _waited(job, role, state, passes_s, constants)
 
 
 def onload_of_push(job: Job, held: Memory, constants: Constants) -> float:
@@ -108,7 +108,7 @@ def offload_of_turn(job: Job, role: Role, held: Memory, passes_s: float, constan
     weights = 0 if role.param_offload else held.weights
     state = 0 if role.optimizer_offload else held.optimizer
     back = weights if role.optimizer is not None and not role.lora_rank else 0
-    return _host_link(job, weights + back + state, constants) + _waited(job, state, passes_s, constants)
+    return _host_link(job, weights + back + state, constants) + _waited(job, role, state, passes_s, constants)
 
 
 def offload_of_servers(job: Job, constants: Constants) -> float:
@@ -116,9 +116,14 @@ def offload_of_servers(job: Job, constants: Constants) -> float:
     return constants.sleep_s + constants.wake_s if job.shared else 0.0
 
 
-def _waited(job: Job, state: int, passes_s: float, constants: Constants) -> float:
-    """Seconds that an optimizer step waits for so many bytes of its state after its passes."""
-    return max(0.0, _host_link(job, state, constants) - passes_s)
+def _waited(job: Job, role: Role, state: int, passes_s: float, constants: Constants) -> float:
+    """Seconds that an optimizer step waits for so many bytes of its state.
+
+    They come beside its passes, all the time of which is assumed to hide them.  Not with pipeline stages: Megatron
+    synchronizes the device with each exchange between them (p2p_communication.py:242,398 of megatron-core 0.16.1).
+    """
+    hidden = passes_s if role.layout.pp == 1 else 0.0
+    return max(0.0, _host_link(job, state, constants) - hidden)
 
 
 def _host_link(job: Job, num_bytes: int, constants: Constants) -> float:

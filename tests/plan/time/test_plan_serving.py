@@ -283,6 +283,14 @@ def test_moments_come_beside_the_passes_of_a_step_and_only_what_is_left_of_them_
     assert transfers.offload_of_update(taught, taught.actor, held, **how) == pytest.approx(2 * once.expected)
 
 
+def test_with_pipeline_stages_nothing_hides_the_way_of_moments():
+    own = job(optimizer_offload=True)
+    piped = replace(own.actor, layout=replace(own.layout, pp=2))
+    held = fullest(own.actor)
+    assert transfers.offload_of_first_step(own, own.actor, held, 1e6, FREE) == 0
+    assert transfers.offload_of_first_step(own, piped, held, 1e6, FREE) == pytest.approx(held.optimizer / 1e8)
+
+
 def test_servers_that_share_sleep_and_wake():
     constants = replace(FREE, sleep_s=2.0, wake_s=3.0)
     assert transfers.offload_of_servers(job(), constants) == 5.0
