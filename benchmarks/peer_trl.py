@@ -101,6 +101,9 @@ def main(path: str) -> None:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         said = {"ends": clock.ends, "tokens": tokens.tolist(), "versions": versions, "threads": torch.get_num_threads()}
         Path(task["out"]).write_text(json.dumps(said))
+    if torch.distributed.is_initialized():  # gloo's threads, left running, at times end the process by a signal
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
