@@ -232,19 +232,29 @@ def test_released_and_flushed_kv_is_gone(model):
     with running(model) as (engine, answer):
         for forget in (engine.flush_cache, lambda: engine.release([CACHE, WEIGHTS])):
             answer([body(PROMPT, 1, "1", **WRITE)])
-            assert engine._prefixes.num_tokens == 12 + 7
+            assert engine._prefixes.num_tokens == 12 and len(engine._left) == 1
             order(engine, forget)
-            assert engine._prefixes.num_tokens == engine._prefixes.capacity == 0
+            assert engine._prefixes.num_tokens == engine._prefixes.capacity == len(engine._left) == 0
         order(engine, lambda: engine.take_back([CACHE, WEIGHTS]))
         assert answer([body(PROMPT, 1, "1", **WRITE)])[0]["meta_info"]["cached_tokens"] == 0
 
 
 def test_a_push_that_flushes_empties_it_and_one_that_does_not_keeps_it(changing, other_path):
     with running(changing) as (engine, answer):
-        for flush, kept in ((False, 19), (True, 0)):
+        for flush, kept in ((False, 12), (True, 0)):
             answer([body(PROMPT, 1, "1", **WRITE)])
             load(engine, other_path, "2", flush=flush)
-            assert engine._prefixes.num_tokens == kept
+            assert engine._prefixes.num_tokens == kept and bool(engine._left) == bool(kept)
+
+
+def test_what_ends_last_is_kept_when_others_come_and_what_ends_before_at_once(model):
+    """So a push that flushes finds nothing of the last answers that would have been copied for it alone."""
+    with running(model) as (engine, answer):
+        short, long = body(PROMPT, 1, "1", **{**WRITE, "max_new_tokens": 3}), body([6, *PROMPT], 1, "1", **WRITE)
+        first, second = (parse_replies(reply, 1)[0].completion for reply in answer([short, long]))
+        assert engine._prefixes.num_tokens == 12 + 2 + 13 and len(engine._left) == 1
+        again = [body([*p, *done.token_ids], 1, "1", **WRITE) for p, done in ((PROMPT, first), ([6, *PROMPT], second))]
+        assert [reply["meta_info"]["cached_tokens"] for reply in answer(again)] == [12 + 2, 13 + 7]
 
 
 def test_prompt_log_probs_are_computed_whatever_is_cached(model):

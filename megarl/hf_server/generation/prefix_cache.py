@@ -17,6 +17,7 @@ from megarl.hf_server.generation.kv_cache import KVSlots
 _FIRST_TOKENS = 1 << 10  # the first allocation; each further one doubles it
 
 
+Written = tuple[Hashable, int, int, Sequence[int]]  # salt, slot, start, tokens: see PrefixCache.store
 _Key = tuple[int | tuple[Hashable], int]  # place of the token before it, or the salt; token
 
 
@@ -86,7 +87,7 @@ class PrefixCache:
         where = torch.tensor([taken, slot, at], dtype=torch.int64)
         slots.copy(self._kept, (torch.zeros_like(where[0]), where[0]), (where[1], where[2]))
 
-    def store(self, slots: KVSlots, written: Iterable[tuple[Hashable, int, int, Sequence[int]]]) -> None:
+    def store(self, slots: KVSlots, written: Iterable[Written]) -> None:
         """Keep the first tokens of slots, as many as fit: (salt, slot, start, tokens) for each.
 
         A token that is kept already stays as it is before the position `start`, and is replaced from there on.

@@ -21,7 +21,7 @@ from megarl.hf_server import device as devices
 from megarl.hf_server.generation.kv_cache import Decode, Prefill
 from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.generation.prefill import Fill, distinct, passes
-from megarl.hf_server.generation.prefix_cache import PrefixCache
+from megarl.hf_server.generation.prefix_cache import PrefixCache, Written
 from megarl.hf_server.generation.running_batch import ABORTED, Call, Request, Running
 from megarl.hf_server.generation.sampling import row_key
 
@@ -58,6 +58,7 @@ class HFEngine:
         self._max_cached = min(int(_CACHED_SHARE * self.max_total_tokens), _MOST_CACHED)
         self._cache = model.new_cache(self.max_total_tokens)
         self._prefixes = PrefixCache(model.new_cache(self._max_cached))
+        self._left: list[Written] = []  # the KV of the rows that ended last, while nothing else needs their slots
         self._running = Running(max_running, model.vocab_size, model.device)
         self._waiting: deque[Request] = deque()
         self._seed, self._num_calls, self._num_loads = random_seed, 0, 0
@@ -161,6 +162,7 @@ class HFEngine:
         if self._running.count:
             raise ValueError(f"the cache cannot be flushed while {self._running.count} completions are running")
         self._prefixes.clear()
+        self._left = []
 
     def release(self, tags: Collection[str]) -> None:
         """Free the memory of these kinds: the KV caches, and on a GPU the weights, whose values are lost.
@@ -251,6 +253,7 @@ class HFEngine:
 
     def _reserve(self, num_rows: int, positions: int) -> None:
         """Slots for so many more rows; the prefix cache makes room for them, or has more again when they are few."""
+        self._keep_left()
         running, slots = self._running.count, self._running.count + num_rows
         if not running and math.prod(self._cache.size) > self.max_total_tokens - self._max_cached:
             self._cache.free()
@@ -332,11 +335,17 @@ class HFEngine:
                 row.routes.append(self._cache.routes(slot, sum(map(len, row.routes)), len(row.sequence) - 1))
         if keep_kv:  # of all tokens but the last, which no pass has read
             written = zip(rows, places, strict=True)
-            self._prefixes.store(
-                self._cache, [(row.salt, slot, len(row.sequence), row.sequence[:-1]) for row, slot in written]
-            )
+            self._left = [(row.salt, slot, len(row.sequence), row.sequence[:-1]) for row, slot in written]
+            if len(rows) < self._running.count:  # the others move, and write on
+                self._keep_left()
         self._cache.move(*self._running.remove(chosen), used)
         return rows
+
+    def _keep_left(self) -> None:
+        """Copy to the prefix cache what is left in slots of rows that ended: a push that flushes it comes before."""
+        if self._left:
+            self._prefixes.store(self._cache, self._left)
+            self._left = []
 
     def _retract(self) -> None:
         rows = self._take(range(self._running.count), keep_kv=False)
