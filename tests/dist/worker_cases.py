@@ -55,7 +55,7 @@ def follow_the_kl(folder: str, engine: ExecutionOptions) -> dict[str, Any]:
         }
         found["offloaded"] = [_offloaded(worker)]
         for method in (worker.offload, worker.onload):
-            found[method.__name__] = method({"role": "actor", "by_default": False}, {})[0]
+            found[method.__name__] = method({"role": "actor", "by_default": False, "moments": None}, {})[0]
             kls.append(_mean_kl(worker))
             found["offloaded"].append(_offloaded(worker))
         return found
