@@ -150,7 +150,7 @@ def trainers_turn(roles: Roles, server_manager: ServerManager, timer: Timer) -> 
         return
     with timer("turn"):
         server_manager.release_memory()
-        # Copies come one after the other: moments, for which nobody waits yet, last.
+        # Copies share a link: moments, for which nobody waits yet, come last.
         for moments in (False, True):
             for role in roles.residents:
                 role.onload(by_default=True, moments=moments)

@@ -247,7 +247,7 @@ def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
 
 
 def test_all_weights_come_to_the_gpus_before_any_moments() -> None:
-    """Copies come one after the other: weights behind moments, which nobody needs yet, would be waited for."""
+    """Copies share a link: beside moments, which nobody needs yet, weights would be waited for longer."""
     story: list[Any] = []
 
     def resident(name: str) -> Any:

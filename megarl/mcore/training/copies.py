@@ -29,6 +29,14 @@ def begin(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
         return stream.record_event().synchronize
 
 
+def at_once(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the same, and return when all is copied; what `begin` has begun on its stream is not waited for."""
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

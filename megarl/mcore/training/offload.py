@@ -97,7 +97,7 @@ class OffloadBuffer:
         `beside`: return while it is copied; who reads or writes any of it calls `wait` before.
         """
         if self.is_offloaded:
-            self._begin(to_read=to_read)
+            self._fill(to_read=to_read, beside=beside)
         if not beside:
             self.wait()
 
@@ -107,14 +107,18 @@ class OffloadBuffer:
             self._arrive()
             self._arrive = None
 
-    def _begin(self, *, to_read: bool) -> None:
+    def _fill(self, *, to_read: bool, beside: bool) -> None:
         for storage, size in self._emptied:
             storage.resize_(size)
             _bytes(storage).zero_()
         kept = [*zip(self._kept, self._host.parts, strict=True)]
         for storage, host in kept:
             storage.resize_(host.numel())
-        self._arrive = copies.begin((_bytes(storage), host) for storage, host in kept)
+        pairs = [(_bytes(storage), host) for storage, host in kept]
+        if beside:
+            self._arrive = copies.begin(pairs)
+        else:  # not behind another buffer's moments, which may be under way
+            copies.at_once(pairs)
         read = {x._cdata for x in self._parameters()} if to_read else set()
         self._same = {part: storage for part, storage in enumerate(self._kept) if storage._cdata in read}
         self._kept, self._emptied, self.is_offloaded = [], [], False

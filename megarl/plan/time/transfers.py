@@ -119,7 +119,8 @@ def offload_of_servers(job: Job, constants: Constants) -> float:
 def _waited(job: Job, role: Role, state: int, passes_s: float, constants: Constants) -> float:
     """Seconds that an optimizer step waits for so many bytes of its state.
 
-    They come beside its passes, all the time of which is assumed to hide them.  Not with pipeline stages: Megatron
+    They come beside its passes, all the time of which is assumed to hide them.  That is not measured, and may be too
+    much: the passes' own inputs come by the same link, behind them.  With pipeline stages nothing is hidden: Megatron
     synchronizes the device with each exchange between them (p2p_communication.py:242,398 of megatron-core 0.16.1).
     """
     hidden = passes_s if role.layout.pp == 1 else 0.0

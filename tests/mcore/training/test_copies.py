@@ -75,6 +75,15 @@ def test_a_gpu_copies_on_a_stream_of_its_own_behind_what_it_was_given(monkeypatc
     copies._stream.cache_clear()
 
 
+def test_what_is_waited_for_at_once_is_not_behind_what_comes_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(cuda, "current_stream", lambda: cuda)
+    pairs: Any = [(Noting(cuda), torch.tensor([n])) for n in (1, 2)]
+    copies.at_once(pairs)
+    assert cuda.story == [("copied", [1]), ("copied", [2]), "waited"], "on the stream that computes"
+
+
 def test_without_a_gpu_all_is_copied_at_once() -> None:
     to = torch.zeros(3)
     arrive = copies.begin([(to, torch.arange(3.0))])
