@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from megarl.processes.freed_memory import keep_freed_memory
+from megarl.mcore.freed_memory import keep_freed_memory
 
 _active = False
 

@@ -10,7 +10,7 @@ from flex_cases import KINDS, answers, errors, inputs_of
 from parity_cases import Case, make_alike_step, run_case
 from step_cases import FAMILIES, gradient_error, log_prob_error, write_families
 
-from megarl.mcore.models.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 
 pytestmark = pytest.mark.gpu
 ROWS = {"one block": (20, [30, 8]), "several blocks": (700, [300, 41, 500]), "long": (2500, [600, 700, 1, 90])}

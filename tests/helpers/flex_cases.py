@@ -17,8 +17,8 @@ from torch.nn.attention import flex_attention as flex
 
 from megarl.batch import Batch
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
-from megarl.mcore.models import flex_tree
-from megarl.mcore.models.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees import flex_tree
+from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
 
 

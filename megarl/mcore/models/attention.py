@@ -21,8 +21,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megarl.mcore.models.flex_tree import FlexPlan
-from megarl.mcore.models.tree_attention import TreePlan
+from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees.tree_attention import TreePlan
 
 
 def zigzag(start: int, length: int, cp: int, rank: int) -> Tensor:

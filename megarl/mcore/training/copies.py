@@ -20,7 +20,7 @@ def begin(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
             to.copy_(source)
         return lambda: None
     stream = _stream(torch.cuda.current_device())
-    # New memory may be what this stream has just freed, while its last work there is still to be done.
+    # The new memory may be what the computing stream has just freed, with its last work there still to be done.
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for to, source in pairs:

@@ -25,9 +25,9 @@ from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.layout import Layout
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.models.attention import PackedParams, pad_plan, zigzag
-from megarl.mcore.models.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees.tree_attention import TreePlan
 from megarl.mcore.models.rope import with_positions
-from megarl.mcore.models.tree_attention import TreePlan
 
 PLANS: dict[str, type[TreePlan] | type[FlexPlan]] = {"cpu": TreePlan, "cuda": FlexPlan}  # of rows that share prefixes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.batch import Batch, MicroBatch
 from megarl.layout import Layout
-from megarl.mcore.models.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
     PackedRow,

@@ -11,8 +11,8 @@ from flex_cases import reference, sees, tree_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.mcore.models import tree_attention
-from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
+from megarl.mcore.models.prefix_trees import tree_attention
+from megarl.mcore.models.prefix_trees.tree_attention import TreeAttention, TreePlan
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10)
 SIZES = st.sampled_from([(2, 2, 8, 8), (4, 2, 8, 8), (4, 1, 6, 4), (2, 2, 4, 6)])  # heads of q, of k; sizes of k, of v

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.data.prefix_tree import PrefixTree
-from megarl.mcore.models import short_attention
+from megarl.mcore.models.prefix_trees import short_attention
 
 # On CPUs one call in place of two is faster, by a third for short nodes; a longer one's mask would take much memory.
 REPEATED = 128  # keys above a node that are copied for each of its children
@@ -196,7 +196,8 @@ class TreeAttention(torch.autograd.Function):
             queries, keys = call.places(q.size(1), k.size(1))
             mask = mask_of(call, window, plan.longest)
             taken = _read(q, queries), _read(k, keys), _read(v, keys)
-            if call.is_short and mask is not None:
+            if call.is_short:
+                assert mask is not None, "a short call is masked: see mask_of"
                 found = short_attention.attend(*taken, mask, scale)
             else:
                 found = attend(*taken, mask, is_causal=call.is_causal, scale=scale)
@@ -228,7 +229,8 @@ class TreeAttention(torch.autograd.Function):
             grads, outs, logs = (_read(x, queries) for x in (grad, out, infinite))
             taken = _read(q, queries), _read(k, keys), _read(v, keys)
             mask = mask_of(call, window, plan.longest)
-            if call.is_short and mask is not None:
+            if call.is_short:
+                assert mask is not None, "a short call is masked: see mask_of"
                 parts = short_attention.attend_backward(grads, outs, logs, *taken, mask, scale)
             else:
                 parts = attend_backward(grads, outs, logs, *taken, mask, is_causal=call.is_causal, scale=scale)

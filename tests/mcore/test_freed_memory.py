@@ -4,12 +4,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from megarl.processes import freed_memory
-from megarl.processes.freed_memory import keep_freed_memory
+from megarl.mcore import freed_memory
+from megarl.mcore.freed_memory import keep_freed_memory
 
 PASSES = """
 import resource, sys, torch
-from megarl.processes.freed_memory import keep_freed_memory
+from megarl.mcore.freed_memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

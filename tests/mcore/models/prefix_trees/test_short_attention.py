@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.mcore.models import short_attention
+from megarl.mcore.models.prefix_trees import short_attention
 
 
 def case() -> tuple[list[Tensor], Tensor, Tensor]:

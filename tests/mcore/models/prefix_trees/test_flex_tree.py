@@ -18,9 +18,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from megarl.data.prefix_tree import PrefixTree
-from megarl.mcore.models import flex_tree
-from megarl.mcore.models.flex_tree import FlexPlan
-from megarl.mcore.models.tree_attention import TreeAttention, TreePlan
+from megarl.mcore.models.prefix_trees import flex_tree
+from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
+from megarl.mcore.models.prefix_trees.tree_attention import TreeAttention, TreePlan
 
 CPU = torch.device("cpu")
 WINDOWS = st.none() | st.integers(1, 9)
