@@ -148,6 +148,10 @@ def read_run(run: Path, setting: Setting) -> dict[str, Any]:
     def mean(name: str) -> float:
         return fmean(row.get(name, 0.0) for row in later)
 
+    def accuracy(when: str) -> float:
+        """Rewards are 0 or 1, but where all are 0 a summary names their mean a score."""
+        return float(summary.get(f"accuracy_{when}", summary.get(f"score_{when}")))
+
     return {
         "seconds": seconds,
         "step": seconds / len(later),
@@ -155,8 +159,8 @@ def read_run(run: Path, setting: Setting) -> dict[str, Any]:
         "token age mean": mean("off_policy/token_age/mean"),
         "mean length": mean("response_length/mean"),
         "longest": max(row["response_length/max"] for row in later),
-        "accuracy before": summary["accuracy_before"],
-        "accuracy after": summary["accuracy_after"],
+        "accuracy before": accuracy("before"),
+        "accuracy after": accuracy("after"),
         "lost": sum(row.get("rollout/lost", 0.0) for row in rows),
         "doubled": sum(count - 1 for count in trained.values()),
     }

@@ -60,7 +60,7 @@ class Sleeper:
             begun = time.monotonic()
             await asyncio.sleep(count * self._token_s)
         reason = "stop" if written + count == length else "length"
-        return web.json_response(self._reply(begun, count, reason))
+        return web.json_response(self._reply(len(body["input_ids"]), begun, count, reason))
 
     async def set_version(self, request: web.Request) -> web.Response:
         self._times.append(time.monotonic())
@@ -70,9 +70,9 @@ class Sleeper:
     async def nothing(self, _: web.Request) -> web.Response:
         return web.Response()
 
-    def _reply(self, begun: float, count: int, reason: str) -> dict[str, Any]:
+    def _reply(self, num_asked: int, begun: float, count: int, reason: str) -> dict[str, Any]:
         tokens = [FIRST_ID + at % BASE for at in range(count)]
-        meta = {"finish_reason": {"type": reason}, "prompt_tokens": DIGITS, "completion_tokens": count}
+        meta = {"finish_reason": {"type": reason}, "prompt_tokens": num_asked, "completion_tokens": count}
         meta |= {"cached_tokens": 0, "weight_version": str(self._versions[-1])}
         meta |= {"weight_versions": list(self._spans(begun, count))}
         meta |= {"output_token_logprobs": [[-1.0, token, None] for token in tokens]}

@@ -30,6 +30,7 @@ from page import Result, arguments, run
 from rollout_clients import BareClient, RingClient, cpu_seconds, requests
 
 from megarl.data.examples.tiny import tiny_tokenizer, write_tiny_model
+from megarl.rewards.result import RewardResult
 from megarl.sample import Completion, Prompt
 
 GOAL = 0.9
@@ -42,15 +43,13 @@ TITLE = "One collector beside a bare client, requests a second"
 class Free:
     """A reward that costs nothing."""
 
-    reward: float = 0.0
-    extra: dict[str, float] = field(default_factory=dict)
     first_errors: dict[str, str] = field(default_factory=dict)
 
     def start(self) -> None:
         """There is nothing to start."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Free]:
-        return [self] * len(completions)
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardResult]:
+        return [RewardResult(0.0)] * len(completions)
 
     def stop(self) -> None:
         """There is nothing to stop."""
