@@ -216,7 +216,7 @@ def test_a_whole_run_writes_its_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     transports = ("gathered", "shared", "sharded")
-    assert list(said)[-3:] == [f"cpu_{transport}_of_copy" for transport in transports]
+    assert list(said)[-3:] == [f"hf_{transport}_of_copy" for transport in transports]
     assert [row["transport"] for row in said["rows"]] == list(transports) and said["rows"][0]["push_s"] > 0
     page = next(tmp_path.glob("push_quick_*.md"))
     text = page.read_text()

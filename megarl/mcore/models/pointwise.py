@@ -88,9 +88,10 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        of_x = torch.empty_like(x)
-        rows = max(1, CACHED_ELEMENTS // x.size(-1)) if x.is_cpu else max(1, len(x))
-        for block, of_block, of_out in zip(x.split(rows), of_x.split(rows), grad.split(rows), strict=True):
+        of_x, width = x.new_empty(x.shape), x.size(-1)
+        flat, of_flat, of_outs = x.reshape(-1, width), of_x.view(-1, width), grad.reshape(-1, width // 2)
+        rows = max(1, CACHED_ELEMENTS // width if x.is_cpu else len(flat))
+        for block, of_block, of_out in zip(flat.split(rows), of_flat.split(rows), of_outs.split(rows), strict=True):
             (gate, up), (of_gate, of_up) = block.chunk(2, dim=-1), of_block.chunk(2, dim=-1)
             torch.mul(of_out, F.silu(gate), out=of_up)
             torch.ops.aten.silu_backward.grad_input(of_out * up, gate, grad_input=of_gate)
