@@ -30,6 +30,8 @@ from megarl.sandbox.environment import allowed_variables
 NUMBER = struct.Struct("!i")  # a size, a process id, or an exit code
 _KILLED = -signal.SIGKILL
 _ROOM = 4096  # bytes
+# Memory in pages of 2 MiB where the kernel gives them to who asks: a core finds a tensor's numbers in fewer of them.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 class Program(Protocol):
@@ -108,8 +110,11 @@ class _WarmProcess:
                 # Forks write their own command line over this one, for which it needs room.
                 [sys.executable, "-m", "megarl.processes.fork_server", str(theirs.fileno()), " " * _ROOM],
                 stdin=subprocess.DEVNULL,
-                # A process that has used a GPU cannot be forked, and imports may use one.
-                env={**allowed_variables(), "CUDA_VISIBLE_DEVICES": ""},
+                env={
+                    **allowed_variables(),
+                    "CUDA_VISIBLE_DEVICES": "",  # a process that has used a GPU cannot be forked; imports may use one
+                    "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES),
+                },
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )

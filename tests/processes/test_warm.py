@@ -239,3 +239,24 @@ def late():
 
 os.setsid = late
 """
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "expected"), [(None, "glibc.malloc.hugetlb=1"), ("glibc.malloc.perturb=0",) * 2]
+)
+def test_memory_comes_in_huge_pages_unless_the_user_sets_the_c_library(
+    set_by_user: str | None, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(warm, "_warm", None)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if set_by_user is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", set_by_user)
+    monkeypatch.setenv("PYTHONPATH", str(HELPERS))
+    warm_up([PROGRAM], [])
+    try:
+        assert warm._warm is not None
+        assert psutil.Process(warm._warm._process.pid).environ()["GLIBC_TUNABLES"] == expected
+        assert start(tmp_path / "log").wait(120) == 0
+    finally:
+        cool_down()
+    assert "GLIBC_TUNABLES" not in said(tmp_path / "log")["variables"], "what a program starts has its own"
