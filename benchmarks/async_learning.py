@@ -150,7 +150,8 @@ def read_run(run: Path, setting: Setting) -> dict[str, Any]:
 
     def accuracy(when: str) -> float:
         """Rewards are 0 or 1, but where all are 0 a summary names their mean a score."""
-        return float(summary.get(f"accuracy_{when}", summary.get(f"score_{when}")))
+        name = "accuracy" if f"accuracy_{when}" in summary else "score"
+        return float(summary[f"{name}_{when}"])
 
     return {
         "seconds": seconds,

@@ -30,7 +30,7 @@ from megarl.sandbox.environment import allowed_variables
 NUMBER = struct.Struct("!i")  # a size, a process id, or an exit code
 _KILLED = -signal.SIGKILL
 _ROOM = 4096  # bytes
-# Memory in pages of 2 MiB where the kernel gives them to who asks: a core finds a tensor's numbers in fewer of them.
+# glibc asks the kernel for huge pages (madvise): tensors in pages of 2 MiB cause fewer TLB misses than in 4 KiB.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 

@@ -71,10 +71,11 @@ def test_numbers_of_16_bits_are_computed_in_float32_and_rounded_once() -> None:
         torch.testing.assert_close(mine.float(), wanted, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("shape", [(5, 1, 12), (3, 2, 12), (12,)])
 @pytest.mark.parametrize("rows", [0, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_gate_is_megatrons_operations_to_the_bit(
-    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, rows: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`rows`: as many as a block may have; one row is a block even if it is larger."""
     monkeypatch.setattr(pointwise, "CACHED_ELEMENTS", rows * 12)
@@ -83,7 +84,7 @@ def test_the_gate_is_megatrons_operations_to_the_bit(
         gate, up = torch.chunk(x, 2, dim=-1)
         return F.silu(gate) * (up + 0.0)
 
-    x = torch.randn(5, 1, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for mine, wanted in zip(with_gradients(Gate(), x), with_gradients(theirs, x), strict=True):
         assert torch.equal(mine, wanted)
 
