@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -189,15 +190,15 @@ def generate_body(
 
 
 _OWN = ("input_ids", "sampling_params", "rid", "cache_salt")  # may differ in requests that travel in one
+JointKey = tuple[tuple[str, Any], ...]
 
 
-def joint_key(body: Mapping[str, Any]) -> str:
-    """The same for bodies of /generate that have one prompt, and that `joined_body` takes together.
+def joint_key(body: Mapping[str, Any]) -> JointKey:
+    """The same for bodies of /generate that `joined_body` takes together.
 
     A greedy request beside others may want fewer columns, for example, and travels alone.
     """
-    others = {name: value for name, value in body.items() if name not in _OWN}
-    return json.dumps([body["input_ids"], others], sort_keys=True)
+    return tuple(sorted(item for item in body.items() if item[0] not in _OWN))
 
 
 def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -265,8 +266,10 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
     if not isinstance(log_probs, list) or len(log_probs) != len(token_ids):
         number = len(log_probs) if isinstance(log_probs, list) else "no list of"
         raise ValueError(f"a completion has {len(token_ids)} tokens and {number} log-probs of its sampling")
-    if wrong := [value for value in (log_probs if drawn is None else [*of_all, *drawn]) if not _is_log_prob(value)]:
-        raise ValueError(f"a completion has the log-prob {wrong[0]!r}: expected a finite number of at most 0")
+    for values in (of_all,) if drawn is None else (of_all, drawn):
+        if not _are_log_probs(values):
+            wrong = next(value for value in values if not _are_log_probs([value]))
+            raise ValueError(f"a completion has the log-prob {wrong!r}: expected a finite number of at most 0")
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -276,8 +279,10 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
     )
 
 
-def _is_log_prob(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and _LOWEST <= value <= _ROUNDED
+def _are_log_probs(values: Sequence[Any]) -> bool:
+    if not set(map(type, values)) <= {int, float}:  # bool is none of them
+        return False
+    return not values or (_LOWEST <= min(values) and max(values) <= _ROUNDED and not math.isnan(sum(values)))
 
 
 def _is_count(value: Any) -> bool:

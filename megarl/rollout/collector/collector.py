@@ -79,7 +79,7 @@ class CollectorSettings:
     piece_tokens: int  # of one request; 0: no limit
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
-    joins: bool  # short answers to one prompt are asked for in one request
+    joins: bool  # short answers are asked for in one request
     columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
     num_ids: int | None  # of the model's vocabulary; None: not known
     reports_unfit: bool  # a server that fails again and again is fenced, and the driver is told
@@ -232,6 +232,8 @@ class _Collecting:
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         if self._running[number] is task:  # an order may come back after it was cancelled
             del self._running[number]
+        if not self._running:
+            self._outbox.hurry()
 
     async def _let_go(self, url: str, num_slots: int) -> None:
         await self._pool.leave(url, num_slots)

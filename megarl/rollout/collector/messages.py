@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,7 +100,8 @@ Message = Order | Cancel | Trust | Fence | Hold | Join | Leave | Close
 class Outbox:
     """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller.
 
-    `gather_s`: after a first message it waits so long for more: threads of both sides wake up once for all of them.
+    `gather_s`: after a first message it waits so long for more, or until `hurry`: threads of both sides wake up once
+    for all of them.
     `on_error`: called in this thread if messages cannot be sent although the other side is there, for example because
     one cannot be pickled.  Nothing is sent after that.
     """
@@ -109,15 +109,21 @@ class Outbox:
     def __init__(self, pipe: Connection, on_error: Callable[[Exception], None], *, gather_s: float = 0.0) -> None:
         self._pipe, self._on_error, self._gather_s = pipe, on_error, gather_s
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._hurried = threading.Event()
         self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")
         self._thread.start()
 
     def put(self, message: Any) -> None:
         self._waiting.put(message)
 
+    def hurry(self) -> None:
+        """Nothing more comes soon: what waits is sent at once."""
+        self._hurried.set()
+
     def close(self) -> None:
         """No more messages follow; the thread ends when all are sent, or when the other side is gone."""
         self._waiting.put(None)
+        self.hurry()
 
     def join(self) -> None:
         self._thread.join()
@@ -126,7 +132,8 @@ class Outbox:
         while True:
             messages = [self._waiting.get()]
             if self._gather_s:
-                time.sleep(self._gather_s)
+                self._hurried.wait(self._gather_s)
+                self._hurried.clear()
             while not self._waiting.empty():
                 messages.append(self._waiting.get())
             try:

@@ -12,7 +12,9 @@ class Meter:
         self._total, self._level, self._since = 0.0, 0.0, 0.0
 
     def set(self, level: float) -> None:
-        self._total, self._since, self._level = self.read(), time.monotonic(), level
+        now = time.monotonic()
+        self._total += self._level * (now - self._since)
+        self._since, self._level = now, level
 
     def read(self) -> float:
         return self._total + self._level * (time.monotonic() - self._since)

@@ -72,7 +72,7 @@ class EnginePool:
         retries: after the first attempt.
         fenced: servers need a `trust` first.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
-        joins: short answers to one prompt are asked for in one request.
+        joins: short answers are asked for in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
         on_unfit: called with the url of a server that was fenced here, and the reason; its owner fences it too, and
@@ -101,14 +101,15 @@ class EnginePool:
         if not urls and not fenced:
             raise ValueError("urls=[]: expected the url of at least one server")
         self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
-        self._sender = Sender(token, timeout_s, salted=salted, columns=columns, num_ids=num_ids, joins=joins)
+        self.slots = Slots(max_in_flight)
+        how: dict[str, Any] = {"salted": salted, "columns": columns, "num_ids": num_ids, "joins": joins}
+        self._sender = Sender(token, timeout_s, is_crowded=lambda: self.slots.are_awaited, **how)
         self._timeout_s, self._on_unfit = timeout_s, on_unfit
         self._slow_factor = None if on_unfit is None else slow_factor
         self._watcher: asyncio.Task[None] | None = None
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
         # By so many requests a preferred server may be busier than others.
         self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
-        self.slots = Slots(max_in_flight)
         self._counts: Counter[str] = Counter()
         self._fenced = fenced
         self._gone: dict[str, float] = {"busy_s": 0.0, "servers_s": 0.0}  # of servers that have left

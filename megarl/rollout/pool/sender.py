@@ -10,7 +10,7 @@ import json
 import resource
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -71,7 +71,8 @@ class Sender:
 
     `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
     travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.  `joins`: short
-    answers to one prompt are asked for in one request; of our own server only.
+    answers are asked for in one request, see `Joined`; of our own server only.  `is_crowded`: whether requests wait for
+    their turn.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class Sender:
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
         joins: bool = False,
+        is_crowded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
-        self._num_ids, self._joined = num_ids, Joined(self._post) if joins else None
+        self._num_ids, self._joined = num_ids, Joined(self._post, is_crowded) if joins else None
         self.changed = TrustChanged()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
         self._errands: set[asyncio.Task[None]] = set()

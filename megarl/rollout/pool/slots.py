@@ -24,6 +24,11 @@ class Slots:
         self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []  # a heap; cancelled waiters stay in it
         self._numbers = count()
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether somebody waits for one."""
+        return any(not turn.done() for *_, turn in self._waiting)
+
     async def take(self, *, urgent: bool = False) -> None:
         """Returns when a slot is this caller's; urgent callers come first, and otherwise who came first."""
         if self._free > 0:

@@ -1,4 +1,4 @@
-"""Short answers to one prompt travel in one request; each gets what it would get alone."""
+"""Short answers travel in one request; each gets what it would get alone."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tiny_server import Served
 
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool import EnginePool
-from megarl.rollout.pool.pool_server import ServerFailed
+from megarl.rollout.pool.pool_server import Refused, ServerFailed
 from megarl.rollout.protocol import SamplingParams, generate_body
 
 
@@ -37,22 +37,48 @@ class Post:
         return [each["sampling_seed"] for each in params] if isinstance(params, list) else params["sampling_seed"]
 
 
-async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]]) -> list[Any]:
-    joined = Joined(post)
+async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]], is_crowded: bool = False) -> list[Any]:
+    joined = Joined(post, lambda: is_crowded)
     tasks = [asyncio.create_task(joined.ask(url, each, 10)) for url, each in asked]
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     return [reply[0] if isinstance(reply, tuple) else reply for reply in replies]
 
 
-def test_requests_that_start_at_once_for_one_prompt_are_one() -> None:
+ASKED = [("a", body([1, 2], 5)), ("a", body([1, 2], 6)), ("a", body([3], 7)), ("b", body([1, 2], 8))]
+
+
+def test_requests_to_a_server_that_start_at_once_are_one() -> None:
     post = Post()
-    asked = [("a", body([1, 2], 5)), ("a", body([1, 2], 6)), ("a", body([3], 7)), ("b", body([1, 2], 8))]
-    assert asyncio.run(ask_all(post, *asked)) == [5, 6, 7, 8]
+    assert asyncio.run(ask_all(post, *ASKED)) == [5, 6, 7, 8]
+    assert [(sent["url"], sent["input_ids"], sent["rid"], sent["most"]) for sent in post.sent] == [
+        ("a", [[1, 2], [1, 2], [3]], ["rid-5", "rid-6", "rid-7"], 30),
+        ("b", [1, 2], "rid-8", 10),
+    ]
+
+
+def test_while_others_wait_for_slots_the_answers_to_one_prompt_are_one() -> None:
+    """A slot is not to wait for answers to other prompts, which may be longer."""
+    post = Post()
+    assert asyncio.run(ask_all(post, *ASKED, is_crowded=True)) == [5, 6, 7, 8]
     assert [(sent["url"], sent["input_ids"], sent["rid"], sent["most"]) for sent in post.sent] == [
         ("a", [[1, 2], [1, 2]], ["rid-5", "rid-6"], 20),
         ("a", [3], "rid-7", 10),
         ("b", [1, 2], "rid-8", 10),
     ]
+
+
+def test_a_prompt_that_is_refused_fails_alone() -> None:
+    class Refuses(Post):
+        async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+            replies = await super().__call__(url, body, most_bytes)
+            if 3 in body["input_ids"] or [3] in body["input_ids"]:
+                raise Refused("too long")
+            return replies
+
+    post = Refuses()
+    *well, refused, other = asyncio.run(ask_all(post, *ASKED))
+    assert [*well, other] == [5, 6, 8] and str(refused) == "too long"
+    assert [sent["input_ids"] for sent in post.sent] == [[[1, 2], [1, 2], [3]], [1, 2], [[1, 2], [1, 2]], [3]]
 
 
 def test_later_requests_are_others() -> None:
