@@ -59,6 +59,8 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
     spans = np.array([(s.version, s.end - s.start) for row in rows for s in row.versions], dtype=np.int32)
     versions = np.full(num_tokens, -1, dtype=np.int32)
     versions[learnt] = np.repeat(spans[:, 0], spans[:, 1])
+    num_spans = np.array([sum(len(row.versions) for row in sample.rows) for sample in samples], dtype=np.int64)
+    first_spans, by_span = num_spans.cumsum() - num_spans, spans[:, 0].astype(np.int64)
 
     names = sample_names(groups)
     own = {"response_mask": learnt.astype(np.float32), "rollout_log_probs": log_probs, "versions": versions}
@@ -73,8 +75,8 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         per_sequence={
             "score": torch.tensor([sample.reward for sample in samples], dtype=torch.float32),
             "group": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
-            "version_min": torch.tensor([min(span.version for span in sample.versions) for sample in samples]),
-            "version_max": torch.tensor([max(span.version for span in sample.versions) for sample in samples]),
+            "version_min": torch.from_numpy(np.minimum.reduceat(by_span, first_spans)),
+            "version_max": torch.from_numpy(np.maximum.reduceat(by_span, first_spans)),
             "truncated": torch.tensor([float(sample.truncated) for sample in samples]),
         },
         rows=torch.tensor([len(sample.rows) for sample in samples]),

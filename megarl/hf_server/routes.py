@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from megarl.hf_server.calls import read_call, write_reply
@@ -148,7 +149,7 @@ class HFServer:
             self._replies.pop(id(call), None)
             self.engine.run_now(lambda: self.engine.abort(lambda row: row.call is call))
             raise
-        return web.json_response(write_reply(call, body))
+        return web.Response(body=orjson.dumps(write_reply(call, body)), content_type="application/json")
 
     async def pause(self, request: web.Request) -> web.Response:
         mode = (await json_body(request)).get("mode", "abort")

@@ -7,13 +7,13 @@ prompts and completions are token ids; the collector, which has the tokenizer, d
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import orjson
 import torch
 from torch import Tensor
 
@@ -282,7 +282,7 @@ def _completion(item: Any, num_asked: int | None, columns: Sequence[EngineColumn
 def _are_log_probs(values: Sequence[Any]) -> bool:
     if not set(map(type, values)) <= {int, float}:  # bool is none of them
         return False
-    return not values or (_LOWEST <= min(values) and max(values) <= _ROUNDED and not math.isnan(sum(values)))
+    return not values or (min(values) >= _LOWEST and max(values) <= _ROUNDED and not math.isnan(sum(values)))
 
 
 def _is_count(value: Any) -> bool:
@@ -315,7 +315,7 @@ def auth_headers(token: str) -> dict[str, str]:
 def error_message(text: str, otherwise: str) -> str:
     """The message in an error reply, in any of SGLang's formats; `otherwise` if the reply is empty."""
     try:
-        value = json.loads(text)
+        value = orjson.loads(text)
     except ValueError:  # plain text
         return text.strip()[:500] or otherwise
     for key in ("message", "error_message", "error", "detail"):

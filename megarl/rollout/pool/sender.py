@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import itertools
-import json
 import resource
 import time
 import uuid
@@ -16,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import orjson
 
 from megarl.network.http_calls import PLAIN, read_at_most
 from megarl.network.tls import trusted
@@ -45,6 +45,7 @@ from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes
 from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion, VersionSpan
 
+_JSON = {"Content-Type": "application/json"}
 _CONNECT_S = 10.0
 GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
 _FAULTS_OF_THE_REQUEST = (400, 413, 422)
@@ -198,7 +199,8 @@ class Sender:
                 raise ServerFailed(f"it wrote with unverified weights (version {unverified[0]})") from None
 
     def _send(self, url: str, route: Route, body: object) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._session.post(url + route, json=body, allow_redirects=False, ssl=trusted(url, self._token))
+        how: dict[str, Any] = {"allow_redirects": False, "ssl": trusted(url, self._token)}
+        return self._session.post(url + route, data=orjson.dumps(body), headers=_JSON, **how)
 
     async def _post(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
         try:
@@ -207,14 +209,14 @@ class Sender:
                     said = (await read_at_most(reply, ORDER_BYTES)).decode(errors="replace")
                     message = error_message(said, reply.reason or "")
                     raise _refusal(reply.status, message, adapter=body.get("lora_path"))
-                return json.loads(await read_at_most(reply, most_bytes))
+                return orjson.loads(await read_at_most(reply, most_bytes))
         except aiohttp.ClientSSLError as error:  # a wrong certificate does not heal by itself
             raise ServerFailed(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise NoFilesLeft(_files(error)) from error
             raise Unreachable(f"{type(error).__name__} {error}") from error
-        except (ValueError, RecursionError) as error:  # a body that is no JSON, nested too deeply, or too large
+        except ValueError as error:  # a body that is no JSON, nested too deeply, or too large
             raise Senseless(f"{type(error).__name__} {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerFailed(f"{type(error).__name__} {error}") from error
