@@ -60,7 +60,7 @@ setup(
         "cryptography>=42",
         "httpcore>=1.0,<2",
         "httpx>=0.27,<1",
-        "orjson>=3.10",  # requests and replies of completions: ten times as fast as json writes their log-probs
+        "orjson>=3.10",  # writes and reads requests for completions and their replies
         "pebble>=5.0",
     ],
     extras_require={

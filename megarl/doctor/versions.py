@@ -36,6 +36,7 @@ TESTED = {
     "cryptography": "50.0.2",
     "httpcore": "1.0.9",
     "httpx": "0.28.1",
+    "orjson": "3.13.0",
     "pebble": "5.2.3",
     "matplotlib": "3.11.2",
     "plotly": "7.1.0",

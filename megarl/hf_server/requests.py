@@ -7,9 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
-from megarl.network.http_limits import body_of, parse_json
+from megarl.network.http_limits import body_of
 from megarl.rollout.protocol import Route
 
 logger = logging.getLogger("megarl.hf_server.main")
@@ -55,7 +56,7 @@ async def json_body(request: web.Request) -> Mapping[str, Any]:
     if not raw:
         return {}
     try:
-        body = parse_json(raw)
+        body = orjson.loads(raw)
     except ValueError as error:
         raise ValueError(f"the body of {request.path} is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 HEADERS_S = 60.0  # to send a request's headers, counted from the connection or the reply before; idle ones end then too
@@ -42,4 +42,10 @@ async def body_of(request: web.Request) -> bytes:
 
 def parse_json(raw: bytes) -> Any:
     """Raises ValueError for what is no JSON, is nested too deeply, or has half a surrogate pair, which is no text."""
-    return orjson.loads(raw)
+    try:
+        body = json.loads(raw)
+        if b"\\ud" in raw.lower():
+            json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return body

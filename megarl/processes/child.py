@@ -26,7 +26,8 @@ def start_child(
     pipe, theirs = multiprocessing.Pipe()
     # multiprocessing would start it with all variables of this process, of which a program can hide none again: they
     # stay in /proc/PID/environ.
-    command = [sys.executable, "-m", "megarl.processes.child", str(theirs.fileno())]
+    # The name is for those who read a list of processes.
+    command = [sys.executable, "-m", "megarl.processes.child", str(theirs.fileno()), function.__name__]
     process = start_program(command, env=allowed_variables(), log=log, pass_fds=[theirs.fileno()])
     theirs.close()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: who reads the pipe finds out

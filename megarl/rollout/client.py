@@ -6,6 +6,7 @@ Both use only `protocol`, so they work with SGLang and the HF server.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -127,8 +128,9 @@ class ServerClient:
         body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
         reply = self._json(Route.GENERATE, body, most_bytes=score_bytes(len(prompt_ids)))
         with self.reading(Route.GENERATE):
-            found = [triple[0] for triple in reply["meta_info"]["input_token_logprobs"]]
-            return [float(value) for value in found if value is not None]
+            _, *found = (triple[0] for triple in reply["meta_info"]["input_token_logprobs"])
+            # JSON has no NaN: servers say null in its place.
+            return [math.nan if value is None else float(value) for value in found]
 
     def scores(self, token_ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
         """Log-probs at temperature 1 of a sequence's tokens from `start` on, and the most likely tokens there."""

@@ -190,15 +190,14 @@ def generate_body(
 
 
 _OWN = ("input_ids", "sampling_params", "rid", "cache_salt")  # may differ in requests that travel in one
-JointKey = tuple[tuple[str, Any], ...]
 
 
-def joint_key(body: Mapping[str, Any]) -> JointKey:
+def joint_key(body: Mapping[str, Any]) -> bytes:
     """The same for bodies of /generate that `joined_body` takes together.
 
     A greedy request beside others may want fewer columns, for example, and travels alone.
     """
-    return tuple(sorted(item for item in body.items() if item[0] not in _OWN))
+    return orjson.dumps({name: value for name, value in body.items() if name not in _OWN}, option=orjson.OPT_SORT_KEYS)
 
 
 def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def parse_scores(reply: Any, count: int, top_k: int = 0) -> Scores:
         found = Scores(log_probs, *([[entry[i] for entry in top] for top in tops] for i in (1, 0)))
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"a reply of {Route.GENERATE} has no log-probs of its prompt: {error!r}") from error
+    if None in found.log_probs or any(None in top for top in found.top_log_probs):  # in place of what is not finite
+        raise ValueError(f"a reply of {Route.GENERATE} has null in place of a log-prob: it is not a number")
     sizes = {len(found.log_probs), len(found.top_ids)}
     if sizes != {count} or any(len(top) != top_k for top in found.top_ids):
         raise ValueError(

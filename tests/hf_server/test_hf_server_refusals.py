@@ -28,6 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
         ({"sampling_params": {"n": 0}}, "n=0"),
         ({"sampling_params": {"n": 4097}}, "n=4097 for 1 prompts: expected at most 4096 completions a request"),
         ({"sampling_params": {"n": 10**18}}, "expected at most 4096 completions"),
+        ({"sampling_params": {"n": 10**30}}, "n=1e+30: expected a whole number"),
         ({"input_ids": [[5]] * 2049, "sampling_params": {"n": 2}}, "n=2 for 2049 prompts"),
         ({"sampling_params": {"max_new_tokens": 2.5}}, "max_new_tokens=2.5"),
         ({"sampling_params": {"stop_token_ids": 3}}, "stop_token_ids=3"),

@@ -125,6 +125,8 @@ def test_the_first_entry_of_a_reply_is_what_no_token_predicts() -> None:
         (reply([[None, 6, None]]), "has no log-probs of its prompt"),
         (reply([[None, 6, None]], [None]), "0 log-probs and 0 lists of tokens; expected 1 with 2 tokens each"),
         (reply([[None, 6, None], [-0.5, 7, None]], [None, [[-0.25, 9, None]]]), "expected 1 with 2 tokens each"),
+        (reply([[None, 6, None], [None, 7, None]], [None, [[-0.2, 9, None], [-1, 7, None]]]), "it is not a number"),
+        (reply([[None, 6, None], [-0.5, 7, None]], [None, [[-0.2, 9, None], [None, 7, None]]]), "it is not a number"),
     ],
 )
 def test_a_reply_of_another_shape_is_an_error(given: Any, words: str) -> None:

@@ -50,7 +50,8 @@ HEARTBEAT_S = 1.0
 BLOCKED_S = 10.0  # code that blocks the event loop for so long is named in the log
 # What the processes of rewards and agents need, so that none of them imports it again.
 PRELOADED = ("__main__", "megarl.rewards.worker", "megarl.agents.process")
-GATHER_S = 0.01  # what finishes within this time is one message: completions take much longer
+# What finishes within this time is one message, as completions take much longer; the last group of all is sent at once.
+GATHER_S = 0.01
 
 
 class Scorer(Protocol):
@@ -79,7 +80,7 @@ class CollectorSettings:
     piece_tokens: int  # of one request; 0: no limit
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
-    joins: bool  # short answers are asked for in one request
+    joins: bool  # short answers that are asked for at once travel in one request
     columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
     num_ids: int | None  # of the model's vocabulary; None: not known
     reports_unfit: bool  # a server that fails again and again is fenced, and the driver is told

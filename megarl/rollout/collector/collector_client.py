@@ -56,7 +56,7 @@ class Collectors:
         piece_tokens: new tokens of one request at most; 0: no limit.
         fenced: a server gets no request before `trust` names it.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
-        joins: short answers are asked for in one request.
+        joins: short answers that are asked for at once travel in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary; None: not known.
         joined_slots: completions at a time that each server brings which joins later.

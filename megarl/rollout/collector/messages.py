@@ -117,7 +117,7 @@ class Outbox:
         self._waiting.put(message)
 
     def hurry(self) -> None:
-        """Nothing more comes soon: what waits is sent at once."""
+        """Nothing more comes soon: what waits is sent at once; if nothing does, the next message is."""
         self._hurried.set()
 
     def close(self) -> None:

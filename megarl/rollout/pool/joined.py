@@ -2,7 +2,7 @@
 
 All of them get their replies when the last is written.  Until then their slots stay taken, so it is for answers that
 are short anyway; and while others wait for a slot, only the answers to one prompt travel together, which end at about
-the same time.
+the same time.  One that is cancelled is written to its end, unless nobody waits for the others either.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
-from megarl.rollout.pool.pool_server import Refused
-from megarl.rollout.protocol import JointKey, joined_body, joint_key
+from megarl.rollout.pool.pool_server import FailedInside, Refused, Senseless
+from megarl.rollout.protocol import joined_body, joint_key
 
-SHORT = 64  # tokens: so many steps of decoding the first of an answer may wait for the last
-_MOST_PROMPTS = 128  # of one request
+# tokens: so many steps of decoding the first of an answer may wait for the last, where the server runs all at a time
+SHORT = 64
+MOST_PARTS, MOST_TOKENS = 512, 1 << 17  # of a request: completions, and tokens of their prompts
+MOST_BYTES = 1 << 30  # of a reply
+_OF_ONE = (Refused, Senseless, FailedInside)  # errors of a server that is there: perhaps for one of the prompts
 
 Post = Callable[[str, dict[str, Any], int], Coroutine[Any, Any, Any]]  # url, body, most bytes of the reply -> reply
 
@@ -35,8 +38,8 @@ class Joined:
 
     def __init__(self, post: Post, is_crowded: Callable[[], bool] = lambda: False) -> None:
         self._post, self._is_crowded = post, is_crowded
-        self._open: dict[tuple[str, JointKey], list[_Part]] = {}  # that are not yet sent
-        self._sent: set[asyncio.Task[None]] = set()
+        self._open: dict[tuple[str, bytes], list[_Part]] = {}  # that are not yet sent
+        self._sent: dict[asyncio.Task[None], set[str]] = {}  # the request ids of those that are under way
 
     async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> tuple[Any, object]:
         """The reply to this request alone, and what identifies that in which it was sent; raises what `post` raises."""
@@ -48,17 +51,23 @@ class Joined:
         self._open[key].append(part)
         return await part.reply
 
-    def _send_all(self, key: tuple[str, JointKey]) -> None:
-        parts = self._open.pop(key)
-        prompts = _by_prompt(parts)
-        for together in prompts if self._is_crowded() or len(prompts) > _MOST_PROMPTS else [parts]:
-            self._send(key[0], together)
+    def beside(self, rid: str) -> set[str]:
+        """The ids of all requests that travel with this one, itself too: the server answers when all of them end."""
+        return next((rids for rids in self._sent.values() if rid in rids), {rid})
+
+    def _send_all(self, key: tuple[str, bytes]) -> None:
+        prompts = _by_prompt(self._open.pop(key))
+        for parts in prompts if self._is_crowded() else _together(prompts):
+            self._send(key[0], parts)
 
     def _send(self, url: str, parts: Sequence[_Part]) -> None:
-        task = asyncio.get_running_loop().create_task(self._deliver(url, parts))
-        self._sent.add(task)
-        task.add_done_callback(self._sent.discard)
-        num_waiting = len(parts)
+        wanted = [part for part in parts if not part.reply.done()]
+        if not wanted:
+            return
+        task = asyncio.get_running_loop().create_task(self._deliver(url, wanted))
+        self._sent[task] = {part.body["rid"] for part in wanted}
+        task.add_done_callback(self._sent.pop)
+        num_waiting = len(wanted)
 
         def cancel_if_unwanted(_: object) -> None:
             """Nobody waits any more: the server is to stop, which it does when the connection ends."""
@@ -67,25 +76,18 @@ class Joined:
             if not num_waiting:
                 task.cancel()
 
-        for part in parts:
+        for part in wanted:
             part.reply.add_done_callback(cancel_if_unwanted)
 
     async def _deliver(self, url: str, parts: Sequence[_Part]) -> None:
         sent = object()
         try:
-            if len(parts) == 1:
-                replies = [await self._post(url, parts[0].body, parts[0].most_bytes)]
-            else:
-                body = joined_body([part.body for part in parts])
-                replies = await self._post(url, body, sum(part.most_bytes for part in parts))
-                if not isinstance(replies, list) or len(replies) != len(parts):
-                    # Each of them finds out that this is no completion.
-                    replies = [replies] * len(parts)
+            replies = await self._replies(url, parts, sent)
         except Exception as error:
             prompts = _by_prompt(parts)
-            if isinstance(error, Refused) and len(prompts) > 1:  # perhaps for one of the prompts
-                for together in prompts:
-                    self._send(url, together)
+            if isinstance(error, _OF_ONE) and len(prompts) > 1:
+                for of_prompt in prompts:
+                    self._send(url, of_prompt)
                 return
             for part in parts:
                 if not part.reply.done():
@@ -95,9 +97,34 @@ class Joined:
             if not part.reply.done():
                 part.reply.set_result((reply, sent))
 
+    async def _replies(self, url: str, parts: Sequence[_Part], sent: object) -> list[Any]:
+        if len(parts) == 1:
+            return [await self._post(url, parts[0].body, parts[0].most_bytes)]
+        most_bytes = min(MOST_BYTES, sum(part.most_bytes for part in parts))
+        replies = await self._post(url, joined_body([part.body for part in parts]), most_bytes)
+        if not isinstance(replies, list) or len(replies) != len(parts):
+            number = len(replies) if isinstance(replies, list) else "no list of"
+            raise Senseless(f"the reply to {len(parts)} requests holds {number} completions", sent)
+        return replies
+
 
 def _by_prompt(parts: Sequence[_Part]) -> list[list[_Part]]:
     found = defaultdict(list)
     for part in parts:
         found[tuple(part.body["input_ids"])].append(part)
     return list(found.values())
+
+
+def _together(prompts: Sequence[list[_Part]]) -> list[list[_Part]]:
+    """As few requests as the limits allow; the parts of a prompt stay together."""
+    found: list[list[_Part]] = []
+    num_tokens = 0
+    for parts in prompts:
+        own = sum(len(part.body["input_ids"]) for part in parts)
+        if found and len(found[-1]) + len(parts) <= MOST_PARTS and num_tokens + own <= MOST_TOKENS:
+            found[-1] += parts
+            num_tokens += own
+        else:
+            found.append(list(parts))
+            num_tokens = own
+    return found

@@ -72,7 +72,7 @@ class EnginePool:
         retries: after the first attempt.
         fenced: servers need a `trust` first.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
-        joins: short answers are asked for in one request.
+        joins: short answers that are asked for at once travel in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
         on_unfit: called with the url of a server that was fenced here, and the reason; its owner fences it too, and

@@ -26,6 +26,10 @@ class ServerFailed(RuntimeError):
     """This attempt failed; a retry on another server, or later, may succeed."""
 
 
+class FailedInside(ServerFailed):
+    """The server is there and says that it failed."""
+
+
 class Senseless(ServerFailed):
     """The reply is not one to this request.
 

@@ -22,6 +22,7 @@ from megarl.network.tls import trusted
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool_server import (
     Ask,
+    FailedInside,
     NoFilesLeft,
     PoolServer,
     Refused,
@@ -72,7 +73,7 @@ class Sender:
 
     `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
     travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.  `joins`: short
-    answers are asked for in one request, see `Joined`; of our own server only.  `is_crowded`: whether requests wait for
+    answers that are asked for at once travel in one request, see `Joined`; of our own server only.  `is_crowded`: whether requests wait for
     their turn.
     """
 
@@ -229,9 +230,12 @@ class Sender:
         ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), ask.cut, TakenOut())
 
     def hurry(self, server: PoolServer, ask: Ask) -> None:
-        """The server is to return what it has written before the time of the request is over."""
-        ask.is_overdue = True
-        self._run(self._abort(server.url, ask.rid))
+        """The server is to return what it has written before the time of the request is over, with what travels with it."""
+        rids = {ask.rid} if self._joined is None else self._joined.beside(ask.rid)
+        for each in server.asks:
+            if each is ask or (each.rid in rids and not each.is_overdue):
+                each.is_overdue = True
+                self._run(self._abort(server.url, each.rid))
 
     def _end(self, server: PoolServer, ask: Ask) -> None:
         """The time of a request is over: the server is to return what it has written."""
@@ -273,7 +277,7 @@ def _refusal(status: int, message: str, *, adapter: str | None) -> RuntimeError:
     lacks_adapter = adapter is not None and adapter in message and " loaded" in message  # until the next push
     if lacks_adapter or (status == 503 and "running timeout" not in message.lower()):
         return Unreachable(f"status {status}: {message}")
-    return (Refused if status in _FAULTS_OF_THE_REQUEST else ServerFailed)(f"status {status}: {message}")
+    return (Refused if status in _FAULTS_OF_THE_REQUEST else FailedInside)(f"status {status}: {message}")
 
 
 def _files(error: OSError) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from tiny_server import Served
 
+from megarl.rollout.pool import joined
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool import EnginePool
-from megarl.rollout.pool.pool_server import Refused, ServerFailed
+from megarl.rollout.pool.pool_server import FailedInside, Refused, Senseless, ServerFailed
 from megarl.rollout.protocol import SamplingParams, generate_body
 
 
@@ -38,8 +39,8 @@ class Post:
 
 
 async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]], is_crowded: bool = False) -> list[Any]:
-    joined = Joined(post, lambda: is_crowded)
-    tasks = [asyncio.create_task(joined.ask(url, each, 10)) for url, each in asked]
+    requests = Joined(post, lambda: is_crowded)
+    tasks = [asyncio.create_task(requests.ask(url, each, 10)) for url, each in asked]
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     return [reply[0] if isinstance(reply, tuple) else reply for reply in replies]
 
@@ -67,27 +68,85 @@ def test_while_others_wait_for_slots_the_answers_to_one_prompt_are_one() -> None
     ]
 
 
-def test_a_prompt_that_is_refused_fails_alone() -> None:
-    class Refuses(Post):
-        async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
-            replies = await super().__call__(url, body, most_bytes)
-            if 3 in body["input_ids"] or [3] in body["input_ids"]:
-                raise Refused("too long")
-            return replies
+class Fails(Post):
+    """With `error` where one of the prompts is [3]."""
 
-    post = Refuses()
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+        replies = await super().__call__(url, body, most_bytes)
+        if 3 in body["input_ids"] or [3] in body["input_ids"]:
+            raise self.error
+        return replies
+
+
+@pytest.mark.parametrize("kind", [Refused, FailedInside, Senseless])
+def test_a_prompt_with_which_a_server_fails_fails_alone(kind: type[Exception]) -> None:
+    post = Fails(kind("too long"))
     *well, refused, other = asyncio.run(ask_all(post, *ASKED))
     assert [*well, other] == [5, 6, 8] and str(refused) == "too long"
     assert [sent["input_ids"] for sent in post.sent] == [[[1, 2], [1, 2], [3]], [1, 2], [[1, 2], [1, 2]], [3]]
+
+
+def test_a_server_that_died_is_not_asked_again_prompt_by_prompt() -> None:
+    """It may have died of one of them: each has failed once."""
+    post = Fails(ServerFailed("the connection ended"))
+    failed = asyncio.run(ask_all(post, *ASKED[:3]))
+    assert [str(each) for each in failed] == ["the connection ended"] * 3 and len(post.sent) == 1
+
+
+def test_requests_are_as_few_as_their_limits_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined, "MOST_PARTS", 3)
+    monkeypatch.setattr(joined, "MOST_TOKENS", 6)
+    post = Post()
+    prompts = [[1], [1], [2], [3, 3, 3], [4, 4, 4], [5] * 9, [6], [7]]
+    asked = [("a", body(prompt, seed)) for seed, prompt in enumerate(prompts)]
+    assert asyncio.run(ask_all(post, *asked)) == list(range(8))
+    assert [len(sent["rid"]) if isinstance(sent["rid"], list) else 1 for sent in post.sent] == [3, 2, 1, 2]
+
+
+def test_what_nobody_waits_for_is_not_sent() -> None:
+    post = Post()
+
+    async def story() -> list[Any]:
+        requests = Joined(post)
+        tasks = [asyncio.create_task(requests.ask("a", body([seed], seed), 10)) for seed in (5, 6, 7)]
+        await asyncio.sleep(0)  # they have asked, and nothing is sent yet
+        tasks[0].cancel()
+        found = await asyncio.gather(*tasks[1:])
+        assert not requests.beside("rid-6") - {"rid-6"}, "it has ended"
+        return [reply for reply, _ in found]
+
+    assert asyncio.run(story()) == [6, 7]
+    assert [sent["rid"] for sent in post.sent] == [["rid-6", "rid-7"]]
+
+
+def test_who_travels_together_is_known_while_it_does() -> None:
+    post = Post(hangs=True)
+
+    async def story() -> None:
+        requests = Joined(post)
+        tasks = [asyncio.create_task(requests.ask("a", body([seed], seed), 10)) for seed in (5, 6)]
+        while not post.sent:
+            await asyncio.sleep(0)
+        assert requests.beside("rid-5") == {"rid-5", "rid-6"}
+        assert requests.beside("rid-9") == {"rid-9"}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    asyncio.run(story())
 
 
 def test_later_requests_are_others() -> None:
     post = Post()
 
     async def twice() -> None:
-        joined = Joined(post)
-        assert (await joined.ask("a", body([1], 5), 10))[0] == 5
-        assert (await joined.ask("a", body([1], 6), 10))[0] == 6
+        requests = Joined(post)
+        assert (await requests.ask("a", body([1], 5), 10))[0] == 5
+        assert (await requests.ask("a", body([1], 6), 10))[0] == 6
 
     asyncio.run(twice())
     assert [sent["rid"] for sent in post.sent] == ["rid-5", "rid-6"]
@@ -103,15 +162,27 @@ def test_a_reply_of_another_number_is_a_reply_to_none_of_them() -> None:
         async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
             return (await super().__call__(url, body, most_bytes))[:1]
 
-    assert asyncio.run(ask_all(Short(), ("a", body([1], 5)), ("a", body([1], 6)))) == [[5], [5]]
+    for failed in asyncio.run(ask_all(Short(), ("a", body([1], 5)), ("a", body([1], 6)))):
+        assert str(failed) == "the reply to 2 requests holds 1 completions"
+
+
+def test_a_reply_that_is_one_object_is_none_to_several() -> None:
+    class One(Post):
+        async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+            replies = await super().__call__(url, body, most_bytes)
+            return {"of": replies[0]} if isinstance(replies, list) else replies
+
+    failed = asyncio.run(ask_all(One(), ("a", body([1], 5)), ("a", body([1], 6))))
+    assert [str(each) for each in failed] == ["the reply to 2 requests holds no list of completions"] * 2
+    assert asyncio.run(ask_all(One(), ("a", body([1], 5)), ("a", body([2], 6)))) == [5, 6], "each prompt again, alone"
 
 
 def test_one_that_is_cancelled_leaves_the_others_and_the_last_one_ends_the_request() -> None:
     post = Post(hangs=True)
 
     async def story() -> None:
-        joined = Joined(post)
-        tasks = [asyncio.create_task(joined.ask("a", body([1], seed), 10)) for seed in (5, 6)]
+        requests = Joined(post)
+        tasks = [asyncio.create_task(requests.ask("a", body([1], seed), 10)) for seed in (5, 6)]
         while not post.sent:
             await asyncio.sleep(0)
         tasks[0].cancel()
@@ -136,13 +207,14 @@ def test_bodies_that_want_other_things_are_not_joined() -> None:
 
 @pytest.mark.parametrize("greedy", [False, True])
 def test_the_server_writes_in_one_request_what_it_writes_in_several(server: Served, greedy: bool) -> None:
-    """Seeds of their own, and a greedy one beside them."""
+    """Prompts of several lengths, seeds of their own, and greedy ones beside them."""
     params = [SamplingParams(sampling_seed=seed, max_new_tokens=12) for seed in range(5)]
     params += [SamplingParams(temperature=0.0, max_new_tokens=SHORT)] * greedy
+    prompts = ([7, 8, 9], [5], [9, 8, 7, 6, 5, 4, 3])
 
     async def written(joins: bool) -> list[tuple[list[int], list[float]]]:
         async with EnginePool([server.url], server.token, timeout_s=120, joins=joins) as pool:
-            found = await asyncio.gather(*(pool.generate([7, 8, 9], each) for each in params))
+            found = await asyncio.gather(*(pool.generate(prompt, each) for prompt in prompts for each in params))
             return [(piece.completion.token_ids, piece.completion.log_probs) for piece in found]
 
     together, alone = asyncio.run(written(True)), asyncio.run(written(False))

@@ -269,7 +269,7 @@ def test_senseless_replies_among_good_ones_are_counted_too():
 
 
 def test_a_senseless_reply_to_several_requests_counts_once():
-    """Short answers to one prompt travel in one request."""
+    """Short answers that are asked for at once travel in one request."""
 
     async def test():
         unfit, num_bad = [], FAULTS - 1
@@ -285,6 +285,53 @@ def test_a_senseless_reply_to_several_requests_counts_once():
         async with serving(moody) as (urls, seen), EnginePool(urls, "", **options) as pool:
             await asyncio.gather(*(pool.generate([3, 4], PARAMS) for _ in range(8)))
             assert [len(body["rid"]) for body in seen[0]] == [8] * FAULTS and not unfit
+
+    run(test)
+
+
+@pytest.mark.parametrize("max_in_flight", [4, 64])
+def test_while_others_wait_for_slots_only_answers_to_one_prompt_travel_together(max_in_flight):
+    async def test():
+        async def answering(request):
+            body = await request.json()
+            asked = body["input_ids"] if isinstance(body["input_ids"][0], list) else [body["input_ids"]]
+            return web.json_response(reply_to() * len(asked))
+
+        options = {"timeout_s": 60, "joins": True, "max_in_flight": max_in_flight}
+        async with serving(answering) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            prompts = [[3], [3], [4], [4], [5], [5]]
+            await asyncio.gather(*(write(pool, prompt, PARAMS) for prompt in prompts))
+            sizes = [len(body["rid"]) if isinstance(body["rid"], list) else 1 for body in seen[0]]
+            assert sizes == ([2, 2, 2] if max_in_flight == 4 else [6])
+
+    run(test)
+
+
+def test_a_slow_request_is_ended_with_those_that_travel_with_it():
+    """The server answers when all of them end."""
+
+    async def test():
+        aborted = set()
+
+        async def moody(request):
+            rids = (await request.json())["rid"]
+            while not aborted >= set(rids):
+                await asyncio.sleep(0.01)
+            return web.json_response(reply_to() * len(rids))
+
+        async def abort(url, rid):
+            aborted.add(rid)
+
+        options = {"timeout_s": 60, "joins": True}
+        async with serving(moody) as (urls, seen), EnginePool(urls, "", **options) as pool:
+            pool._sender._abort = abort
+            asked = [asyncio.create_task(pool.generate([3], PARAMS)) for _ in range(3)]
+            while not seen[0]:
+                await asyncio.sleep(0.01)
+            (server,) = pool._servers.values()
+            pool._sender.hurry(server, next(iter(server.asks)))
+            assert all(ask.is_overdue for ask in server.asks)
+            assert [(await each).completion.token_ids for each in asked] == [[4, 1]] * 3
 
     run(test)
 

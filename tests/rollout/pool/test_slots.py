@@ -31,6 +31,21 @@ def test_urgent_ones_come_first_and_otherwise_who_came_first() -> None:
     asyncio.run(test())
 
 
+def test_it_is_known_whether_somebody_waits() -> None:
+    async def test() -> None:
+        slots = Slots(1)
+        await slots.take()
+        assert not slots.are_awaited
+        waiter = asyncio.create_task(slots.take())
+        await asyncio.sleep(0)
+        assert slots.are_awaited
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        assert not slots.are_awaited, "it is not waited for any more, although it is still in the queue"
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_more_run_than_there_are_slots_and_none_is_lost_to_a_cancellation(seed: int) -> None:
     async def test() -> None:
