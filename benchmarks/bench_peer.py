@@ -45,7 +45,6 @@ PYTHON_VARIABLE = "MEGARL_TRL_PYTHON"
 DEFAULT_ENVIRONMENT = Path.home() / ".cache" / "megarl" / "trl"
 CORES = 2
 TIMEOUT_S, END_S = 900.0, 30.0
-QUIET_LOAD, QUIET_S = 0.3, 600.0
 WORKS: dict[str, dict[str, Any]] = {
     "small": {"new_tokens": 16},
     "long": {"new_tokens": 64, "prompt_tokens": 64},
@@ -312,16 +311,6 @@ def _best(rows: Sequence[dict[str, Any]], side: str) -> list[dict[str, Any]]:
     return max(ways.values(), key=lambda mine: statistics.median(row["tokens/s"] for row in mine), default=[])
 
 
-def wait_until_quiet(limit_s: float = QUIET_S, pause_s: float = 5.0) -> str:
-    """Wait for a low load; what is to be said of it, "" if the machine was quiet."""
-    deadline = time.monotonic() + limit_s
-    while (load := os.getloadavg()[0]) >= QUIET_LOAD:
-        if time.monotonic() >= deadline:
-            return f"the machine was not quiet after {limit_s:.0f} s of waiting: its load was {load:.1f}"
-        time.sleep(pause_s)
-    return ""
-
-
 def work(options: argparse.Namespace) -> Result | None:
     if options.device != "cpu":
         raise ValueError(f"--device {options.device}: the quickstart's work is a CPU's; expected --device cpu")
@@ -335,7 +324,6 @@ def work(options: argparse.Namespace) -> Result | None:
     os.sched_setaffinity(0, cores[:CORES])  # what is started inherits it
     result = Result("peer", "cpu", {}, notes=[CHOICES, LEGEND], title="Beside TRL")
     try:
-        result.notes += filter(None, ["" if options.quick else wait_until_quiet()])
         rate = matmul_rate("cpu", torch.float32, threads=CORES)
         for name in options.works:
             _add_work(result, name, options, python, rate)
@@ -413,4 +401,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(work, parser()))
+    raise SystemExit(run(work, parser(), needs_quiet=lambda options: not options.make_environment))

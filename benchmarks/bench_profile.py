@@ -4,7 +4,8 @@
     python benchmarks/bench_profile.py --words rollout.num_servers=2     with further words
 
 It runs `megarl train` and reads every 5 ms how much CPU time each of its processes has used (/proc/PID/stat, in ticks
-of 10 ms).  The steps are laid over each other, stage by stage, so that ticks become shares of a core.
+of 10 ms).  The steps are laid over each other, stage by stage, so that ticks become shares of a core.  What comes before
+the first step (start) and after the last one (end) is told in whole.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ PAUSE_S, LOOK_S = 0.005, 0.5  # between two readings, between two looks for new 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 BINS = 60  # of a mean step
 DRIVER, NAME = "driver", "profiled"
+START, END = "start", "end"
+CHILD = "megarl.processes.child"  # its last word is the name of its function
 
 
 class Reading(NamedTuple):
@@ -53,14 +56,28 @@ class Step(NamedTuple):
     stages: list[tuple[str, float]]  # name, begin
 
 
+class Sampled(NamedTuple):
+    """A run; times are time.time()."""
+
+    begin: float
+    end: float
+    readings: list[Reading]
+
+
 class Sampler(threading.Thread):
     """Reads the CPU time of a process and of all below it until `stop` is set."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.readings: list[Reading] = []
         self.stop = threading.Event()
+        self._found: list[tuple[float, int, float]] = []  # time, process id, CPU seconds
         self._root, self._names, self._used = psutil.Process(pid), dict[int, str](), dict[int, int]()
+        self._ended: set[int] = set()
+
+    @property
+    def readings(self) -> list[Reading]:
+        """Under the last name of each process: one that is forked is called otherwise at first."""
+        return [Reading(at, self._names[pid], seconds) for at, pid, seconds in self._found]
 
     def run(self) -> None:
         looked = 0.0
@@ -69,46 +86,53 @@ class Sampler(threading.Thread):
                 with suppress(psutil.NoSuchProcess):
                     self._look()
                 looked = time.monotonic()
-            for pid in list(self._names):
+            for pid in self._names.keys() - self._ended:
                 self._read(pid)
 
     def _look(self) -> None:
         for process in [self._root, *self._root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                self._ended.discard(process.pid)
                 self._names[process.pid] = DRIVER if process == self._root else name_of(process.cmdline(), process.pid)
 
     def _read(self, pid: int) -> None:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
-            del self._names[pid]
+            self._ended.add(pid)
             return
         used = int(fields[11]) + int(fields[12])  # utime and stime, in proc(5) fields 14 and 15
-        before = self._used.get(pid, used)
+        before = self._used.get(pid, 0)  # it is not older than the run
         self._used[pid] = used
         if used > before:
-            self.readings.append(Reading(time.time(), self._names[pid], (used - before) * TICK_S))
+            self._found.append((time.time(), pid, (used - before) * TICK_S))
 
 
 def name_of(words: Sequence[str], pid: int) -> str:
-    """Of a process, by its command line: the last part of its module, and its process id.
+    """Of a process, by its command line: the last part of its module, or what a child of ours runs; its process id.
+
+    Rewards and agents run in processes of multiprocessing.
 
     >>> name_of(["python", "-m", "megarl.hf_server.main", "--port", "1"], 7)
     'hf_server.main 7'
     """
+    if any("multiprocessing" in word for word in words):
+        return f"multiprocessing {pid}"
     module = next((words[at + 1] for at, word in enumerate(words[:-1]) if word == "-m"), "")
+    if module == CHILD:
+        return f"{words[-1].strip()} {pid}"
     return f"{module.removeprefix('megarl.') or Path(words[0]).name if words else 'ended'} {pid}"
 
 
-def steps_of(folder: Path, warmup: int) -> list[Step]:
-    """The steps of a run behind the first ones."""
+def steps_of(folder: Path) -> list[Step]:
+    """The steps of a run."""
     ends = {row["step"]: row["time"] for row in read_lines(folder / "metrics.jsonl") if "timing_s/step" in row}
     lasted = {
         row["step"]: row["timing_s/step"] for row in read_lines(folder / "metrics.jsonl") if "timing_s/step" in row
     }
     found = []
     for row in read_lines(folder / "timeline.jsonl"):
-        if (number := row["step"]) in ends and number > warmup:
+        if (number := row["step"]) in ends:
             begin = ends[number] - lasted[number]
             stages = [(name, begin + at) for name, at, _, depth in row["stages"] if depth == 0]
             found.append(Step(begin, ends[number], sorted(stages, key=lambda stage: stage[1])))
@@ -127,6 +151,17 @@ def by_stage(steps: Sequence[Step], readings: Sequence[Reading]) -> dict[str, di
         stages = found.setdefault(reading.process, {})
         name = step.stages[place][0]
         stages[name] = stages.get(name, 0.0) + reading.cpu_s / len(steps)
+    return found
+
+
+def around(run: Sampled, steps: Sequence[Step]) -> dict[str, dict[str, float]]:
+    """CPU seconds before the first step and after the last one: process -> start or end -> seconds."""
+    found: dict[str, dict[str, float]] = {}
+    for reading in run.readings:
+        if not steps[0].begin <= reading.time < steps[-1].end:
+            phases = found.setdefault(reading.process, {})
+            name = START if reading.time < steps[0].begin else END
+            phases[name] = phases.get(name, 0.0) + reading.cpu_s
     return found
 
 
@@ -184,17 +219,17 @@ def work(options: argparse.Namespace) -> Result:
         raise ValueError(f"--device {options.device}: a GPU's work is not in /proc; expected --device cpu")
     num_steps = 4 if options.quick else options.iterations
     with tempfile.TemporaryDirectory(prefix="bench_profile_") as folder:
-        readings = sampled([f"recipe={options.recipe}", *options.words], num_steps, Path(folder), options.limit_s)
-        steps = steps_of(Path(folder) / "runs" / NAME, warmup=1 if options.quick else 3)
-    stages, used = seconds_of_stages(steps), by_stage(steps, readings)
-    rows: list[dict[str, Any]] = [
-        {"process": "by the clock", **rounded(stages), "step": round(sum(stages.values()), 3)}
-    ]
-    for name in sorted(used, key=lambda name: -sum(used[name].values())):
-        rows.append({"process": name, **rounded(used[name]), "step": round(sum(used[name].values()), 3)})
+        sampled = sample([f"recipe={options.recipe}", *options.words], num_steps, Path(folder), options.limit_s)
+        every = steps_of(Path(folder) / "runs" / NAME)
+    steps, readings = every[1 if options.quick else 3 :], sampled.readings
+    stages, used, beside = seconds_of_stages(steps), by_stage(steps, readings), around(sampled, every)
+    clock = {START: every[0].begin - sampled.begin, END: sampled.end - every[-1].end}
+    rows: list[dict[str, Any]] = [row_of("by the clock", stages, clock)]
+    for name in sorted(used.keys() | beside.keys(), key=lambda name: -sum(used.get(name, {}).values())):
+        rows.append(row_of(name, used.get(name, {}), beside.get(name, {})))
     configuration = {"recipe": options.recipe, "words": list(options.words), "steps": len(steps)}
     notes = [
-        "seconds of a mean step: by the clock, and CPU time of each process",
+        "seconds of a mean step, and those of start and end in whole: by the clock, and CPU time of each process",
         f"![Processes of a step]({PICTURE})",
     ]
     picture = lanes(steps, readings)
@@ -204,11 +239,19 @@ def work(options: argparse.Namespace) -> Result:
     return Result("profile", "cpu", configuration, rows, {"busy_cores": busy}, notes, title, **how)
 
 
-def sampled(words: Sequence[str], num_steps: int, folder: Path, limit_s: float) -> list[Reading]:
+def row_of(process: str, stages: Mapping[str, float], around: Mapping[str, float]) -> dict[str, Any]:
+    """Start, the stages of a mean step, their sum, and end."""
+    middle = {**rounded(stages), "step": round(sum(stages.values()), 3)}
+    start, end = (round(around.get(name, 0.0), 2) for name in (START, END))
+    return {"process": process, START: start, **middle, END: end}
+
+
+def sample(words: Sequence[str], num_steps: int, folder: Path, limit_s: float) -> Sampled:
     """Run it in the folder; what its processes used.  RuntimeError with its last line if it fails."""
     where = [f"trainer.total_training_steps={num_steps}", f"trainer.experiment_name={NAME}", "trainer.test_freq=-1"]
     command, log = [sys.executable, "-m", "megarl", "train", *where, *words], folder / "log"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    begin = time.time()
     with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, cwd=folder, env=env) as process:
         sampler = Sampler(process.pid)
         sampler.start()
@@ -220,7 +263,7 @@ def sampled(words: Sequence[str], num_steps: int, folder: Path, limit_s: float) 
             sampler.join()
     if code:
         raise RuntimeError(f"the run ended with exit code {code}: {' '.join(log.read_text().splitlines()[-1:])}")
-    return sampler.readings
+    return Sampled(begin, time.time(), sampler.readings)
 
 
 def rounded(numbers: Mapping[str, float]) -> dict[str, float]:

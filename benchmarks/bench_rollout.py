@@ -5,8 +5,9 @@
 
 Both clients send the same prompts, ask for the same numbers of tokens (no end of sequence ends one), and have the same
 number of requests under way.  They take turns, and the ratio is the median over the turns: what is lost between the
-server and the driver's samples.  `instant` is a server that writes nothing: it shows how many tokens a second a client
-can take at most, and counts for no ratio.
+server and the driver's samples.  Of three such measurements the median counts; on a CPU the first waits for a quiet
+machine, ten minutes at most, else it says so.  `instant` is a server that writes nothing: it shows how many tokens a
+second a client can take at most, and counts for no ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from page import Result, arguments, run
+from page import Result, arguments, in_rounds, on_cpu, run, with_rounds
 from rollout_clients import BareClient, Request, RingClient, cpu_seconds, requests
 from rollout_instant import serve
 
@@ -273,8 +274,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--spread", type=float, default=0.5, help="of their logarithm; 0: all as long (default 0.5)")
     found.add_argument("--concurrency", type=int, default=512, help="requests under way (default 512, as in a run)")
     found.add_argument("--turns", type=int, help="of each client")
-    return found
+    return with_rounds(found)
 
 
 if __name__ == "__main__":
-    raise SystemExit(run(work, parser()))
+    raise SystemExit(run(in_rounds(work), parser(), needs_quiet=on_cpu))

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ KEYS = ("theme", "title", "date", "device", "hardware", "versions", "commit", "l
 PICTURE = "PICTURE"  # in a page: the name of its picture
 TOOK = "took_s"  # stored results of before do not say it
 FAULTS = (ValueError, RuntimeError, OSError, subprocess.SubprocessError)  # told as one sentence
+QUIET_LOAD, QUIET_S = 0.3, 600.0
 
 
 @dataclass
@@ -60,6 +62,9 @@ class Result:
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
 
+Work = Callable[[argparse.Namespace], Result | None]
+
+
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The options that all scripts have."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,22 +76,29 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def run(
-    work: Callable[[argparse.Namespace], Result | None], parser: argparse.ArgumentParser, argv: list[str] | None = None
+    work: Work,
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None = None,
+    *,
+    needs_quiet: Callable[[argparse.Namespace], bool] = lambda _: False,
 ) -> int:
     """Parse, measure, finish; a fault is one sentence and exit code 2.  `work` gives None if it printed itself.
 
-    Asked to end, it ends what it started first.
+    `needs_quiet`: by the options, whether to begin on a quiet machine; never with --quick.  Asked to end, it ends what
+    it started first.
     """
     if argv is None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = parser.parse_intermixed_args(argv)
-    load_before, begun = os.getloadavg()[0], time.perf_counter()
     try:
         check_device(options.device)
         options.out.mkdir(parents=True, exist_ok=True)  # better refused now than after an hour
+        not_quiet = wait_until_quiet() if needs_quiet(options) and not options.quick else ""
+        load_before, begun = os.getloadavg()[0], time.perf_counter()
         result = work(options)
         if result is not None:
             result.load_before, result.took_s = load_before, time.perf_counter() - begun
+            result.notes += [not_quiet] * bool(not_quiet)
             finish(result, options)
     except FAULTS as error:
         sys.stderr.write(f"error: {' '.join(str(error).split()) or type(error).__name__}\n")
@@ -95,6 +107,53 @@ def run(
         sys.stderr.write("interrupted\n")
         return EXIT_INTERRUPTED
     return 0
+
+
+def on_cpu(options: argparse.Namespace) -> bool:
+    """For `run`: what is measured on a GPU does not wait for the machine's other cores."""
+    return bool(options.device == "cpu")
+
+
+def wait_until_quiet(limit_s: float = QUIET_S, pause_s: float = 5.0) -> str:
+    """Wait for a low load; what is to be said of it, "" if the machine was quiet."""
+    deadline = time.monotonic() + limit_s
+    if os.getloadavg()[0] >= QUIET_LOAD:
+        sys.stderr.write(f"waiting for a load below {QUIET_LOAD}, {limit_s:.0f} s at most\n")
+    while (load := os.getloadavg()[0]) >= QUIET_LOAD:
+        if time.monotonic() >= deadline:
+            return f"the machine was not quiet after {limit_s:.0f} s of waiting: its load was {load:.1f}"
+        time.sleep(pause_s)
+    return ""
+
+
+def in_rounds(work: Work) -> Work:
+    """The work, measured --rounds times; its ratios are their medians, and its rows say of which round they are.
+
+    A ratio that is missing in a round is left out.
+    """
+
+    def measured(options: argparse.Namespace) -> Result | None:
+        rounds = [work(options) for _ in range(1 if options.quick else options.rounds)]
+        found = [result for result in rounds if result is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        whole = found[0]
+        whole.rows = [{"round": at, **row} for at, result in enumerate(found, start=1) for row in result.rows]
+        names = [name for name in whole.ratios if all(name in result.ratios for result in found)]
+        each = {name: [result.ratios[name] for result in found] for name in names}
+        whole.notes = list(dict.fromkeys(note for result in found for note in result.notes))
+        whole.notes += [f"{name}: {', '.join(cell(value) for value in values)}" for name, values in each.items()]
+        whole.ratios = {name: statistics.median(values) for name, values in each.items()}
+        whole.configuration = {**whole.configuration, "rounds": len(found)}
+        return whole
+
+    return measured
+
+
+def with_rounds(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The option that `in_rounds` reads."""
+    parser.add_argument("--rounds", type=int, default=3, help="measurements, whose median counts (3; 1 with --quick)")
+    return parser
 
 
 def check_device(device: str) -> None:

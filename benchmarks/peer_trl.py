@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,12 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    code = 0
+    try:
+        main(sys.argv[1])
+    except Exception:
+        traceback.print_exc()
+        code = 1
     # The interpreter's end destroys gloo's group with the lock held that gloo's thread waits for: it hangs at times.
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(code)

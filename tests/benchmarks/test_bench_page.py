@@ -57,6 +57,47 @@ def test_a_picture_stands_beside_its_page(tmp_path: Path) -> None:
     assert of_picture.exists() and of_page.read_text() == f"![]({of_numbers.stem}.png)"
 
 
+def test_it_waits_for_a_quiet_machine_and_says_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([2.0, 2.0, 0.5, 0.29])
+    monkeypatch.setattr(page.os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    assert page.wait_until_quiet(pause_s=0.0) == ""
+    assert not list(loads), "it asked until the load was below 0.3"
+    monkeypatch.setattr(page.os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert page.wait_until_quiet(limit_s=0.0).endswith("its load was 1.5")
+
+
+def test_the_load_of_a_page_is_that_on_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = [2.0]
+
+    def quiet() -> str:
+        loads.append(0.1)
+        return ""
+
+    monkeypatch.setattr(page.os, "getloadavg", lambda: (loads[-1], 0.0, 0.0))
+    monkeypatch.setattr(page, "wait_until_quiet", quiet)
+    words = ["--device", "cpu", "--out", str(tmp_path)]
+    assert run(lambda _: result(), arguments(argparse.ArgumentParser()), words, needs_quiet=page.on_cpu) == 0
+    (written,) = tmp_path.glob("*.json")
+    assert json.loads(written.read_text())["load"].startswith("0.1 before")
+
+
+def test_of_rounds_the_median_counts_and_every_row_says_of_which_it_is() -> None:
+    ratios = iter([{"a": 3.0, "b": 1.0}, {"a": 1.0}, {"a": 2.0, "b": 1.0}])
+
+    def work(_: argparse.Namespace) -> Result:
+        return Result("step", "cpu", {}, [{"way": "ours"}], next(ratios))
+
+    options = page.with_rounds(arguments(argparse.ArgumentParser())).parse_args([])
+    found = page.in_rounds(work)(options)
+    assert found is not None
+    assert found.ratios == {"a": 2.0}, "b is missing in a round"
+    assert found.rows == [{"round": at, "way": "ours"} for at in (1, 2, 3)]
+    assert found.notes == ["a: 3, 1, 2"]
+    ratios = iter([{"a": 3.0}])
+    options = page.with_rounds(arguments(argparse.ArgumentParser())).parse_args(["--quick"])
+    assert page.in_rounds(work)(options).ratios == {"a": 3.0}
+
+
 def test_the_hardware_of_several_machines_says_so() -> None:
     several = result()
     several.num_machines = 8

@@ -106,15 +106,6 @@ def test_whole_commands_are_compared_by_their_seconds() -> None:
     assert bench_peer.whole_ratios(rows[:4]) == {}
 
 
-def test_it_waits_for_a_quiet_machine_and_says_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = iter([2.0, 0.5, 0.29])
-    monkeypatch.setattr(bench_peer.os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
-    assert bench_peer.wait_until_quiet(pause_s=0.0) == ""
-    assert not list(loads), "it asked until the load was below 0.3"
-    monkeypatch.setattr(bench_peer.os, "getloadavg", lambda: (1.5, 0.0, 0.0))
-    assert bench_peer.wait_until_quiet(limit_s=0.0).endswith("its load was 1.5")
-
-
 def test_long_prompts_are_as_long_as_the_work_says(tmp_path: Path) -> None:
     work = Work(str(tmp_path), new_tokens=4, iterations=2, warmup=1, threads=2, prompt_tokens=64)
     work.write()

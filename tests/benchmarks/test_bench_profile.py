@@ -10,7 +10,20 @@ import time
 from pathlib import Path
 
 import pytest
-from bench_profile import BINS, Reading, Sampler, Step, by_stage, draw, lanes, name_of, seconds_of_stages, steps_of
+from bench_profile import (
+    BINS,
+    Reading,
+    Sampled,
+    Sampler,
+    Step,
+    around,
+    by_stage,
+    draw,
+    lanes,
+    name_of,
+    seconds_of_stages,
+    steps_of,
+)
 
 STEPS = [Step(10.0, 12.0, [("gen", 10.1), ("update", 11.0)]), Step(12.0, 16.0, [("gen", 12.0), ("update", 13.0)])]
 READINGS = [
@@ -39,13 +52,17 @@ def test_lanes_are_shares_of_a_core_over_a_mean_step() -> None:
     assert sum(found["a"]) == pytest.approx((0.5 + 0.25 + 0.75) / 2 / part)
 
 
-def test_steps_are_read_from_a_run_without_the_first_ones(tmp_path: Path) -> None:
+def test_what_is_before_the_first_step_and_after_the_last_is_told_apart() -> None:
+    assert around(Sampled(9.0, 17.0, READINGS), STEPS) == {"a": {"start": 1.0}, "b": {"end": 1.0}}
+
+
+def test_steps_are_read_from_a_run(tmp_path: Path) -> None:
     metrics = [{"step": n, "time": 100.0 + n, "timing_s/step": 0.5} for n in (1, 2)] + [{"step": 2, "val/score": 1.0}]
     stages = [["update", 0.2, 0.3, 0], ["gen", 0.1, 0.1, 0], ["inner", 0.1, 0.05, 1]]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     timeline = [{"step": n, "stages": stages, "calls": []} for n in (1, 2, 3)]
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timeline))
-    (step,) = steps_of(tmp_path, warmup=1)
+    _, step = steps_of(tmp_path)
     assert (step.begin, step.end) == (101.5, 102.0)
     assert [name for name, _ in step.stages] == ["gen", "update"]
     assert [begin for _, begin in step.stages] == pytest.approx([101.6, 101.7])
@@ -55,6 +72,8 @@ def test_processes_are_named_by_their_modules() -> None:
     assert name_of(["python", "-u", "-m", "megarl.roles.worker"], 3) == "roles.worker 3"
     assert name_of(["/usr/bin/python3", "-c", "x"], 4) == "python3 4"
     assert name_of([], 5) == "ended 5"
+    assert name_of(["python", "-m", "megarl.processes.child", "9", "run_collector"], 6) == "run_collector 6"
+    assert name_of(["python", "-c", "from multiprocessing.forkserver import main; main(3)"], 7) == "multiprocessing 7"
 
 
 def test_the_cpu_time_of_a_process_and_of_its_child_is_read() -> None:
@@ -65,7 +84,7 @@ def test_the_cpu_time_of_a_process_and_of_its_child_is_read() -> None:
         sampler.start()
         try:
             deadline = time.monotonic() + 120
-            while not any(reading.process != "driver" for reading in sampler.readings[1:]):
+            while not any(reading.process != "driver" for reading in sampler.readings):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         finally:
