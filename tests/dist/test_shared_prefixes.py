@@ -13,7 +13,7 @@ import torch
 from loss_cases import ARGS
 from loss_cover import FACTORS, LOSSES
 from parity_cases import Case, Found, Table, make_alike_step
-from parity_compare import TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
+from parity_compare import LOOSER, TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
 from spawn import Ranks
 from teacher_cases import student_gradients, teacher_columns
 from tiny_models import write_model
@@ -48,7 +48,17 @@ FAMILIES: dict[str, Layout] = {
     "mistral": Layout(tp=2),
     "gpt_oss": Layout(**SP, ep=2, etp=1),
 }
+BY_FLEX: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "by flex": (Layout(**SP), {"by_flex": True}),
+    "by flex in stages": (Layout(pp=2), {"by_flex": True}),
+}
+SHARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "distributed optimizer": (Layout(use_distributed_optimizer=True), {}),
+    "fsdp": (Layout(), {"engine": ExecutionOptions("fsdp")}),
+}
+CUT_ADAPTERS = {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2)}
 SHARED: dict[str, Any] = {"alike": True, "shares_prefixes": True}
+IN_FLOAT32 = 1e-5 * LOOSER  # of a gradient, relative
 
 
 def case(role: str, layout: Layout, **more: Any) -> Case:
@@ -73,14 +83,31 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         named = {f"{name}/{role}": case(role, layout) for name, layout in layouts.items() for role in ROLES}
         if size == 2:
             named["adapters dp2"] = case("actor", Layout(), lora=True)
-            named["by flex"] = case("actor", Layout(**SP), by_flex=True)
+            named |= {name: case("actor", layout, **how) for name, (layout, how) in BY_FLEX.items()}
+            named |= {name: case("actor", layout, **how) for name, (layout, how) in SHARDED.items()}
+            for name, layout in CUT_ADAPTERS.items():  # each rank has other ones than a rank of another layout
+                named[f"adapters {name} apart"] = case("actor", layout, lora=True, shares_prefixes=False)
+                named[f"adapters {name}"] = case("actor", layout, lora=True)
+            named["gspo dp2"] = of_episodes(max_tokens=80, shares_prefixes=True)
         tables.append(Table(size, folder, named))
+    tables.append(Table(1, folder, {"gspo apart": of_episodes(max_tokens=80)}))
     for family, layout in FAMILIES.items():
         of_family = str(write_model(root / family, family, tied=False))
         alone = {f"{family} apart": case("actor", Layout(), shares_prefixes=False)}
-        tables.append(Table(1, of_family, alone | {f"{family} one": case("actor", Layout())}))
-        tables.append(Table(2, of_family, {f"{family} cut": case("actor", layout)}))
+        alone |= {f"{family} adapters apart": case("actor", Layout(), lora=True, shares_prefixes=False)}
+        alone |= {f"{family} critic apart": case("critic", Layout(), shares_prefixes=False)}
+        shared = {f"{family} one": case("actor", Layout()), f"{family} critic": case("critic", Layout())}
+        tables.append(
+            Table(1, of_family, alone | shared | {f"{family} adapters": case("actor", Layout(), lora=True)})
+        )
+        cut = {f"{family} cut": case("actor", layout), f"{family} in stages": case("actor", Layout(pp=2))}
+        tables.append(Table(2, of_family, cut))
     return Found(*tables)
+
+
+def of_episodes(**how: Any) -> Case:
+    """A loss with one ratio for all rows of a sample."""
+    return Case("actor", alike=True, policy_loss="gspo", policy_args=ARGS.get("gspo", {}), **how)
 
 
 def assert_same_columns(got: list[dict[str, Any]], apart: dict[str, Any], tolerance: float = TOLERANCE) -> None:
@@ -99,7 +126,7 @@ def assert_same_columns(got: list[dict[str, Any]], apart: dict[str, Any], tolera
 
 def assert_same(got: list[dict[str, Any]], apart: dict[str, Any], *, steps: bool) -> None:
     assert_same_columns(got, apart)
-    assert_same_gradient(got[0]["gradient"], apart["gradient"])
+    assert_same_gradient(got[0]["gradient"], apart["gradient"], IN_FLOAT32)
     if steps:
         assert_same_stats(got, [apart])
         assert_same_after(got[0], apart)
@@ -114,10 +141,32 @@ def test_columns_gradient_statistics_and_steps_are_those_of_rows_apart(found: Fo
     assert_same(found[f"{layout}/{role}"], found[role][0], steps="reference" not in role)
 
 
-@pytest.mark.parametrize("where", ["one", "cut"])
+@pytest.mark.parametrize("where", ["one", "cut", "in stages"])
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def test_so_are_those_of_every_kind_of_attention_and_of_experts(found: Found, family: str, where: str) -> None:
     assert_same(found[f"{family} {where}"], found[f"{family} apart"][0], steps=True)
+
+
+@pytest.mark.parametrize("what", ["adapters", "critic"])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_so_are_those_of_their_adapters_and_critics(found: Found, family: str, what: str) -> None:
+    assert_same(found[f"{family} {what}"], found[f"{family} {what} apart"][0], steps=True)
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_so_are_the_steps_of_what_shards_the_optimizer(found: Found, how: str) -> None:
+    """Of which no rank has the whole gradient."""
+    got, apart = found[how], found["actor"][0]
+    assert_same_columns(got, apart)
+    assert_same_stats(got, [apart])
+    assert_same_after(got[0], apart)
+
+
+def test_so_is_that_of_a_loss_with_one_ratio_for_a_sample_over_two_ranks(found: Found) -> None:
+    got, apart = found["gspo dp2"], found["gspo apart"][0]
+    assert sum(rank["num_places"] for rank in got) < apart["num_places"]
+    assert_same_gradient(got[0]["gradient"], apart["gradient"], IN_FLOAT32)
+    assert_same_stats(got, [apart])
 
 
 def test_so_are_those_with_tokens_that_could_not_be_drawn_and_with_layers_computed_again(found: Found) -> None:
@@ -132,10 +181,20 @@ def test_so_are_those_of_adapters(found: Found, where: str) -> None:
     assert_same(found[where], apart, steps=True)
 
 
-def test_so_are_those_of_the_calls_that_are_made_on_gpus(found: Found) -> None:
+@pytest.mark.parametrize("layout", CUT_ADAPTERS)
+def test_so_are_those_of_adapters_that_are_cut(found: Found, layout: str) -> None:
+    got, apart = found[f"adapters {layout}"], found[f"adapters {layout} apart"]
+    assert_same_columns(got, next(rank for rank in apart if rank["columns"]))
+    assert_same_gradient(got[0]["gradient"], apart[0]["gradient"], IN_FLOAT32)
+    assert_same_stats(got, apart)
+    assert_same_after(got[0], apart[0])
+
+
+@pytest.mark.parametrize("where", BY_FLEX)
+def test_so_are_those_of_the_calls_that_are_made_on_gpus(found: Found, where: str) -> None:
     """Rows are padded to whole blocks, and are cut over ranks."""
-    assert_same(found["by flex"], found["actor"][0], steps=True)
-    assert found["by flex"][0]["num_places"] % 128 == 0
+    assert_same(found[where], found["actor"][0], steps=True)
+    assert found[where][0]["num_places"] % 128 == 0
 
 
 def test_there_is_less_to_compute(found: Found) -> None:
@@ -172,12 +231,15 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Found:
                 both(family, "actor with reference", max_tokens=40),
             )
         )
+    whole = str(write_model(root / "whole", "qwen3", tied=False))
+    others = both("critic", "critic", max_tokens=40) | both("adapters", "actor", max_tokens=40, lora=True)
+    tables.append(Table(1, whole, others))
     folder = str(write_model(root / "small", "qwen3", tied=False, num_hidden_layers=1))
     steps = [both(name, "actor", max_tokens=80, **how) for name, how in STEPS.items()]
     return Found(*tables, Table(1, folder, {name: one for of_step in steps for name, one in of_step.items()}))
 
 
-@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
+@pytest.mark.parametrize("family", ["qwen3", *FAMILIES, "critic", "adapters"])
 def test_in_float64_whole_models_agree_to_its_rounding(exact: Found, family: str) -> None:
     """Angles of positions are float32 in Megatron, the same for both; routers are told to take float64."""
     got, apart = exact[family], exact[f"{family} apart"][0]
