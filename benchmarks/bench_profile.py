@@ -4,8 +4,8 @@
     python benchmarks/bench_profile.py --words rollout.num_servers=2     with further words
 
 It runs `megarl train` and reads every 5 ms how much CPU time each of its processes has used (/proc/PID/stat, in ticks
-of 10 ms).  The steps are laid over each other, stage by stage, so that ticks become shares of a core.  What comes before
-the first step (start) and after the last one (end) is told in whole.
+of 10 ms).  The steps are laid over each other, stage by stage, so that ticks become shares of a core.  What comes
+before the first step (start) and after the last one (end) is told in whole.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ from typing import Any
 import aiohttp
 import psutil
 
+from megarl.processes.garbage import collect_garbage_rarely
 from megarl.processes.lifetime import die_with_parent
 from megarl.rewards.scorer import Rewards
-from megarl.rollout.collector.collector import Scorer, collect_garbage_rarely
+from megarl.rollout.collector.collector import Scorer
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.protocol import KEEP_ALIVE_S, Route, SamplingParams, auth_headers, generate_body
 from megarl.sample import LostRollout, Prompt

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from typing import NamedTuple
 
 from rich.console import Console
@@ -32,6 +31,7 @@ from megarl.data.readers import missing
 from megarl.doctor import request as doctor_request
 from megarl.plan.command import request as plan_request
 from megarl.processes.failure_report import write_report
+from megarl.processes.garbage import imported
 from megarl.processes.signals import EXIT_TERMINATED, Terminated
 from megarl.report import request as report_request
 from megarl.terminal import pages, sentences
@@ -304,7 +304,7 @@ def _stopped(config: Config, error: Exception) -> int:
 
 
 def _work_of(command: Command) -> Callable[..., int]:
-    return getattr(import_module(command.module), command.function)
+    return getattr(imported(command.module), command.function)
 
 
 def _overrides(words: list[str]) -> list[str]:

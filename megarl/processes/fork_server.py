@@ -8,11 +8,9 @@ It has no thread of its own, since a fork has only the thread that forked.  In a
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import fcntl
-import gc
 import io
 import json
 import multiprocessing
@@ -28,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megarl.processes.garbage import imported
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.warm import NUMBER
 
@@ -49,13 +48,10 @@ def main() -> None:
     with warnings.catch_warnings():  # the driver's run says itself what is missing on this machine
         warnings.simplefilter("ignore")
         for module in _read(requests):
-            import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection in a fork would write to, and so copy, the pages of all that is here
+            imported(module)  # no collection in a fork writes to, and so copies, the pages of all that is here
     request = _serve(requests)
     if request is None:
         os._exit(0)  # libraries would print what they have not freed
-    atexit.register(gc.unfreeze)  # else libraries print that something is left of them
     import_module(request.words[0]).main()
 
 

@@ -53,8 +53,8 @@ BY_FLEX: dict[str, tuple[Layout, dict[str, Any]]] = {
     "by flex in stages": (Layout(pp=2), {"by_flex": True}),
 }
 SHARDED: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "distributed optimizer": (Layout(use_distributed_optimizer=True), {}),
-    "fsdp": (Layout(), {"engine": ExecutionOptions("fsdp")}),
+    "distributed optimizer": (Layout(use_distributed_optimizer=True), {"optim": "adamw"}),
+    "fsdp": (Layout(), {"optim": "adamw", "engine": ExecutionOptions("fsdp")}),
 }
 CUT_ADAPTERS = {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2)}
 SHARED: dict[str, Any] = {"alike": True, "shares_prefixes": True}
@@ -75,6 +75,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         "narrowed apart": case("actor", Layout(), narrowed=True, shares_prefixes=False),
         "narrowed": case("actor", Layout(), narrowed=True),
         "recomputed": case("actor", Layout(), engine=RECOMPUTED),
+        "adamw apart": case("actor", Layout(), optim="adamw", shares_prefixes=False),
         "adapters apart": case("actor", Layout(), lora=True, shares_prefixes=False),
         "adapters": case("actor", Layout(), lora=True),
     }
@@ -97,9 +98,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         alone |= {f"{family} adapters apart": case("actor", Layout(), lora=True, shares_prefixes=False)}
         alone |= {f"{family} critic apart": case("critic", Layout(), shares_prefixes=False)}
         shared = {f"{family} one": case("actor", Layout()), f"{family} critic": case("critic", Layout())}
-        tables.append(
-            Table(1, of_family, alone | shared | {f"{family} adapters": case("actor", Layout(), lora=True)})
-        )
+        tables.append(Table(1, of_family, alone | shared | {f"{family} adapters": case("actor", Layout(), lora=True)}))
         cut = {f"{family} cut": case("actor", layout), f"{family} in stages": case("actor", Layout(pp=2))}
         tables.append(Table(2, of_family, cut))
     return Found(*tables)
@@ -156,7 +155,7 @@ def test_so_are_those_of_their_adapters_and_critics(found: Found, family: str, w
 @pytest.mark.parametrize("how", SHARDED)
 def test_so_are_the_steps_of_what_shards_the_optimizer(found: Found, how: str) -> None:
     """Of which no rank has the whole gradient."""
-    got, apart = found[how], found["actor"][0]
+    got, apart = found[how], found["adamw apart"][0]
     assert_same_columns(got, apart)
     assert_same_stats(got, [apart])
     assert_same_after(got[0], apart)

@@ -218,7 +218,8 @@ def _run_case(folder: str, case: Case) -> dict[str, Any]:
             trained = adapters if case.lora else dict(named_parameters(model))
             gradient = {name: param.main_grad.clone() for name, param in trained.items()}
         else:
-            gradient = {} if case.layout.use_distributed_optimizer else gradients(model, hf, role)
+            is_sharded = case.layout.use_distributed_optimizer or case.engine.strategy == "fsdp"
+            gradient = {} if is_sharded else gradients(model, hf, role)
         grad_norms: list[float] = []
         if case.num_steps:
             optimizer = Optimizer(model, OptimSettings(name=case.optim, lr=0.05, momentum=0.9, eps=1.0))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import resource
@@ -22,6 +21,7 @@ from typing import Protocol
 
 from transformers import AutoTokenizer
 
+from megarl.processes.garbage import collect_garbage_rarely
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import MakeWriter, Scored, Writer
 from megarl.rollout.collector.messages import (
@@ -138,16 +138,6 @@ def _allow_all_files() -> None:
     """Every request has a socket, and the usual limit is 1024 open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def collect_garbage_rarely() -> None:
-    """Only cycles need the collector, and they are rare here.
-
-    With 10,000 requests in flight Python's own thresholds let it walk through their objects for half of the time.
-    """
-    gc.collect()
-    gc.freeze()  # no collection visits the imported modules
-    gc.set_threshold(100_000, 50, 50)
 
 
 async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings, scorer: Scorer) -> None:

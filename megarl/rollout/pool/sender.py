@@ -73,8 +73,8 @@ class Sender:
 
     `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
     travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.  `joins`: short
-    answers that are asked for at once travel in one request, see `Joined`; of our own server only.  `is_crowded`: whether requests wait for
-    their turn.
+    answers that are asked for at once travel in one request, see `Joined`; of our own server only.  `is_crowded`:
+    whether requests wait for their turn.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class Sender:
         ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), ask.cut, TakenOut())
 
     def hurry(self, server: PoolServer, ask: Ask) -> None:
-        """The server is to return what it has written before the time of the request is over, with what travels with it."""
+        """The server is to return what it has written, of all that travels together, before the time is over."""
         rids = {ask.rid} if self._joined is None else self._joined.beside(ask.rid)
         for each in server.asks:
             if each is ask or (each.rid in rids and not each.is_overdue):
