@@ -8,7 +8,8 @@ costs c0 >= 0 and c2 >= c1 >= 0.  So another one, of P and N tokens, takes at mo
 times as long on an equal server, and with L times as many requests beside it at most L times as long again.  A reply is
 slow if it took more than a factor times the median of these limits, over replies that other servers gave since it was
 begun.  A server is slow if 3 of its last 5 replies were, of which each was begun when the one before had come: what
-stalls a server once, or all of them, makes one.
+stalls a server once, or all of them, makes one.  Short answers that travel in one request (`Joined`) end together, on
+every server alike; what they wait for each other is at most 64 tokens.
 """
 
 from __future__ import annotations
