@@ -93,7 +93,9 @@ class Sampler(threading.Thread):
         for process in [self._root, *self._root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 self._ended.discard(process.pid)
-                self._names[process.pid] = DRIVER if process == self._root else name_of(process.cmdline(), process.pid)
+                words = process.cmdline()
+                if words or process.pid not in self._names:  # one that ends has none any more
+                    self._names[process.pid] = DRIVER if process == self._root else name_of(words, process.pid)
 
     def _read(self, pid: int) -> None:
         try:
@@ -116,11 +118,12 @@ def name_of(words: Sequence[str], pid: int) -> str:
     >>> name_of(["python", "-m", "megarl.hf_server.main", "--port", "1"], 7)
     'hf_server.main 7'
     """
+    words = [word for word in words if word]  # a forked process fills its line up with empty ones
     if any("multiprocessing" in word for word in words):
         return f"multiprocessing {pid}"
     module = next((words[at + 1] for at, word in enumerate(words[:-1]) if word == "-m"), "")
     if module == CHILD:
-        return f"{words[-1].strip()} {pid}"
+        return f"{words[-1]} {pid}"
     return f"{module.removeprefix('megarl.') or Path(words[0]).name if words else 'ended'} {pid}"
 
 

@@ -133,6 +133,8 @@ def in_rounds(work: Work) -> Work:
     """
 
     def measured(options: argparse.Namespace) -> Result | None:
+        if options.rounds < 1:
+            raise ValueError(f"--rounds {options.rounds}: expected 1 or more")
         rounds = [work(options) for _ in range(1 if options.quick else options.rounds)]
         found = [result for result in rounds if result is not None]
         if len(found) < 2:

@@ -28,7 +28,7 @@ from megarl.hf_server.requests import logger
 from megarl.hf_server.routes import HFServer
 from megarl.hf_server.scoring import ScoreModel, ScoreServer
 from megarl.network.http_limits import limited_runner
-from megarl.processes.garbage import collect_garbage_rarely
+from megarl.processes.garbage import leave_alone_what_is_here
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE
@@ -105,7 +105,7 @@ async def _serve(args: argparse.Namespace) -> int:
         logger.error("this server cannot start", exc_info=refusal)
         print(f"{REFUSAL}{' '.join(str(refusal).split())}", file=sys.stderr, flush=True)
         return REFUSED
-    collect_garbage_rarely()
+    leave_alone_what_is_here()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)

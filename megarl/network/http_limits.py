@@ -43,7 +43,7 @@ async def body_of(request: web.Request) -> bytes:
 def parse_json(raw: bytes) -> Any:
     """Raises ValueError for what is no JSON, is nested too deeply, or has half a surrogate pair, which is no text."""
     try:
-        body = json.loads(raw)
+        body = json.loads(raw.decode())  # of bytes it would guess other encodings, and take halves of characters
         if b"\\ud" in raw.lower():
             json.dumps(body, ensure_ascii=False).encode()
     except RecursionError as error:

@@ -28,11 +28,17 @@ def imported(name: str) -> ModuleType:
             gc.enable()
 
 
+def leave_alone_what_is_here() -> None:
+    """No later collection visits what this process has now: after it has started, before it serves."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+
+
 def collect_garbage_rarely() -> None:
     """Only cycles need the collector, and they are rare in what this process does.
 
     With 10,000 requests in flight Python's own thresholds let it walk through their objects for half of the time.
     """
-    gc.collect()
-    gc.freeze()  # no collection visits the imported modules
+    leave_alone_what_is_here()
     gc.set_threshold(100_000, 50, 50)

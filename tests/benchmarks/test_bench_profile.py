@@ -72,7 +72,7 @@ def test_processes_are_named_by_their_modules() -> None:
     assert name_of(["python", "-u", "-m", "megarl.roles.worker"], 3) == "roles.worker 3"
     assert name_of(["/usr/bin/python3", "-c", "x"], 4) == "python3 4"
     assert name_of([], 5) == "ended 5"
-    assert name_of(["python", "-m", "megarl.processes.child", "9", "run_collector"], 6) == "run_collector 6"
+    assert name_of(["python", "-m", "megarl.processes.child", "9", "run_collector", "", ""], 6) == "run_collector 6"
     assert name_of(["python", "-c", "from multiprocessing.forkserver import main; main(3)"], 7) == "multiprocessing 7"
 
 

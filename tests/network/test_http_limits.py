@@ -94,6 +94,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(
         pytest.param(gzip.compress(b" " * 2**20 + b"{}"), ("Content-Encoding: gzip",), id="a compressed body"),
         pytest.param(b"[" * 100_000, (), id="a deep one"),
         pytest.param(b'{"a": "\\ud800"}', (), id="half a character"),
+        pytest.param(b'{"a": "\xed\xa0\x80"}', (), id="half a character in bytes"),
         pytest.param(b"\xff", (), id="no text"),
     ],
 )

@@ -8,6 +8,7 @@ the same time.  One that is cancelled is written to its end, unless nobody waits
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple
 from megarl.rollout.pool.pool_server import FailedInside, Refused, Senseless
 from megarl.rollout.protocol import joined_body, joint_key
 
-# tokens: so many steps of decoding the first of an answer may wait for the last, where the server runs all at a time
+logger = logging.getLogger("megarl.rollout.pool.pool")
+
+# An answer of at most so many tokens travels with others: the shortest waits for so many steps of decoding at most,
+# where the server runs all of them at a time.
 SHORT = 64
 MOST_PARTS, MOST_TOKENS = 512, 1 << 17  # of a request: completions, and tokens of their prompts
 MOST_BYTES = 1 << 30  # of a reply
@@ -58,13 +62,14 @@ class Joined:
     def _send_all(self, key: tuple[str, bytes]) -> None:
         prompts = _by_prompt(self._open.pop(key))
         for parts in prompts if self._is_crowded() else _together(prompts):
-            self._send(key[0], parts)
+            self._send(key[0], parts, sent=object())
 
-    def _send(self, url: str, parts: Sequence[_Part]) -> None:
+    def _send(self, url: str, parts: Sequence[_Part], sent: object) -> None:
+        """`sent`: what failed as one and is sent again in several requests is still one."""
         wanted = [part for part in parts if not part.reply.done()]
         if not wanted:
             return
-        task = asyncio.get_running_loop().create_task(self._deliver(url, wanted))
+        task = asyncio.get_running_loop().create_task(self._deliver(url, wanted, sent))
         self._sent[task] = {part.body["rid"] for part in wanted}
         task.add_done_callback(self._sent.pop)
         num_waiting = len(wanted)
@@ -79,15 +84,17 @@ class Joined:
         for part in wanted:
             part.reply.add_done_callback(cancel_if_unwanted)
 
-    async def _deliver(self, url: str, parts: Sequence[_Part]) -> None:
-        sent = object()
+    async def _deliver(self, url: str, parts: Sequence[_Part], sent: object) -> None:
         try:
             replies = await self._replies(url, parts, sent)
         except Exception as error:
             prompts = _by_prompt(parts)
             if isinstance(error, _OF_ONE) and len(prompts) > 1:
+                logger.warning(
+                    "%s: %d prompts of one request are asked for again, each alone: %s", url, len(prompts), error
+                )
                 for of_prompt in prompts:
-                    self._send(url, of_prompt)
+                    self._send(url, of_prompt, sent)
                 return
             for part in parts:
                 if not part.reply.done():
@@ -109,14 +116,16 @@ class Joined:
 
 
 def _by_prompt(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """The parts of each prompt, and of one with many in as many lists as the limits ask for."""
     found = defaultdict(list)
     for part in parts:
         found[tuple(part.body["input_ids"])].append(part)
-    return list(found.values())
+    most = {prompt: max(1, min(MOST_PARTS, MOST_TOKENS // len(prompt))) for prompt in found}
+    return [of[at : at + most[prompt]] for prompt, of in found.items() for at in range(0, len(of), most[prompt])]
 
 
 def _together(prompts: Sequence[list[_Part]]) -> list[list[_Part]]:
-    """As few requests as the limits allow; the parts of a prompt stay together."""
+    """As few requests as the limits allow."""
     found: list[list[_Part]] = []
     num_tokens = 0
     for parts in prompts:

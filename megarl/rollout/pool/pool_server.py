@@ -27,7 +27,7 @@ class ServerFailed(RuntimeError):
 
 
 class FailedInside(ServerFailed):
-    """The server is there and says that it failed."""
+    """The server is there and says that it failed with this request: status 500."""
 
 
 class Senseless(ServerFailed):

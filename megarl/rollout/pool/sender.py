@@ -233,7 +233,7 @@ class Sender:
         """The server is to return what it has written, of all that travels together, before the time is over."""
         rids = {ask.rid} if self._joined is None else self._joined.beside(ask.rid)
         for each in server.asks:
-            if each is ask or (each.rid in rids and not each.is_overdue):
+            if each.rid in rids:
                 each.is_overdue = True
                 self._run(self._abort(server.url, each.rid))
 
@@ -242,7 +242,8 @@ class Sender:
         if server.held:  # it may be paused, and returns nothing before it goes on
             ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
             return
-        self.hurry(server, ask)
+        if not ask.is_overdue:  # else it was ended before, perhaps with another one that travels with it
+            self.hurry(server, ask)
         self._await_end(server, ask)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -277,7 +278,9 @@ def _refusal(status: int, message: str, *, adapter: str | None) -> RuntimeError:
     lacks_adapter = adapter is not None and adapter in message and " loaded" in message  # until the next push
     if lacks_adapter or (status == 503 and "running timeout" not in message.lower()):
         return Unreachable(f"status {status}: {message}")
-    return (Refused if status in _FAULTS_OF_THE_REQUEST else FailedInside)(f"status {status}: {message}")
+    if status in _FAULTS_OF_THE_REQUEST:
+        return Refused(f"status {status}: {message}")
+    return (FailedInside if status == 500 else ServerFailed)(f"status {status}: {message}")
 
 
 def _files(error: OSError) -> str:

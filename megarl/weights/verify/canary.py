@@ -39,6 +39,9 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     """
     count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
     found = {url: f"{len(answer)} log-probs, expected {count}" for url, answer in heard.items() if len(answer) != count}
+    for url, answer in heard.items():  # such a number would spoil the middle of all
+        if url not in found and not all(map(math.isfinite, answer)):
+            found[url] = "log-probs that are not finite"
     answers = {url: answer for url, answer in heard.items() if url not in found}
     expected = canary.log_probs
     if expected is None and answers:
@@ -47,7 +50,7 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     for url, answer in answers.items():
         assert expected is not None, "there are answers, so there is something to compare them with"
         gaps = [abs(a - b) for a, b in zip(answer, expected, strict=True)]
-        middle = median(gaps or [0.0]) if all(map(math.isfinite, gaps)) else math.nan
+        middle = median(gaps or [0.0])
         if not middle <= limit:
             found[url] = f"log-probs that differ by {middle:.2g} in the median from those of {whose}, limit {limit:.2g}"
     return {url: f"{url} answers the canary prompt with {reason}" for url, reason in found.items()}

@@ -36,10 +36,11 @@ def test_messages_are_sent_at_once_when_no_more_come(*, early: bool) -> None:
 
 def test_otherwise_it_waits_for_more() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    outbox = Outbox(sender, fail, gather_s=0.5)
+    outbox = Outbox(sender, fail, gather_s=10 * PATIENCE_S)
     outbox.put("a")
     assert not receiver.poll(0.05)
     outbox.put("b")
+    outbox.hurry()
     assert receiver.poll(PATIENCE_S)
     assert receiver.recv() == ["a", "b"]
     outbox.close()

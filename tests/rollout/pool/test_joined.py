@@ -101,10 +101,11 @@ def test_requests_are_as_few_as_their_limits_allow(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(joined, "MOST_PARTS", 3)
     monkeypatch.setattr(joined, "MOST_TOKENS", 6)
     post = Post()
-    prompts = [[1], [1], [2], [3, 3, 3], [4, 4, 4], [5] * 9, [6], [7]]
+    prompts = [[1], [1], [2], [3, 3, 3], [4, 4, 4], [5] * 9, [6], [7], *[[8]] * 5]
     asked = [("a", body(prompt, seed)) for seed, prompt in enumerate(prompts)]
-    assert asyncio.run(ask_all(post, *asked)) == list(range(8))
-    assert [len(sent["rid"]) if isinstance(sent["rid"], list) else 1 for sent in post.sent] == [3, 2, 1, 2]
+    assert asyncio.run(ask_all(post, *asked)) == list(range(13))
+    sizes = [len(sent["rid"]) if isinstance(sent["rid"], list) else 1 for sent in post.sent]
+    assert sizes == [3, 2, 1, 2, 3, 2], "many answers to one prompt are several requests, too"
 
 
 def test_what_nobody_waits_for_is_not_sent() -> None:

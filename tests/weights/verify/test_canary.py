@@ -33,6 +33,14 @@ def test_without_a_trainer_one_of_three_stands_out_and_of_two_neither_is_believe
     assert disagreement(canary, {}) == {}
 
 
+@pytest.mark.parametrize("at", range(3))
+def test_a_server_whose_numbers_are_not_finite_condemns_no_other(at: int) -> None:
+    answers = [[-1.0, -2.0, -3.0]] * 3
+    answers[at] = [-1.0, math.nan, -3.0]
+    found = disagreement(Canary(IDS, tolerance=0.1), dict(zip("abc", answers, strict=True)))
+    assert found == {"abc"[at]: f"{'abc'[at]} answers the canary prompt with log-probs that are not finite"}
+
+
 def test_a_canary_from_plain_numbers() -> None:
     assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": [-1], "tolerance": 0.5}) == Canary((1, 2), (-1.0,), 0.5)
     assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": None}) == Canary((1, 2))
