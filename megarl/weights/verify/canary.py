@@ -50,7 +50,8 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     for url, answer in answers.items():
         assert expected is not None, "there are answers, so there is something to compare them with"
         gaps = [abs(a - b) for a, b in zip(answer, expected, strict=True)]
-        middle = median(gaps or [0.0])
+        # The trainer's own numbers may not be finite, and of such ones there is no median.
+        middle = median(gaps or [0.0]) if all(map(math.isfinite, gaps)) else math.nan
         if not middle <= limit:
             found[url] = f"log-probs that differ by {middle:.2g} in the median from those of {whose}, limit {limit:.2g}"
     return {url: f"{url} answers the canary prompt with {reason}" for url, reason in found.items()}

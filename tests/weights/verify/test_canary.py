@@ -41,6 +41,14 @@ def test_a_server_whose_numbers_are_not_finite_condemns_no_other(at: int) -> Non
     assert found == {"abc"[at]: f"{'abc'[at]} answers the canary prompt with log-probs that are not finite"}
 
 
+@pytest.mark.parametrize("at", range(3))
+def test_where_the_trainers_numbers_are_not_finite_no_server_is_believed(at: int) -> None:
+    trainer = [-1.0, -2.0, -3.0]
+    trainer[at] = math.nan
+    found = disagreement(Canary(IDS, tuple(trainer), tolerance=0.1), {"a": [-1.0, -2.0, -3.0]})
+    assert set(found) == {"a"}
+
+
 def test_a_canary_from_plain_numbers() -> None:
     assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": [-1], "tolerance": 0.5}) == Canary((1, 2), (-1.0,), 0.5)
     assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": None}) == Canary((1, 2))
