@@ -37,7 +37,6 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 BINS = 60  # of a mean step
 DRIVER, NAME = "driver", "profiled"
 START, END = "start", "end"
-CHILD = "megarl.processes.child"  # its last word is the name of its function
 
 
 class Reading(NamedTuple):
@@ -95,7 +94,8 @@ class Sampler(threading.Thread):
                 self._ended.discard(process.pid)
                 words = process.cmdline()
                 if words or process.pid not in self._names:  # one that ends has none any more
-                    self._names[process.pid] = DRIVER if process == self._root else name_of(words, process.pid)
+                    name = name_of(words, process.name(), process.pid)
+                    self._names[process.pid] = DRIVER if process == self._root else name
 
     def _read(self, pid: int) -> None:
         try:
@@ -110,20 +110,17 @@ class Sampler(threading.Thread):
             self._found.append((time.time(), pid, (used - before) * TICK_S))
 
 
-def name_of(words: Sequence[str], pid: int) -> str:
-    """Of a process, by its command line: the last part of its module, or what a child of ours runs; its process id.
+def name_of(words: Sequence[str], name: str, pid: int) -> str:
+    """Of a process, by its own name (forks and children of ours have one), or by its module; its process id.
 
-    Rewards and agents run in processes of multiprocessing.
-
-    >>> name_of(["python", "-m", "megarl.hf_server.main", "--port", "1"], 7)
+    >>> name_of(["python", "-m", "megarl.hf_server.main", "--port", "1"], "python", 7)
     'hf_server.main 7'
     """
-    words = [word for word in words if word]  # a forked process fills its line up with empty ones
-    if any("multiprocessing" in word for word in words):
+    if not name.startswith("python"):
+        return f"{name} {pid}"
+    if any("multiprocessing" in word for word in words):  # rewards and agents run in processes of it
         return f"multiprocessing {pid}"
     module = next((words[at + 1] for at, word in enumerate(words[:-1]) if word == "-m"), "")
-    if module == CHILD:
-        return f"{words[-1]} {pid}"
     return f"{module.removeprefix('megarl.') or Path(words[0]).name if words else 'ended'} {pid}"
 
 

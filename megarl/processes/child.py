@@ -12,7 +12,8 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from megarl.processes.warm import Program, start_program
+from megarl.processes.lifetime import name_this_process
+from megarl.processes.programs import Program, start_program
 from megarl.sandbox.environment import allowed_variables
 
 
@@ -26,8 +27,7 @@ def start_child(
     pipe, theirs = multiprocessing.Pipe()
     # multiprocessing would start it with all variables of this process, of which a program can hide none again: they
     # stay in /proc/PID/environ.
-    # The name is for those who read a list of processes.
-    command = [sys.executable, "-m", "megarl.processes.child", str(theirs.fileno()), function.__name__]
+    command = [sys.executable, "-m", "megarl.processes.child", str(theirs.fileno())]
     process = start_program(command, env=allowed_variables(), log=log, pass_fds=[theirs.fileno()])
     theirs.close()
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: who reads the pipe finds out
@@ -54,6 +54,7 @@ def main() -> None:
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     spawn.prepare(pipe.recv())
     function, argument = pipe.recv()
+    name_this_process(function.__name__)
     function(pipe, argument)
     # What is left is to free what the system frees at once; its parent waits for its end.
     sys.stdout.flush()

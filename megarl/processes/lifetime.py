@@ -1,4 +1,4 @@
-"""Child processes: end them with their parent, and read the end of their log."""
+"""Child processes: end them with their parent, give them names, and read the end of their log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to send SIGKILL when the parent ends. Linux only.
 
     The kernel watches the *thread* that started this process: start children from a thread that lives as long as they
-    must live. If the parent ended before this call took effect, the process ends here.  A process that a warm process
+    must live. If the parent ended before this call took effect, the process ends here.  A process that the fork server
     forked has asked at its start, whatever parent its program was told of.
     """
     global _bound
@@ -29,6 +29,11 @@ def die_with_parent(parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         os._exit(1)
     _bound = os.getpid()
+
+
+def name_this_process(name: str) -> None:
+    """For `ps` and `top`, which show the first 15 bytes: forks have the command line of what forked them."""
+    Path("/proc/self/comm").write_text(name[:15])
 
 
 def last_lines(path: str | Path, start: int = 0, keep: str | None = None) -> str:

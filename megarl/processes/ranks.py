@@ -15,7 +15,7 @@ from megarl.network.auth import without_tokens
 from megarl.network.sockets import host_store, interface_variables
 from megarl.processes import stacks
 from megarl.processes.lifetime import last_lines
-from megarl.processes.warm import Program, start_program
+from megarl.processes.programs import Program, start_program
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
 FIRST_GPU = "MEGARL_FIRST_GPU"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.processes.warm import Program
+from megarl.processes.programs import Program
 
 REQUEST = signal.SIGUSR2
 STACKS_S = 5.0  # wait for stacks, and for what `write_on_request` gets besides

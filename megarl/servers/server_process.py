@@ -24,7 +24,7 @@ from megarl.network.tls import server_certificate
 from megarl.processes.handle import ProcessHandle
 from megarl.processes.lifetime import last_lines
 from megarl.processes.presence import show_life
-from megarl.processes.warm import start_program
+from megarl.processes.programs import start_program
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags

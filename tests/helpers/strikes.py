@@ -6,8 +6,6 @@ is `megarl train key=value ...` with the strikes to come in the file: [[2, "upda
 taken out of it before it falls, so a run that is started again is not struck by it again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,16 +16,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from programs import runs
 
 from megarl.cli import main
 from megarl.metrics.trackers.status import StatusTracker
 
 Strike = tuple[int, str, str]  # step, stage, victim
 
-VICTIMS = {  # a word of its command line
+VICTIMS = {  # the program
     "rank": "megarl.roles.worker",
     "server": "megarl.hf_server.main",
-    "collector": "megarl.processes.child",
+    "collector": "run_collector",
 }
 SIGNALS = {"driver": signal.SIGKILL, "SIGUSR1": signal.SIGUSR1}  # to the driver
 
@@ -39,6 +38,19 @@ def start(command: str, words: list[str], plan: Sequence[Strike] | None, file: P
     with log.open("ab") as out:
         run = [sys.executable, __file__, str(file), command, *words]
         return subprocess.run(run, stdout=out, stderr=out, check=False, start_new_session=True).returncode
+
+
+def lives(command: str, words: list[str], plan: Sequence[Strike], file: Path, log: Path) -> list[int]:
+    """Start a command as often as `plan` ends it, the strikes in the order in which they fall; returns the exit codes.
+
+    The strikes may hit any start, and all must have fallen in the end.
+    """
+    codes = [start(command, words, plan, file, log)]
+    while codes[-1] != 0 and len(codes) <= len(plan):
+        codes.append(start(command, words, None, file, log))
+    assert codes[-1] == 0, log.read_text()
+    assert json.loads(file.read_text()) == [], f"not all strikes fell: {file.read_text()}"
+    return codes
 
 
 def weights(run: Path) -> dict[str, str]:
@@ -55,7 +67,7 @@ def _strike(victim: str) -> None:
         return
     children = psutil.Process().children(recursive=True)
     if victim != "all":  # then the power fails
-        children = [next(c for c in children if any(VICTIMS[victim] in word for word in c.cmdline()))]
+        children = [next(child for child in children if runs(child, VICTIMS[victim]))]
     for child in children:
         child.kill()
     if victim == "all":

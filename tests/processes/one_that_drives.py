@@ -24,11 +24,6 @@ def keeps_the_lock_of_python() -> None:
     ctypes.PyDLL(None).pause()
 
 
-def loops() -> None:
-    while True:
-        pass
-
-
 if __name__ == "__main__":
     limit_s, kind = float(sys.argv[1]), sys.argv[2]
     with watched(limit_s), Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes:
@@ -39,4 +34,4 @@ if __name__ == "__main__":
             show_life()
             time.sleep(0.1)
         print("goes on", flush=True)
-        {"lock": waits_for_a_lock, "python": keeps_the_lock_of_python, "loop": loops}[kind]()
+        {"lock": waits_for_a_lock, "python": keeps_the_lock_of_python}[kind]()

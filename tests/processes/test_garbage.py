@@ -1,7 +1,5 @@
 """Imports without collections of cycles."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Who is let in: a peer that proves it knows the token, and nobody else."""
 
-from __future__ import annotations
-
 import json
 import queue
 import socket
@@ -17,28 +15,30 @@ from megarl.processes.connection import ConnectionLost, WireRefused, read_exactl
 from megarl.processes.greeting import connect, greet
 from megarl.processes.listener import Listener
 
+Door = tuple[str, Callable[[], Future[Any]]]
+
 
 @pytest.fixture
-def host() -> Iterator[tuple[str, Callable[[str], Future[Any]]]]:
-    """An address where somebody knows "secret", and how to knock there with another token."""
+def door() -> Iterator[Door]:
+    """An address where somebody knows "secret", and how he greets the next caller there."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        answer = threads.submit(lambda: greet(listener.accept()[0], "secret"))
-        yield address, lambda token: threads.submit(lambda: (connect(address, token, {"rank": 3}, timeout_s=5), answer))
+        yield address, lambda: threads.submit(lambda: greet(listener.accept()[0], "secret"))
 
 
-def test_who_knows_the_token_is_let_in(host: tuple[str, Callable[[str], Future[Any]]]) -> None:
-    friend, answer = host[1]("secret").result()
+def test_who_knows_the_token_is_let_in_and_who_does_not_is_told_so(door: Door) -> None:
+    address, greets = door
+    answer = greets()
+    friend = connect(address, "secret", {"rank": 3}, timeout_s=5)
     connection, hello = answer.result()
     assert hello == {"rank": 3}, "nothing of the greeting is passed on"
     friend.send({"hello": 1})
     assert connection.receive()[0] == {"hello": 1}
     friend.close()
-
-
-def test_who_does_not_is_told_so_and_gets_nowhere(host: tuple[str, Callable[[str], Future[Any]]]) -> None:
+    answer = greets()
     with pytest.raises(WireRefused, match="has another token"):
-        host[1]("guess").result()
+        connect(address, "guess", {"rank": 3}, timeout_s=5)
+    assert answer.result() is None
 
 
 def word(data: bytes) -> bytes:
@@ -75,12 +75,12 @@ class Between:
         host, port = address.rsplit(":", 1)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._target = (host, int(port))
+        self.target = (host, int(port))
 
     def pass_greeting(self) -> tuple[socket.socket, socket.socket]:
         """The sockets to the caller and to the host, after the host's proof was passed on."""
         caller, _ = self._listener.accept()
-        host = socket.create_connection(self._target)
+        host = socket.create_connection(self.target)
         for source, target in ((host, caller), (caller, host), (host, caller)):
             size = read_exactly(source, 4)
             target.sendall(size + read_exactly(source, int.from_bytes(size)))
@@ -88,11 +88,11 @@ class Between:
         return caller, host
 
 
-def test_nobody_who_passes_on_a_greeting_can_say_who_the_caller_is() -> None:
+def test_nobody_who_passes_on_a_greeting_can_say_who_the_caller_is(door: Door) -> None:
     """With the proof of another he still cannot seal a hello."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
-        answer = threads.submit(lambda: greet(listener.accept()[0], "secret"))
-        between = Between(f"127.0.0.1:{listener.getsockname()[1]}")
+    address, greets = door
+    answer, between = greets(), Between(address)
+    with ThreadPoolExecutor(1) as threads:
         friend = threads.submit(connect, between.address, "secret", {"node": 1}, timeout_s=20)
         caller, host = between.pass_greeting()
         with caller, host:
@@ -101,12 +101,11 @@ def test_nobody_who_passes_on_a_greeting_can_say_who_the_caller_is() -> None:
         friend.result().close()
 
 
-def test_a_greeting_that_was_recorded_lets_nobody_in() -> None:
+def test_a_greeting_that_was_recorded_lets_nobody_in(door: Door) -> None:
     """The challenges are new for each caller."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as threads:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        between = Between(address)
-        answer = threads.submit(lambda: greet(listener.accept()[0], "secret"))
+    address, greets = door
+    answer, between = greets(), Between(address)
+    with ThreadPoolExecutor(1) as threads:
         friend = threads.submit(connect, between.address, "secret", {"node": 1}, timeout_s=20)
         caller, host = between.pass_greeting()
         recorded = caller.recv(4096)
@@ -115,11 +114,11 @@ def test_a_greeting_that_was_recorded_lets_nobody_in() -> None:
         assert hello == {"node": 1}
         for end in (caller, host, connection, friend.result()):
             end.close()
-        again = threads.submit(lambda: greet(listener.accept()[0], "secret"))
-        with socket.create_connection(listener.getsockname()) as thief:
-            heard_word(thief)
-            thief.sendall(word(json.dumps({"question": "0" * 32, "proof": "0" * 64}).encode()) + recorded)
-            assert again.result() is None
+    again = greets()
+    with socket.create_connection(between.target) as thief:
+        heard_word(thief)
+        thief.sendall(word(json.dumps({"question": "0" * 32, "proof": "0" * 64}).encode()) + recorded)
+        assert again.result() is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A driver whose main thread hangs ends itself, and the other machines end with it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -22,29 +20,16 @@ from megarl.servers.server_process import ServerDied
 DRIVER = Path(__file__).parent / "one_that_drives.py"
 TOKEN = "the secret of these tests"
 LIMIT_S = 3.0  # the loop of the driver shows itself ten times a second
-STACKS = {"lock": "in waits_for_a_lock", "python": "in keeps_the_lock_of_python", "loop": "in loops"}
+STACKS = {"lock": "in waits_for_a_lock", "python": "in keeps_the_lock_of_python"}
 
 
-class AgentThread(threading.Thread):
-    def __init__(self, port: int) -> None:
-        super().__init__(daemon=True)
-        self.agent, self.error = Agent(1, f"127.0.0.1:{port}", TOKEN, silence_s=600.0), ""
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.agent.serve()
-        except DriverLost as error:
-            self.error = str(error)
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_driver_that_hangs_ends_with_its_stacks_and_its_agents_do_not_wait_for_ever() -> None:
-    """In a lock, in a library that never gives Python back, and in a loop; before, its waits are as long as they like.
+    """In a lock, where the threads that tell the others that it is there go on, and in a library that stops all.
 
-    The threads that tell the others that it is there go on in the first and the last.
+    Before, its waits are as long as they like.
     """
-    with ExitStack() as stack:
+    with ThreadPoolExecutor(len(STACKS)) as threads, ExitStack() as stack:
         drivers = {}
         for kind in STACKS:
             command = [sys.executable, str(DRIVER), str(LIMIT_S), kind]
@@ -54,14 +39,15 @@ def test_a_driver_that_hangs_ends_with_its_stacks_and_its_agents_do_not_wait_for
         agents = {}
         for kind, process in drivers.items():
             assert process.stdout is not None
-            agents[kind] = AgentThread(int(process.stdout.readline()))
+            agent = Agent(1, f"127.0.0.1:{int(process.stdout.readline())}", TOKEN, silence_s=600.0)
+            agents[kind] = threads.submit(agent.serve)
         for kind, process in drivers.items():
             out, said = process.communicate(timeout=200)
             assert (process.returncode, out) == (1, "goes on\n"), said
             assert said.startswith("Timeout (0:00:03)!\n")
             assert STACKS[kind] in said
-            agents[kind].join(200)
-            assert agents[kind].error.startswith("the driver at 127.0.0.1:"), "long before its own limit of silence"
+            with pytest.raises(DriverLost, match=r"^the driver at 127\.0\.0\.1:"):
+                agents[kind].result(200)  # long before its own limit of silence
 
 
 def test_only_the_thread_that_drives_shows_itself() -> None:

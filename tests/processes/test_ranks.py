@@ -1,7 +1,5 @@
 """How the ranks of a group lie over machines, how they are started, and how they end."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -49,32 +47,23 @@ def test_each_rank_knows_its_number_and_where_the_machine_of_rank_0_hosts_the_st
     assert (world["MASTER_ADDR"], world["MASTER_PORT"]) == ("10.0.0.1", "7")
 
 
-def test_ranks_know_their_first_gpu_and_not_the_runs_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGARL_TOKEN", "a secret of the whole run")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    env = _environment(RanksLaunch("worker", "cpu", "logs", 2, first_gpu=6))
-    assert env[FIRST_GPU] == "6"
-    assert env["CUDA_VISIBLE_DEVICES"] == ""
-    assert env["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
-    assert "a secret of the whole run" not in env.values()
-
-
-def test_a_users_variable_wins_over_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = RanksLaunch("worker", "cuda", "logs", 2, environment=(("CUDA_DEVICE_MAX_CONNECTIONS", "1"),))
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert _environment(launch)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert _environment(launch)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-
-
-def test_ranks_of_one_machine_listen_on_loopback_unless_the_user_chose_an_interface(
+def test_ranks_know_their_first_gpu_and_not_the_runs_token_and_a_users_variables_win(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    """On one machine they listen on loopback unless the user chose an interface."""
+    connections = "CUDA_DEVICE_MAX_CONNECTIONS"
+    launch = RanksLaunch("worker", "cpu", "logs", 2, first_gpu=6, environment=((connections, "1"),))
+    monkeypatch.setenv("MEGARL_TOKEN", "a secret of the whole run")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    env = _environment(RanksLaunch("worker", "cpu", "logs", 2))
-    assert env["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1")
-    assert env["NCCL_SOCKET_IFNAME"] == "eth7"
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", connections):
+        monkeypatch.delenv(name, raising=False)
+    env = _environment(launch)
+    assert (env[FIRST_GPU], env["CUDA_VISIBLE_DEVICES"], env[connections]) == ("6", "", "1")
+    assert env["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
+    assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == (interface_of("127.0.0.1"), "eth7")
+    assert "a secret of the whole run" not in env.values()
+    monkeypatch.setenv(connections, "8")
+    assert _environment(launch)[connections] == "8"
 
 
 def test_when_a_rank_fails_the_others_are_ended_and_its_log_is_the_one_to_read(

@@ -1,7 +1,5 @@
 """Signals to a run, sent to this very process: what they ask for, and when they end it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -24,7 +24,7 @@ from megarl.plugins import is_async
 from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.presence import show_life
-from megarl.processes.warm import Program
+from megarl.processes.programs import Program
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards

@@ -1,11 +1,10 @@
-"""Programs that are forked from a warm process behave as those that `subprocess` starts; both ways are tested."""
+"""Programs that are forked behave as those that `subprocess` starts; both ways are tested."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,30 +12,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.processes import warm
-from megarl.processes.warm import Program, cool_down, start_program, warm_up
+from megarl.processes import programs
+from megarl.processes.programs import Program, preload, start_program
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-PROGRAM = "warm_program"
+PROGRAM = "forked_program"
 
 
 @pytest.fixture(scope="module")
-def warm_process() -> Iterator[None]:
-    """A warm process of this module's own."""
+def fork_server() -> Iterator[None]:
+    """One of this file's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm, "_warm", None)
+        patch.setattr(programs, "_forked", frozenset())
+        patch.setattr(programs, "_server", None)
         patch.setenv("PYTHONPATH", str(HELPERS))
         patch.setenv("SECRET_OF_A_HUB", "hush")
-        warm_up([PROGRAM], [PROGRAM, "torch"])
+        preload([PROGRAM], [PROGRAM, "torch"])
         yield
-        cool_down()
+        assert programs._server is not None
+        programs._server._stop()
 
 
 @pytest.fixture(params=["forked", "started"])
-def way(request: pytest.FixtureRequest, warm_process: None, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, fork_server: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """How programs start in the test."""
     if request.param == "started":
-        monkeypatch.setattr(warm, "_warm", None)
+        monkeypatch.setattr(programs, "_forked", frozenset())
     return str(request.param)
 
 
@@ -55,16 +56,16 @@ def test_a_program_has_its_own_arguments_variables_and_session(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    program = start(tmp_path / "log", "a", "b c", env={"OMP_NUM_THREADS": "2", "ONLY": "it"})
+    program = start(tmp_path / "log", "a", "b c", env={"OMP_NUM_THREADS": "2,1", "ONLY": "it"})
     assert program.wait(120) == 0, (tmp_path / "log").read_text()
     found = said(tmp_path / "log")
     assert found["words"] == ["a", "b c"]
     assert set(found["variables"]) - {"LC_CTYPE"} == {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "ONLY"}
     assert not [line for line in found["shown"] if "hush" in line], "no secret is in /proc/PID/environ"
-    assert found["command"] == [sys.executable, "-m", PROGRAM, "a", "b c"]
+    assert found["name"] == PROGRAM if way == "forked" else found["name"].startswith("python")
     assert found["folder"] == str(tmp_path)
     assert found["is_leader"] and found["pid"] == program.pid
-    assert found["threads"] == 2 and found["sum"] == 1 << 20
+    assert found["threads"] == 2 and found["sum"] == 1 << 20, "OpenMP takes a number for each nested level"
     assert found["inherited"] == ["main"]
 
 
@@ -118,7 +119,7 @@ def test_programs_are_started_by_several_threads_at_once(way: str, tmp_path: Pat
     assert len({each["drawn"] for each in found}) == 8, "each has random numbers of its own"
 
 
-def test_other_programs_are_started_in_the_usual_way(warm_process: None, tmp_path: Path) -> None:
+def test_other_programs_are_started_in_the_usual_way(fork_server: None, tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         program = start_program(["/bin/echo", "usual"], env={}, log=log)
         other = start_program([sys.executable, "-m", "this"], env={}, log=log)
@@ -127,106 +128,79 @@ def test_other_programs_are_started_in_the_usual_way(warm_process: None, tmp_pat
     assert "usual" in (tmp_path / "log").read_text()
 
 
-def test_where_the_warm_process_cannot_fork_it_lives_on_and_programs_start_in_the_usual_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm, "_warm", None)
-    monkeypatch.setenv("PYTHONPATH", str(HELPERS))
-    (tmp_path / "no_forks.py").write_text(NO_FORKS)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{HELPERS}{os.pathsep}{tmp_path}")
-    warm_up([PROGRAM], ["no_forks"])
-    first = start(tmp_path / "first", "wait")
-    second = start(tmp_path / "second", "exit", "5")
-    assert isinstance(second, subprocess.Popen) and second.wait(120) == 5
-    assert not isinstance(first, subprocess.Popen) and first.poll() is None, "what runs goes on"
-    cool_down()
-    assert first.wait(60) == -signal.SIGKILL
-
-
-NO_FORKS = """
-import errno, os
-fork, count = os.fork, []
-
-def once():
-    count.append(1)
-    if len(count) > 1:
-        raise OSError(errno.EAGAIN, "no more processes")
-    return fork()
-
-os.fork = once
-"""
-
 DRIVER = f"""
-import sys, time
+import json, os, sys
 sys.path.insert(0, {str(HELPERS)!r})
-from pathlib import Path
-from megarl.processes.warm import start_program, warm_up
-warm_up([{PROGRAM!r}], [])
-with open(sys.argv[1], "ab") as log:
-    program = start_program([sys.executable, "-m", {PROGRAM!r}, "wait"], env={{}}, log=log)
-Path(sys.argv[2]).write_text(str(program.pid))
-time.sleep(600)
+from megarl.processes.programs import preload, start_program
+preload([{PROGRAM!r}], sys.argv[2].split())
+def start(*words):
+    command, env = [sys.executable, "-m", {PROGRAM!r}, *words], {{"PYTHONPATH": os.environ["PYTHONPATH"]}}
+    with open(sys.argv[1], "ab") as log:
+        return start_program(command, env=env, log=log)
 """
+
+
+def driver(tmp_path: Path, code: str, imports: str = "", **variables: str) -> subprocess.Popen[str]:
+    """A process with a fork server of its own; its files are in `tmp_path`."""
+    env = os.environ | {"PYTHONPATH": f"{HELPERS}{os.pathsep}{tmp_path}", **variables}
+    command = [sys.executable, "-c", DRIVER + code, str(tmp_path / "log"), imports]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def printed(tmp_path: Path, code: str, imports: str = "", **variables: str) -> dict[str, object]:
+    """What such a process prints, as JSON."""
+    with driver(tmp_path, code, imports, **variables) as process:
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(out)
 
 
 def test_forks_end_with_the_process_that_wanted_them(tmp_path: Path) -> None:
     """Killed, it can tell nobody that it ends."""
-    log, told = tmp_path / "log", tmp_path / "pid"
-    variables = os.environ | {"PYTHONPATH": str(HELPERS)}
-    with subprocess.Popen([sys.executable, "-c", DRIVER, str(log), str(told)], env=variables) as driver:
-        while not told.exists() or not told.read_text():
-            assert driver.poll() is None
-            time.sleep(0.05)
-        family = psutil.Process(driver.pid).children(recursive=True)
-        assert int(told.read_text()) in [process.pid for process in family]
-        driver.kill()
+    with driver(tmp_path, "print(start('wait').pid, flush=True); import time; time.sleep(600)") as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert pid in [child.pid for child in family]
+        process.kill()
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive
 
 
-def test_where_the_warm_process_was_killed_programs_start_in_the_usual_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm, "_warm", None)
-    monkeypatch.setenv("PYTHONPATH", str(HELPERS))
-    warm_up([PROGRAM], [])
-    first = start(tmp_path / "first", "wait")
-    assert not isinstance(first, subprocess.Popen)
-    psutil.Process(first.pid).parent().kill()
-    assert first.wait(60) == -signal.SIGKILL, "its programs end with it"
-    second = start(tmp_path / "second", "exit", "4")
-    assert isinstance(second, subprocess.Popen)
-    assert second.wait(120) == 4
-    cool_down()
+def test_a_signal_to_the_group_of_the_driver_does_not_reach_its_forks(tmp_path: Path) -> None:
+    """Schedulers and terminals signal all processes of the group."""
+    signalled = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: None)
+program = start("wait")
+os.killpg(os.getpgrp(), signal.SIGTERM)
+try:
+    code = program.wait(1)
+except Exception:
+    code = "it goes on"
+program.kill()
+print(json.dumps([code, program.wait(60)]))
+"""
+    assert printed(tmp_path, "os.setpgid(0, 0)\n" + signalled) == ["it goes on", -signal.SIGKILL]
 
 
-def test_a_list_of_numbers_of_threads_is_taken_by_its_first(way: str, tmp_path: Path) -> None:
-    """OpenMP takes one for each nested level."""
-    program = start(tmp_path / "log", "a", env={"OMP_NUM_THREADS": "2,1"})
-    assert program.wait(120) == 0, (tmp_path / "log").read_text()
+def test_where_the_fork_server_was_killed_its_programs_end_and_others_start_without_it(tmp_path: Path) -> None:
+    killed = """
+import psutil
+first = start("wait")
+psutil.Process(first.pid).parent().kill()
+code = first.wait(60)
+second = start("exit", "4")
+print(json.dumps([code, second.wait(120), type(second).__name__]))
+"""
+    assert printed(tmp_path, killed, SECRET="hush") == [-signal.SIGKILL, 4, "Popen"]
 
 
-def test_after_an_interrupted_request_programs_start_in_the_usual_way(
-    warm_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the next program would get the process id of the one that nobody waited for."""
-    monkeypatch.setattr(warm._warm, "_is_asking", True)
-    program = start(tmp_path / "log", "a")
-    assert isinstance(program, subprocess.Popen)
-    assert program.wait(120) == 0, (tmp_path / "log").read_text()
-
-
-def test_a_started_program_leads_its_session_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_program_leads_its_session_already(tmp_path: Path) -> None:
     """Who ends a program at once signals its session, with all that the program has started."""
-    monkeypatch.setattr(warm, "_warm", None)
     (tmp_path / "late_session.py").write_text(LATE_SESSION)
-    monkeypatch.setenv("PYTHONPATH", f"{HELPERS}{os.pathsep}{tmp_path}")
-    warm_up([PROGRAM], ["late_session"])
-    program = start(tmp_path / "log", "wait")
-    os.killpg(program.pid, signal.SIGKILL)
-    assert program.wait(60) == -signal.SIGKILL
-    cool_down()
+    ended = "program = start('wait'); os.killpg(program.pid, 9); print(program.wait(60))"
+    assert printed(tmp_path, ended, "late_session") == -signal.SIGKILL
 
 
 LATE_SESSION = """
@@ -242,21 +216,20 @@ os.setsid = late
 
 
 @pytest.mark.parametrize(
-    ("set_by_user", "expected"), [(None, "glibc.malloc.hugetlb=1"), ("glibc.malloc.perturb=0",) * 2]
+    ("set_by_user", "expected"), [({}, "glibc.malloc.hugetlb=1"), ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},) * 2]
 )
 def test_memory_comes_in_huge_pages_unless_the_user_sets_the_c_library(
-    set_by_user: str | None, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    set_by_user: dict[str, str], expected: str | dict[str, str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(warm, "_warm", None)
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if set_by_user is not None:
-        monkeypatch.setenv("GLIBC_TUNABLES", set_by_user)
-    monkeypatch.setenv("PYTHONPATH", str(HELPERS))
-    warm_up([PROGRAM], [])
-    try:
-        assert warm._warm is not None
-        assert psutil.Process(warm._warm._process.pid).environ()["GLIBC_TUNABLES"] == expected
-        assert start(tmp_path / "log").wait(120) == 0
-    finally:
-        cool_down()
+    found = printed(
+        tmp_path,
+        """
+import psutil
+program = start("a")
+print(json.dumps(psutil.Process(program.pid).environ()["GLIBC_TUNABLES"]))
+program.wait(60)
+""",
+        **set_by_user,
+    )
+    assert found == (expected if isinstance(expected, str) else expected["GLIBC_TUNABLES"])
     assert "GLIBC_TUNABLES" not in said(tmp_path / "log")["variables"], "what a program starts has its own"

@@ -1,4 +1,4 @@
-"""A program that tests fork from a warm process: says what it is, then does what its arguments say."""
+"""A program that tests fork from the fork server: says what it is, then does what its arguments say."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def main() -> None:
         "words": sys.argv[1:],
         "variables": dict(os.environ),
         "shown": Path("/proc/self/environ").read_bytes().decode().split("\0"),
-        "command": Path("/proc/self/cmdline").read_bytes().decode().rstrip("\0 ").split("\0"),
+        "name": Path("/proc/self/comm").read_text().strip(),
         "folder": os.getcwd(),
         "is_leader": os.getsid(0) == os.getpid(),
         "inherited": INHERITED,
@@ -26,7 +26,7 @@ def main() -> None:
         "drawn": float(numpy.random.random()),
     }
     if "OMP_NUM_THREADS" in os.environ:
-        import torch  # which a warm process has imported already
+        import torch  # which the fork server has imported already
 
         said["threads"] = torch.get_num_threads()
         said["sum"] = float(torch.ones(1 << 20).sum())  # computed by all threads

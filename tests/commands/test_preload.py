@@ -1,11 +1,11 @@
-"""What a command's warm process imports, and where there is none."""
+"""What the fork server of a command imports, and where there is none."""
 
 from unittest import mock
 
 import pytest
 
-from megarl.commands import warming
-from megarl.commands.warming import warm_up_for
+from megarl.commands import preload
+from megarl.commands.preload import preload_for
 from megarl.config import load_config
 
 RANK, SERVER, CHILD = "megarl.roles.worker", "megarl.hf_server.main", "megarl.processes.child"
@@ -14,11 +14,11 @@ RANK, SERVER, CHILD = "megarl.roles.worker", "megarl.hf_server.main", "megarl.pr
 def imported(command: str, *words: str, has_gpus: bool = False) -> list[str] | None:
     config, _ = load_config(["recipe=quickstart_grpo", *words])
     with (
-        mock.patch.object(warming, "warm_up") as warm_up,
-        mock.patch.object(warming, "_has_gpus", return_value=has_gpus),
+        mock.patch.object(preload, "preload") as started,
+        mock.patch.object(preload, "_has_gpus", return_value=has_gpus),
     ):
-        warm_up_for(command, config)
-    return list(warm_up.call_args.args[1]) if warm_up.called else None
+        preload_for(command, config)
+    return list(started.call_args.args[1]) if started.called else None
 
 
 def test_it_imports_what_the_processes_of_the_command_need() -> None:

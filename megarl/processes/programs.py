@@ -1,0 +1,238 @@
+"""Starts programs: processes of their own session, with only the variables and files that they are given.
+
+On machines without GPUs the programs of a run are forked from multiprocessing's fork server, which imports once what
+they all need; each would else take seconds of a core for torch, transformers and Megatron.  `preload` starts it and
+returns at once.  The fork server has only the allowed variables of this process, ends with the thread that started it,
+and its programs end with it.  Without it, and for other programs, `start_program` is `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.forkserver import ForkServer
+from pathlib import Path
+from typing import IO
+
+from megarl.processes.lifetime import die_with_parent, name_this_process
+from megarl.sandbox.environment import allowed_variables
+
+# glibc asks the kernel for huge pages (madvise): tensors in pages of 2 MiB cause fewer TLB misses than in 4 KiB.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+IMPORTS = "MEGARL_FORK_SERVER_IMPORTS"  # modules, for megarl.processes.fork_server
+
+_server: ForkServer | None = None  # apart from the one that pools of this process may have
+_forked: frozenset[str] = frozenset()  # modules whose programs are forked
+
+
+def preload(programs: Sequence[str], imports: Sequence[str]) -> None:
+    """Start the fork server, unless it was; returns at once.  Its thread lives as long as what is started.
+
+    `programs`: modules with a function `main`, which forks can become.  `imports`: what it imports.
+    """
+    global _server, _forked
+    _forked = frozenset(programs)
+    if _server is not None:
+        return
+    _server = ForkServer()
+    _server.set_forkserver_preload(["megarl.processes.fork_server"])
+    with _only(
+        {
+            **allowed_variables(),
+            "CUDA_VISIBLE_DEVICES": "",  # a process that has used a GPU cannot be forked; imports may use one
+            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES),
+            IMPORTS: " ".join(imports),
+        }
+    ):
+        _server.ensure_running()
+
+
+def start_program(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> Program:
+    """Start a program in a session of its own and without stdin; signals to this process's group do not reach it.
+
+    `command`: of one of ours `[sys.executable, "-m", MODULE, ...]`.  `log`: takes stdout and stderr; None: as here.
+    """
+    words = _words_of_module(command)
+    if _server is not None and words and words[0] in _forked:
+        out = {1: 1, 2: 2} if log is None else dict.fromkeys((1, 2), log.fileno())
+        with contextlib.suppress(OSError, EOFError):  # the fork server has ended: `subprocess` is left
+            return _fork(_server, _Start(words, dict(env), os.getcwd()), out | {fd: fd for fd in pass_fds})
+    return subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=dict(env),
+        pass_fds=list(pass_fds),
+        start_new_session=True,
+    )
+
+
+class Fork:
+    """A forked program, used like a Popen.  Its exit code comes through a pipe from the fork server, its parent."""
+
+    def __init__(self, pid: int, exit_code: int, words: Sequence[str]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._exit_code, self._words = exit_code, list(words)
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._read(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if (code := self._read(timeout)) is None:
+            raise subprocess.TimeoutExpired(self._words, timeout or 0)
+        return code
+
+    def _read(self, timeout: float | None) -> int | None:
+        timeout = None if timeout is None else max(0.0, timeout)
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            return None  # another thread waits for it
+        try:
+            if self.returncode is None:
+                ready = select.poll()
+                ready.register(self._exit_code, select.POLLIN)
+                if ready.poll(None if timeout is None else timeout * 1000):
+                    try:
+                        self.returncode = forkserver.read_signed(self._exit_code)
+                    except EOFError:  # the fork server was killed, and its programs with it
+                        self.returncode = -signal.SIGKILL
+                    os.close(self._exit_code)
+            return self.returncode
+        finally:
+            self._lock.release()
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Program = subprocess.Popen[bytes] | Fork
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a fork becomes: sent to the fork server, which calls `_bootstrap` in the fork, as of a Process."""
+
+    words: list[str]  # a module, and its arguments
+    env: dict[str, str]
+    folder: str
+    numbers: tuple[int, ...] = ()  # of the files that the program knows; the fork server hands them over in this order
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Become the program, and return its exit code."""
+        os.setsid()
+        die_with_parent(os.getppid())
+        has_session, *files = forkserver.get_inherited_fds() or []
+        os.close(has_session)
+        # It starts one of its own: a file that is placed may take the number of the pipe to the one of the driver.
+        resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+        _place(dict(zip(self.numbers, files, strict=True)))
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.env)
+        name_this_process(self.words[0].removeprefix("megarl."))
+        sys.argv = [str(Path(self.folder) / self.words[0]), *self.words[1:]]
+        if not sys.flags.safe_path:
+            sys.path[0] = self.folder
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed()  # Python's own module sees to its state itself
+        for stream in (sys.stdout, sys.stderr):
+            assert isinstance(stream, io.TextIOWrapper), "they are the files 1 and 2 of the process"
+            stream.reconfigure(write_through=True)  # a log is read while its program runs
+        threads = self.env.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has one number for each nested level
+        if threads.isdigit() and int(threads):
+            import torch  # read by OpenMP when it was loaded, which was in the fork server
+
+            torch.set_num_threads(int(threads))
+        return _exit_code_of(self.words[0])
+
+
+def _fork(server: ForkServer, start: _Start, files: Mapping[int, int]) -> Fork:
+    """`files`: numbers there -> here.  Returns when it leads its session, so that a caller may signal that at once."""
+    ready, theirs = os.pipe()
+    try:
+        exit_code, orders = server.connect_to_new_process([theirs, *files.values()])
+    finally:
+        os.close(theirs)
+    with open(ready, "rb", buffering=0) as has_session, open(orders, "wb") as pipe:
+        pid = forkserver.read_signed(exit_code)
+        reduction.dump({"dir": start.folder}, pipe)
+        reduction.dump(_Start(start.words, start.env, start.folder, tuple(files)), pipe)
+        pipe.flush()
+        has_session.read(1)
+    return Fork(pid, exit_code, start.words)
+
+
+def _exit_code_of(module: str) -> int:
+    """Run a module's `main`, wait for its threads, and call what was registered for the end of the process."""
+    try:
+        import_module(module).main()
+        return 0
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _place(files: Mapping[int, int]) -> None:
+    """Give open files other numbers: wanted -> now."""
+    above = max([2, *files]) + 1  # no number that is wanted hides a file that is still needed
+    held = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for number, file in files.items()}
+    for file in set(files.values()):
+        os.close(file)
+    for number, file in held.items():
+        os.dup2(file, number)
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _only(variables: Mapping[str, str]) -> Iterator[None]:
+    """The variables of what is started meanwhile; call it before there are other threads."""
+    mine = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(variables)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(mine)
+
+
+def _words_of_module(command: Sequence[str]) -> list[str]:
+    """[PYTHON, "-u", "-m", "a.b", "--x"] -> ["a.b", "--x"]; empty for another program, or another Python."""
+    program, *words = command
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    return words[1:] if program == sys.executable and words[:1] == ["-m"] else []
