@@ -5,27 +5,25 @@ FOLDER is a run's folder, its `checkpoints/`, one save in it, or a folder of Hug
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from megarl.config import read_yaml
 from megarl.durable_files import SUMS, Unreadable, faults_of_sums
+from megarl.options import Options, count, folder, number
 from megarl.terminal import pages, sentences
 from megarl.trainer.checkpoint.checkpoint import folders_under, forget, forget_left, step_of
 from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
 from megarl.trainer.checkpoint.retention import Retention, read_scores
-from megarl.trainer.owner import OWNER, owned
+from megarl.trainer.owner import LOCK, OWNER, owned
 
-SETTINGS = {"keep": "newest", "every": "every", "best": "best"}
 EXIT_DAMAGED = 2
 
 
@@ -36,24 +34,13 @@ class Request(NamedTuple):
     dry_run: bool = False
 
 
-def parse(words: list[str]) -> Request:
+def parse(words: Sequence[str]) -> Request:
     """Raises ValueError, one sentence, for words that are no request."""
-    flags, keep, rest = [w for w in words if w.startswith("-")], {}, []
-    if unknown := [flag for flag in flags if flag != "--dry-run"]:
-        raise ValueError(f"there is no option {unknown[0]}; expected --dry-run, --debug or --help")
-    for word in (w for w in words if w not in flags):
-        key, equals, value = word.partition("=")
-        if not equals or os.sep in key:
-            rest.append(word)
-        elif key not in SETTINGS or not value.isdecimal() or (key == "keep" and int(value) < 1):
-            raise ValueError(f"{word}: expected keep=N of at least 1, every=STEPS or best=N")
-        else:
-            keep[SETTINGS[key]] = int(value)
-    if len(rest) != 2 or rest[0] not in VERBS:
-        raise ValueError(f"{' '.join(['megarl', 'checkpoint', *rest])}: expected {'|'.join(VERBS)} and a folder")
-    if rest[0] != "prune" and (keep or flags):
-        raise ValueError(f"megarl checkpoint {rest[0]}: keep=, every=, best= and --dry-run belong to prune")
-    return Request(rest[0], Path(rest[1]), keep, bool(flags))
+    given = OPTIONS.values(words)
+    keep = {name: number for name in ("newest", "every", "best") if (number := given[name]) is not None}
+    if given["verb"] != "prune" and (keep or given["dry_run"]):
+        OPTIONS.error(f"{given['verb']}: keep=, every=, best= and --dry-run belong to prune")
+    return Request(given["verb"], given["folder"], keep, given["dry_run"])
 
 
 def main(request: Request) -> int:
@@ -142,6 +129,7 @@ def _owned(root: Path) -> Iterator[None]:
         finally:
             if not was_there:
                 (folder / OWNER).unlink()
+                (folder / LOCK).unlink()
 
 
 VERBS = {"verify": verify, "list": show, "prune": prune}
@@ -197,21 +185,19 @@ def _say(sentence: str, *, error: bool = False) -> None:
     sentences(stderr=error).print(sentence)
 
 
-def print_help(console: Console) -> None:
-    """The page of `megarl checkpoint --help`."""
-    console.print("[bold]megarl checkpoint[/] verify|list|prune FOLDER\n", highlight=False)
-    for line in HELP:
-        console.print(line, highlight=False, markup=False)
-
-
-HELP = (
-    "FOLDER is the folder of a run or of one of its saves; verify also takes an exported hf/ folder.",
-    "",
-    "verify   read every file, compare size and SHA-256 with what was written; exit 2 names what is damaged",
-    "list     step, size, time, roles, whether all files are there, and why each save is kept",
-    "prune    delete the saves that the run's settings do not keep; or keep=N, every=STEPS, best=N",
-    "         --dry-run only says which",
-    "",
-    "megarl checkpoint verify runs/quickstart",
-    "megarl checkpoint prune runs/quickstart keep=1 every=100 --dry-run",
+OPTIONS = Options(
+    "checkpoint",
+    """verify   read every file, compare size and SHA-256 with what was written; exit 2 names what is damaged
+list     step, size, time, roles, whether all files are there, and why each save is kept
+prune    delete the saves that the run's settings do not keep; or keep=N, every=STEPS, best=N""",
+    ["megarl checkpoint verify runs/quickstart", "megarl checkpoint prune runs/quickstart keep=1 every=100 --dry-run"],
+    usage="megarl checkpoint verify|list|prune FOLDER [keep=N] [every=STEPS] [best=N] [--dry-run]",
 )
+OPTIONS.add_argument("verb", choices=VERBS, metavar="verb", help="verify | list | prune")
+OPTIONS.add_argument(
+    "folder", type=folder, help="of a run or of one of its saves; verify also takes an exported hf/ folder"
+)
+OPTIONS.add_argument("--keep", dest="newest", type=count, metavar="N", help="the newest N")
+OPTIONS.add_argument("--every", type=number, metavar="STEPS", help="and those of every so many steps; 0: none")
+OPTIONS.add_argument("--best", type=number, metavar="N", help="and those with the best scores; 0: none")
+OPTIONS.add_argument("--dry-run", action="store_true", help="only say which would be deleted")

@@ -16,12 +16,13 @@ from megarl.config.validate.rewards import names_of
 from megarl.doctor import compute, link, machine, versions
 from megarl.doctor.finding import FAIL, NOTE, OK, Finding
 from megarl.doctor.request import Request
+from megarl.doctor.run_folder import FAILED, KILLED, explain
 from megarl.network.auth import needed_token
 from megarl.sandbox.layers import URL, layers
-from megarl.terminal import pages
+from megarl.terminal import pages, sentences
 
 _COLOURS = {OK: "green", NOTE: "yellow", FAIL: "red"}
-EXIT_CANNOT_RUN = 1
+EXIT_CANNOT_RUN = EXIT_FAILED = 1
 
 
 def main(request: Request, config: Config) -> int:
@@ -38,6 +39,20 @@ def main(request: Request, config: Config) -> int:
     else:
         _show(sections, failed)
     return EXIT_CANNOT_RUN if failed else 0
+
+
+def explain_run(request: Request) -> int:
+    """0: the run goes on, has finished, or was asked to stop; 1: it failed or was killed."""
+    assert request.run is not None, "a folder was given"
+    found = explain(request.run)
+    if request.json:
+        print(json.dumps(found._asdict(), indent=2))
+    else:
+        console = sentences()
+        lines = [f"{request.run}: {found.state}", f"cause: {found.cause}", f"next: {found.next}"]
+        for line in [*lines, *(f"  {line}" for line in found.evidence)]:
+            console.print(line)
+    return EXIT_FAILED if found.state in (FAILED, KILLED) else 0
 
 
 def examine(config: Config) -> dict[str, list[Finding]]:

@@ -12,6 +12,7 @@ import statistics
 import struct
 import threading
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -45,8 +46,8 @@ class Place(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def place_of(text: str, option: str) -> Place:
-    """Raises ValueError, one sentence that begins with the option, for other texts."""
+def place_of(text: str) -> Place:
+    """A type of arguments."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
@@ -54,7 +55,7 @@ def place_of(text: str, option: str) -> Place:
     except ValueError:
         host = port = None
     if not host or port is None or parts.netloc != text or "@" in text:
-        raise ValueError(f"megarl doctor {option} {text}: expected ADDRESS:PORT, such as 10.0.0.1:29400")
+        raise ArgumentTypeError(f"{text}: expected ADDRESS:PORT, such as 10.0.0.1:29400")
     return Place(host, port)
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from megarl.doctor.causes import Source, known_cause
-from megarl.metrics.plots import Series
+from megarl.metrics.jsonl import Series
 from megarl.metrics.trackers.status import STOPS
 from megarl.report.folder import METRICS, RunFolder
 from megarl.trainer.checkpoint.checkpoint import folders_under, step_of

@@ -37,8 +37,8 @@ TESTED = {
     "httpcore": "1.0.9",
     "httpx": "0.28.1",
     "orjson": "3.13.0",
+    "filelock": "4.3.1",
     "pebble": "5.2.3",
-    "matplotlib": "3.11.2",
     "plotly": "7.1.0",
     "rich": "15.0.0",
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from megarl.metrics.plots import Series
+from megarl.metrics.jsonl import Series
 
 MAX_POINTS = 600  # of a curve: more than a screen has columns for it
 MAX_REST = 120  # panels of metrics that no group names

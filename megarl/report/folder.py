@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.settings import read_yaml
-from megarl.metrics.jsonl import read_lines
-from megarl.metrics.plots import Series, read_series
+from megarl.metrics.jsonl import Series, read_lines, read_series
 from megarl.metrics.report import SAMPLES
 from megarl.metrics.timeline import TIMELINE
 from megarl.metrics.tokens import TOKENS

@@ -30,7 +30,7 @@ def main(request: Request) -> int:
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
             while is_running:
                 live.update(page(run, is_running=True), refresh=True)
-                time.sleep(request.every_s)
+                time.sleep(request.every)
                 is_running = has_owner(request.run)
                 run.look()
         is_running = has_owner(request.run)

@@ -6,9 +6,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megarl.metrics.jsonl import Followed
+from megarl.metrics.jsonl import Followed, Series
 from megarl.metrics.pace import STEP_S, Pace, is_step
-from megarl.metrics.plots import Series
 from megarl.metrics.report import SAMPLES
 from megarl.metrics.timeline import TIMELINE
 from megarl.metrics.trackers.status import read_status

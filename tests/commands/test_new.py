@@ -1,7 +1,5 @@
 """`megarl new`: the project's own tests pass, its run goes through the whole ring, and mistakes are one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -21,7 +19,7 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, capture_output=True, text=True, env=os.environ | {"PATH": path})
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [TASKS[0], *(pytest.param(task, marks=pytest.mark.full) for task in TASKS[1:])])
 def test_a_project_is_whole_and_its_own_tests_pass(task: str, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "mine"
     assert main(["new", str(folder), "--task", task]) == 0
@@ -46,12 +44,6 @@ def test_the_settings_of_a_project_compose_without_a_warning(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["mine"], "megarl new --task: expected --task with one of addition, counting, sorting, spell_backward"),
-        (["mine", "--task", "sort"], "megarl new --task sort: expected --task with one of addition, "),
-        (["mine", "--task"], "megarl new --task : expected --task with one of addition, "),
-        (["--task", "sorting"], "megarl new --task sorting: expected one folder and --task addition|counting|"),
-        (["a", "b", "--task", "sorting"], "megarl new a b --task sorting: expected one folder and --task "),
-        (["mine", "--tasks", "sorting"], "there is no option --tasks; expected --task NAME, --debug or --help"),
         (["full", "--task", "sorting"], "megarl new full: the folder is not empty; expected a new folder"),
         (["full/file", "--task", "sorting"], "megarl new full/file: it is a file; expected a new folder"),
     ],
@@ -87,7 +79,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("error: megarl new /proc/mine: ")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.dist
 def test_the_run_of_a_project_goes_through_the_whole_ring(tmp_path: Path) -> None:
     """Shortened: a few examples, a few steps.  What the whole run comes to is in docs/results.md."""

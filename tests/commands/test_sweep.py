@@ -1,9 +1,6 @@
 """One run after another: what fails or is interrupted costs the others nothing, and all of it is written down."""
 
-from __future__ import annotations
-
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from config_helpers import BASE
 from ring_cases import make_parts, settings, steps
@@ -21,8 +19,6 @@ from megarl import cli
 from megarl.commands import sweep as command
 from megarl.commands.sweep import Result, is_finished, main, print_table, sweep, train
 from megarl.config import SweptRun, load_sweep, to_yaml
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -58,21 +54,8 @@ def test_each_run_comes_after_the_one_before_and_its_numbers_are_kept(runs: list
     assert written(runs)[2]["last_score"] == 0.75
 
 
-def test_a_run_that_fails_stops_no_other(runs: list[SweptRun]) -> None:
-    results = sweep(runs, lambda run: 1 if run is runs[1] else finish(run))
-    assert [result.state for result in results] == ["finished", "failed", "finished"]
-    assert results[1].accuracy_after is None and results[1].seconds is not None
-    assert [row["state"] for row in written(runs)] == ["finished", "failed", "finished"]
-
-
 def interrupted(run: SweptRun) -> int:
     raise KeyboardInterrupt
-
-
-def test_an_interruption_ends_the_sweep_and_keeps_what_is_there(runs: list[SweptRun]) -> None:
-    results = sweep(runs, lambda run: interrupted(run) if run is runs[1] else finish(run))
-    assert [result.state for result in results] == ["finished", "interrupted", "not started"]
-    assert [row["state"] for row in written(runs)] == ["finished", "interrupted", "not started"]
 
 
 def test_the_same_command_again_starts_only_what_is_not_finished(runs: list[SweptRun]) -> None:
@@ -104,12 +87,20 @@ def test_a_run_of_other_settings_or_without_an_end_or_without_resume_is_not_fini
 
 
 @pytest.mark.parametrize(
-    ("ends", "code"), [([0, 0, 0], 0), ([0, 1, 0], 1), ([0, 2, -9], 1), ([0, None, 0], 130), ([1, None, 0], 130)]
+    ("ends", "code", "states"),
+    [
+        ([0, 0, 0], 0, ["finished"] * 3),
+        ([0, 2, -9], 1, ["finished", "failed", "failed"]),
+        ([0, 1, 0], 1, ["finished", "failed", "finished"]),
+        ([0, None, 0], 130, ["finished", "interrupted", "not started"]),
+        ([1, None, 0], 130, ["failed", "interrupted", "not started"]),
+    ],
 )
-def test_the_exit_code_and_the_table_tell_what_became_of_the_runs(
+def test_a_run_that_fails_stops_no_other_and_one_that_is_interrupted_the_sweep(
     runs: list[SweptRun],
     ends: list[int | None],
     code: int,
+    states: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -121,9 +112,12 @@ def test_the_exit_code_and_the_table_tell_what_became_of_the_runs(
 
     monkeypatch.setattr(command, "train", start)
     assert main(runs) == code
+    assert [row["state"] for row in written(runs)] == states
+    failed = [row for row in written(runs) if row["state"] == "failed"]
+    assert all(row["accuracy_after"] is None and row["seconds"] is not None for row in failed)
     shown = capsys.readouterr().out
     assert "== run 2 of 3: rollout.n=4" in shown
-    for word in ("rollout.n", "before", "after", "last score", "seconds", "finished" if 0 in ends[:1] else "failed"):
+    for word in ("rollout.n", "before", "after", "last score", "seconds", *states):
         assert word in shown
     assert shown.splitlines()[-1].startswith("sweep: ") and shown.splitlines()[-1].endswith("/sweep.json")
 
@@ -218,12 +212,13 @@ def test_a_sweep_of_two_is_interrupted_and_goes_on(tmp_path: Path) -> None:
         process = subprocess.Popen(typed, stdout=out, stderr=out, cwd=tmp_path)
     try:
         wait_for(second / "checkpoints" / "step_00000001" / "manifest.json", process)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=120) == 130, log.read_text()[-2000:]
     finally:
         process.kill()
     assert [row["state"] for row in written(load_sweep(words))] == ["finished", "interrupted"]
-    assert not processes_of(tmp_path), "what the run had started is gone"
+    assert not psutil.wait_procs(children, timeout=30)[1], "what the run had started is gone"
     assert not (second / "summary.json").exists(), "only a run that came to its end has one"
 
     before = (first / "summary.json").stat().st_mtime_ns
@@ -251,16 +246,3 @@ def wait_for(file: Path, process: subprocess.Popen[bytes], limit_s: float = 600.
         assert process.poll() is None, "the sweep ended before it could be interrupted"
         assert time.monotonic() < deadline, f"{file} did not come"
         time.sleep(0.05)
-
-
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of processes, this one left out, that name the folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:  # it has ended
-                continue
-            found += [line] if str(folder) in line else []
-    return found

@@ -1,7 +1,5 @@
 """Where a process stands among the machines of a run, as Slurm and Kubernetes tell it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """What a folder is taken for, and that a new one has its name only when it is whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -29,62 +27,36 @@ def refusal(path: Path, model: Path | None = None) -> str:
     return str(caught.value)
 
 
-def test_a_hugging_face_folder(model: Path) -> None:
+def test_a_hugging_face_folder_has_the_type_of_most_bytes_and_the_role_of_its_class(model: Path) -> None:
     found = describe(model)
     assert (found.format, found.role, found.dtype, found.hf_folder) == ("hf", "actor", "float32", model)
     assert str(found) == f"{model} (hf, actor, float32)"
-
-
-def test_the_type_is_that_of_most_bytes(model: Path) -> None:
     file = model / "model.safetensors"
-    tensors = load_file(file)
-    small = {name: t if "norm" in name else t.bfloat16() for name, t in tensors.items()}
+    small = {name: t if "norm" in name else t.bfloat16() for name, t in load_file(file).items()}
     save_file(small, file, {"format": "pt"})
-    assert describe(model).dtype == "bfloat16"
-    assert hf_sizes(model)["model.norm.weight"] == ((16,), torch.float32)
-
-
-def test_a_sequence_classifier_is_a_critic(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    config["architectures"] = ["Qwen3ForSequenceClassification"]
-    (model / "config.json").write_text(json.dumps(config))
-    assert describe(model).role == "critic"
+    (model / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+    assert (describe(model).role, describe(model).dtype) == ("critic", "bfloat16")
+    assert hf_sizes(model)["model.norm.weight"] == ((16,), torch.float32)
+    assert refusal(model, model) == f"model={model}: {model} is not a checkpoint of a run; expected no model="
 
 
-def test_no_model_at_all(tmp_path: Path) -> None:
+def test_what_is_no_finished_part_of_a_checkpoint_is_told(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere") == (
         f"{tmp_path}/nowhere: neither a Hugging Face folder (no config.json) nor a finished Megatron checkpoint "
         "(no checkpoint.json)"
     )
-
-
-def test_a_whole_checkpoint_is_told_apart_from_a_roles_part(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step_1"
     for role in ("actor", "critic"):
-        (tmp_path / "step_1" / role).mkdir(parents=True)
-        (tmp_path / "step_1" / role / "checkpoint.json").touch()
-    (tmp_path / "step_1" / "manifest.json").write_text("{}")
-    folder = tmp_path / "step_1"
+        (folder / role).mkdir(parents=True)
+        (folder / role / "checkpoint.json").touch()
+    unfinished = "an unfinished checkpoint (no manifest.json in it or beside it)"
+    assert unfinished in refusal(folder / "actor")
+    write_manifest(folder, {"files": {}})
     assert refusal(folder) == f"{folder}: a checkpoint with actor, critic; expected {folder}/actor"
-
-
-def test_a_checkpoint_without_its_manifest_is_unfinished(tmp_path: Path) -> None:
-    (tmp_path / "step_1" / "actor").mkdir(parents=True)
-    (tmp_path / "step_1" / "actor" / "checkpoint.json").touch()
-    assert "an unfinished checkpoint (no manifest.json in it or beside it)" in refusal(tmp_path / "step_1" / "actor")
-
-
-def test_a_checkpoint_whose_run_is_not_there_wants_its_model_named(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints" / "step_1" / "actor"
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.json").touch()
-    write_manifest(folder.parent, {"files": {}})
-    config = tmp_path / "run" / "config.yaml"
-    assert refusal(folder) == f"{folder}: there is no {config} to say whose weights these are; expected model=FOLDER"
-    assert refusal(folder, tmp_path).startswith(f"model={tmp_path}: there is no config.json; expected the Hugging Face")
-
-
-def test_model_is_only_for_checkpoints_of_runs(model: Path) -> None:
-    assert refusal(model, model) == f"model={model}: {model} is not a checkpoint of a run; expected no model="
+    actor, config = folder / "actor", tmp_path / "run" / "config.yaml"
+    assert refusal(actor) == f"{actor}: there is no {config} to say whose weights these are; expected model=FOLDER"
+    assert refusal(actor, tmp_path).startswith(f"model={tmp_path}: there is no config.json; expected the Hugging Face")
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
@@ -110,20 +82,18 @@ def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_what_fails_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), staged(tmp_path / "target") as partial:
-        (partial / "x").touch()
-        raise error
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_a_killed_process_left_is_no_model_and_goes_at_the_next_try(tmp_path: Path) -> None:
+def test_what_fails_leaves_nothing_and_what_a_killed_process_left_goes(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     left = tmp_path / "target.partial"
     left.mkdir()
     (left / "checkpoint.json").touch()  # the shards were written, the manifest was still to come
     assert "an unfinished checkpoint" in refusal(left)
-    with staged(tmp_path / "target") as partial:
+    with pytest.raises(error), staged(tmp_path / "target") as partial:
         assert not list(partial.iterdir())
+        (partial / "x").touch()
+        raise error
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_megatron_folder_carries_what_it_takes_to_convert_back(model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What is seen while ranks work: a bar that grows with every step, and with a folder where a step is the whole job."""
 
-from __future__ import annotations
-
 import io
 import threading
 from pathlib import Path

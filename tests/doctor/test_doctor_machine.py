@@ -1,20 +1,23 @@
-"""`megarl doctor` on the machine of the tests: its rows, its JSON, and the commands for what is missing."""
+"""`megarl doctor` on the machine of the tests: its rows, its JSON, what is missing, and the network to another one."""
 
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.cli import main
 from megarl.config import load_config
-from megarl.doctor import command, machine, versions
-from megarl.doctor.finding import NOTE, OK
+from megarl.doctor import command, link, machine, versions
+from megarl.doctor.finding import FAIL, NOTE, OK
 
 ROOT = Path(__file__).parent.parent.parent
-LOCKS = {"sglang": re.compile(r"^sglang==([\d.]+)", re.M), "torch": re.compile(r"^torch==([\d.]+)", re.M)}
 
 
 def test_the_object_has_every_section_with_measured_speeds_and_who_computes_what(capsys: pytest.CaptureFixture[str]):
@@ -42,6 +45,7 @@ def test_a_table_tells_the_command_that_brings_a_missing_package(
     assert "A run cannot start here: a-package-that-nobody-has." in said
     install = f'{sys.executable} -m pip install "a-package-that-nobody-has==1.0"'
     assert f"a-package-that-nobody-has: {install}\n" in said
+    assert command.as_json({"machine": [machine._free("free disk", 0, 1, "fail")]})["can_run"] is False
 
 
 def test_a_machine_with_gpus_is_told_the_commands_that_bring_the_kernels():
@@ -75,27 +79,21 @@ def test_the_kernels_of_servers_are_told(found: dict[str, str], has_gpu: bool, t
     assert (row.verdict, bool(row.mend)) == (verdict, verdict == NOTE)
 
 
-def test_the_versions_are_those_of_the_constraints_file():
-    lines = (ROOT / "launch/constraints.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert {name: pinned[name] for name in versions.TESTED} == versions.TESTED
-
-
-def test_versions_known_to_work_together_are_those_of_the_lock_files():
-    def in_file(name: str, what: re.Pattern[str]) -> str:
-        (found,) = what.findall((ROOT / "launch" / name).read_text())
+def test_versions_known_to_work_together_are_those_of_the_constraints_and_of_the_lock_files():
+    def in_file(name: str, package: str) -> str:
+        (found,) = re.findall(rf"^{package}==([\d.]+)", (ROOT / "launch" / name).read_text(), re.M)
         return str(found)
 
+    assert {name: in_file("constraints.txt", re.escape(name)) for name in versions.TESTED} == versions.TESTED
     for row in versions.TOGETHER:
         if row.nccl is None:
             trainer, server = "constraints.txt", f"sglang-{row.sglang}.txt"
         else:
             trainer, server = "gpu/trainer.txt", "gpu/server.txt"
-            nccl = re.compile(r"^nvidia-nccl-cu13==([\d.]+)", re.M)
-            assert in_file(trainer, nccl) == in_file(server, nccl) == row.nccl
-        assert in_file(trainer, LOCKS["torch"]) == row.torch
-        assert in_file(server, LOCKS["torch"]) == row.torch_of_servers
-        assert in_file(server, LOCKS["sglang"]) == row.sglang
+            assert in_file(trainer, "nvidia-nccl-cu13") == in_file(server, "nvidia-nccl-cu13") == row.nccl
+        assert in_file(trainer, "torch") == row.torch
+        assert in_file(server, "torch") == row.torch_of_servers
+        assert in_file(server, "sglang") == row.sglang
 
 
 @pytest.mark.parametrize(("sglang", "verdict"), [("0.5.23", OK), ("0.5.20", NOTE)])
@@ -118,27 +116,93 @@ def test_a_folder_of_runs_that_is_not_there_yet_is_measured_where_it_will_be(tmp
     assert list(tmp_path.iterdir()) == [], "the file of the measurement is deleted"
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--run"], "megarl doctor --run: expected the folder of a run, such as runs/quickstart"),
-        (
-            ["--run", "runs/a", "rollout.n=2"],
-            "megarl doctor --run runs/a rollout.n=2: the run has its own settings; expected nothing else",
-        ),
-        (
-            ["--jason"],
-            "there is no option --jason; "
-            "expected --json, --run RUN, --listen ADDRESS:PORT, --peer ADDRESS:PORT, --config FILE or key=value",
-        ),
-    ],
-)
-def test_words_that_are_no_request_are_one_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["doctor", *words]) == 2
-    assert capsys.readouterr().err == f"error: {sentence}\n"
+TOKEN, OTHER = "a" * 32, "b" * 32
+Listener = tuple["subprocess.Popen[str]", link.Place]
 
 
-def test_a_failed_row_makes_the_object_say_that_no_run_can_start():
-    assert command.as_json({"machine": [machine._free("free disk", 0, 1, "fail")]})["can_run"] is False
+@pytest.fixture(scope="module")
+def listener() -> Iterator[Listener]:
+    """A program that listens, and where; each test reads all that it says meanwhile."""
+    words = [sys.executable, "-m", "megarl", "doctor", "--listen", "127.0.0.1:0"]
+    environment = {**os.environ, "MEGARL_TOKEN": TOKEN}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as program:
+        try:
+            assert program.stdout is not None
+            line = program.stdout.readline()
+            yield program, link.place_of(line.split("--peer ")[1].split()[0])
+        finally:
+            program.terminate()
+
+
+def line_of(program: "subprocess.Popen[str]") -> str:
+    assert program.stdout is not None
+    return program.stdout.readline()
+
+
+def test_two_processes_measure_round_trip_and_both_directions(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, place = listener
+    monkeypatch.setenv("MEGARL_TOKEN", TOKEN)
+    assert main(["doctor", "--json", f"--peer={place}"]) == 0
+    rows = json.loads(capsys.readouterr().out)["findings"]["network"]
+    what = ("round trip", "sent", "received")
+    assert [row["subject"] for row in rows] == [f"network to {place}, {of}" for of in what]
+    trip, sent, received = (row["value"] for row in rows)
+    assert 0 < trip < 1, "seconds"
+    assert min(sent, received) > 2**20, "bytes a second, over loopback"
+    assert line_of(program) == "measured from 127.0.0.1\n"
+
+
+@pytest.mark.full
+def test_another_token_or_a_stranger_is_refused_and_the_listener_goes_on(listener: Listener) -> None:
+    program, place = listener
+    (row,) = link.findings(place, OTHER)
+    assert (row.verdict, row.found) == (FAIL, "what listens there does not have the same token")
+    assert line_of(program) == "refused 127.0.0.1: it does not have the same token\n"
+    with socket.create_connection(place, timeout=60) as stranger:
+        nonce = stranger.recv(32)
+        stranger.sendall(nonce + bytes(32))
+        assert stranger.recv(64) == b"", "closed: it learns nothing"
+    assert line_of(program).startswith("refused 127.0.0.1")
+    with socket.create_connection(place):
+        pass
+    assert line_of(program).startswith("lost 127.0.0.1")
+    assert len(link.findings(place, TOKEN)) == 3
+    assert line_of(program) == "measured from 127.0.0.1\n"
+
+
+def test_a_listener_that_only_repeats_is_not_believed() -> None:
+    """Who answers a proof with the same bytes does not have the token: the two sides' proofs differ."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        key = link._key(TOKEN)
+
+        def repeat() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                told = link._exactly(connection, 64)
+                connection.sendall(told[32:])
+
+        thread = threading.Thread(target=repeat)
+        thread.start()
+        with pytest.raises(OSError, match="does not have the same token"):
+            link._connect(link.Place("127.0.0.1", server.getsockname()[1]), key, b"P")
+        thread.join()
+
+
+def test_nobody_there_is_a_failure_with_the_command_for_the_other_side() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = link.Place("127.0.0.1", server.getsockname()[1])
+    (row,) = link.findings(place, TOKEN)
+    assert (row.verdict, "refused" in row.found) == (FAIL, True)
+    assert row.mend == f"megarl doctor --listen {place}  # there, with the same token"
+
+
+@pytest.mark.parametrize("option", ["--listen", "--peer"])
+def test_without_a_token_nothing_is_measured(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MEGARL_TOKEN", raising=False)
+    assert main(["doctor", option, "127.0.0.1:0"]) == 2
+    assert f"megarl doctor {option} 127.0.0.1:0: expected the run's token in MEGARL_TOKEN" in capsys.readouterr().err

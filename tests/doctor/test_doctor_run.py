@@ -1,7 +1,5 @@
 """`megarl doctor --run`: folders as runs leave them, written by the run's own parts around real errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The page in a browser: it draws everything, logs no error, asks for nothing, fits a phone, and runs no run's text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

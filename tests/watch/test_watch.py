@@ -1,7 +1,5 @@
 """`megarl watch`: the page of a run's folder, which grows, is cut by a resume, and holds what a model wrote."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
@@ -201,20 +199,9 @@ def test_a_killed_run_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("try  ended after step 3/60: killed; see `megarl doctor --run ")
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([], "megarl watch: expected the folder of one run, such as runs/quickstart"),
-        (["a", "--every=0"], "megarl watch --every 0: expected seconds, 0.1 to 3600"),
-        (["a", "--fast"], "there is no option --fast; expected --every SECONDS, --once, --debug or --help"),
-        (["nothing"], "nothing: no status.json there; expected the folder of a run, such as runs/quickstart"),
-    ],
-)
-def test_words_that_are_no_request_are_one_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["watch", *words]) == 2
-    assert capsys.readouterr().err == f"error: {sentence}\n"
+def test_a_folder_without_a_run_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert main(["watch", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("error: nothing: no status.json there; expected the folder of a run")
 
 
 def test_curves_go_from_the_least_to_the_largest_value():

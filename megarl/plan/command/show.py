@@ -12,7 +12,6 @@ from rich.text import Text
 
 from megarl.layout import Layout
 from megarl.plan.job import Job
-from megarl.plan.limits import Limit
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import GpuBudget
 from megarl.plan.predict import Prediction
@@ -77,9 +76,6 @@ def show(console: Console, job: Job, prediction: Prediction, said: Sequence[str]
     console.print(_stages(prediction))
     _line(console, "")
     console.print(_numbers(prediction))
-    if late := [limit for limit in prediction.limits if limit.state != "ok"]:
-        _line(console, "\ntime limits that are exceeded, or of which more than half is predicted")
-        console.print(_limits(late))
     _line(console, "")
     _line(console, "it fits" if prediction.fits else "IT DOES NOT FIT")
     for line in prediction.why:
@@ -152,17 +148,6 @@ def as_json(job: Job, prediction: Prediction, said: Sequence[str]) -> dict[str, 
         "push_s": round(prediction.push_s, 3),
         "computed_tokens": {name: round(tokens) for name, tokens in prediction.computed_tokens.items()},
         "stages": {name: round(seconds, 3) for name, seconds in prediction.stages.items()},
-        "limits": [
-            {
-                "what": limit.what,
-                "seconds": round(limit.seconds, 1),
-                "limit_s": limit.limit_s,
-                "key": limit.key,
-                "state": limit.state,
-                "expected_s": limit.expected_s,
-            }
-            for limit in prediction.limits
-        ],
         "micro_batches": prediction.micro_batches,
         "concurrency": round(prediction.concurrency, 1),
         "gpu": job.gpu.name,
@@ -211,15 +196,6 @@ def _stages(prediction: Prediction) -> Table:
     for name, seconds in prediction.stages.items():
         table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
     table.add_row("step", f"{prediction.step_s:.1f}", "")
-    return table
-
-
-def _limits(limits: Sequence[Limit]) -> Table:
-    table = plain_table("what", "s", "limit", "expected", "key")
-    table.columns[4].justify = "left"
-    for limit in limits:
-        numbers = (f"{each:.0f}" for each in (limit.seconds, limit.limit_s, limit.expected_s))
-        table.add_row(limit.what, *numbers, limit.key)
     return table
 
 
