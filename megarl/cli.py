@@ -6,9 +6,9 @@ imported only when the command runs, so that help is fast.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
@@ -21,9 +21,9 @@ from rich.table import Table
 from megarl import __version__
 from megarl.commands import checkpoint as saves
 from megarl.commands import new as new_project
+from megarl.commands.preload import preload_for
 from megarl.commands.this_machine import placed
-from megarl.commands.warming import warm_up_for
-from megarl.config import Config, ConfigError, Examined, examined, load_sweep, recipe_names, to_yaml, used_roles
+from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml, used_roles
 from megarl.config.describe import Description, described
 from megarl.config.validate.models import missing_folders
 from megarl.convert import request as convert_request
@@ -140,7 +140,7 @@ REQUESTS = {
 }
 
 CHECK = Command("megarl.trainer.checks.check", "main", "`trainer.check_only`: plug-ins, data, rewards and models")
-EXPLAIN = Command("megarl.doctor.explain", "main", "`megarl doctor --run`: why a run stopped")
+EXPLAIN = Command("megarl.doctor.command", "explain_run", "`megarl doctor --run`: why a run stopped")
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
@@ -171,6 +171,10 @@ EXAMPLES = (
 
 MULTIRUN = "train -m (--multirun): key=a,b or key=choice(a,b) or key=range(start,stop,step), one run after another."
 
+FLAGS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+for names in (("--debug",), ("--help", "-h"), ("--multirun", "-m"), ("--version",)):
+    FLAGS.add_argument(*names, action="store_true")
+
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -182,18 +186,15 @@ def main(argv: list[str] | None = None) -> int:
         os.umask(0o077)  # what it and the processes that it starts write, others cannot read
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does, in order
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a run that is not yet there, or not any more, has no use for it
-    words = list(sys.argv[1:] if argv is None else argv)
-    debug = _take_flag(words, "--debug")
-    help_wanted = _take_flag(words, "--help", "-h")
-    several = _take_flag(words, "--multirun", "-m")
-    if _take_flag(words, "--version"):
+    flags, words = FLAGS.parse_known_args(argv)
+    if flags.version:
         sentences().print(f"megarl {__version__}")
         return 0
     try:
-        if help_wanted or not words:
-            _help(words, pages(stderr=not help_wanted, markup=True))
-            return 0 if help_wanted else EXIT_USAGE
-        return _run_several(words[0], words[1:]) if several else _run(words[0], words[1:])
+        if flags.help or not words:
+            _help(words, pages(stderr=not flags.help, markup=True))
+            return 0 if flags.help else EXIT_USAGE
+        return _run_several(words[0], words[1:]) if flags.multirun else _run(words[0], words[1:])
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED
@@ -201,13 +202,13 @@ def main(argv: list[str] | None = None) -> int:
         _complain(str(end))
         return EXIT_TERMINATED
     except ValueError as error:
-        if debug:
+        if flags.debug:
             raise
         for sentence in error.sentences if isinstance(error, ConfigError) else (error,):
             _complain(f"error: {sentence}")
         return EXIT_USAGE
     except OSError as error:  # a full disk, no permission
-        if debug:
+        if flags.debug:
             raise
         _complain(f"error: {error}")
         return EXIT_FAILED
@@ -223,7 +224,8 @@ def _run(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(_no_command(name))
     if name in REQUESTS:
-        return _work_of(COMMANDS[name])(REQUESTS[name].parse(words))
+        request = REQUESTS[name].parse(words)  # before the imports of the command
+        return _work_of(COMMANDS[name])(request)
     if name == "plan":
         request, settings = plan_request.parse(words)
         return _work_of(COMMANDS[name])(request, _overrides(settings))
@@ -231,45 +233,35 @@ def _run(name: str, words: list[str]) -> int:
         asked, settings = doctor_request.parse(words)
         if asked.run is not None:
             return _work_of(EXPLAIN)(asked)
-        return _work_of(COMMANDS[name])(asked, _configured(name, _examined(name, settings)))
-    found = _examined(name, words)
-    if name == "train" and found.config.trainer.check_only:  # needs no other machine, and no GPU
-        return _work_of(CHECK)(found)
-    config = _configured(name, found)
+        return _work_of(COMMANDS[name])(asked, _configured(name, settings))
+    config = _configured(name, words)
+    if name == "train" and config.trainer.check_only:  # needs no other machine, and no GPU
+        return _work_of(CHECK)(config)
     if name in OVER_NODES:
         config = placed(config, os.environ)
         name = "node" if config.trainer.node_rank else name
-    warm_up_for(name, config)
+    preload_for(name, config)
     try:
         return _work_of(COMMANDS[name])(config)
     except (RuntimeError, FloatingPointError, OSError) as error:  # of ranks, servers, collector, push or a full disk
         return _stopped(config, error)
 
 
-def _examined(name: str, words: list[str]) -> Examined:
-    """What the command line comes to, on this machine; how its engine was chosen is printed if nothing is wrong."""
+def _configured(name: str, words: list[str]) -> Config:
+    """The configuration of a command, on this machine; warnings are printed, and how its engine was chosen."""
     said: list[str] = []
-    found = examined(_overrides(words), command=name, choose_engine=partial(_choose_engine, name, said))
-    for sentence in said if not found.faults else ():
-        _complain(sentence)
-    return found
-
-
-def _configured(name: str, found: Examined) -> Config:
-    """The configuration of a command; warnings are printed.  Raises ConfigError with a sentence for each fault."""
-    faults = [*found.faults, *(_missing_files(found) if name == "train" else ())]
-    if faults:
+    config, warnings = load_config(_overrides(words), command=name, choose_engine=partial(_choose_engine, name, said))
+    if name == "train" and not config.trainer.check_only and (faults := list(_missing_files(config))):
         raise ConfigError(*faults)
-    for warning in found.warnings:
-        _complain(f"warning: {warning}")
-    return found.config
+    for sentence in [*said, *(f"warning: {warning}" for warning in warnings)]:
+        _complain(sentence)
+    return config
 
 
-def _missing_files(found: Examined) -> Iterator[str]:
+def _missing_files(config: Config) -> Iterator[str]:
     """Of a run on one machine that makes no files itself."""
-    config, data, trainer = found.config, found.config.data, found.config.trainer
-    is_sure = not found.left_out.has("trainer.prepare", "trainer.nnodes")
-    if is_sure and trainer.num_machines == 1 and not trainer.prepare:
+    data, trainer = config.data, config.trainer
+    if trainer.num_machines == 1 and not trainer.prepare:
         yield from missing_folders(config, tuple(used_roles(config, "train")))
         yield from missing([*data.train_files, *data.val_files])
 
@@ -328,13 +320,6 @@ def _overrides(words: list[str]) -> list[str]:
     return out
 
 
-def _take_flag(words: list[str], *names: str) -> bool:
-    found = [word for word in words if word in names]
-    for word in found:
-        words.remove(word)
-    return bool(found)
-
-
 def _complain(sentence: str) -> None:
     sentences(stderr=True).print(sentence)
 
@@ -347,9 +332,9 @@ def _help(words: list[str], console: Console) -> None:
     if name not in COMMANDS:
         raise ValueError(_no_command(name))
     if name == "plan":
-        return plan_request.print_help(console)
+        return plan_request.OPTIONS.show(console)
     if name in REQUESTS:
-        return REQUESTS[name].print_help(console)
+        return REQUESTS[name].OPTIONS.show(console)
     if name != "config" or not keys:
         return _print_command(console, name, COMMANDS[name])
     for found in [found for key in keys for found in described(key)]:

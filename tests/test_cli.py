@@ -61,24 +61,20 @@ def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
     assert train.config is not None
 
 
-def test_check_only_gets_what_was_found_with_its_faults_and_starts_nothing(train):
-    assert call("train", "recipe=quickstart", "actor.clip_ration=0.1", "trainer.check_only=true") == 0
-    found = train.config
-    assert found.config.trainer.check_only, "of the work that looks at data, rewards and models"
-    (fault,) = found.faults
-    assert fault.startswith("actor.clip_ration=0.1: there is no key actor.clip_ration")
+def test_check_only_gets_the_configuration_and_starts_nothing(train):
+    assert call("train", "recipe=quickstart", "trainer.check_only=true") == 0
+    assert train.config.trainer.check_only, "of the work that looks at data, rewards and models"
 
 
-def test_files_that_are_not_there_are_told_with_the_faults_of_the_settings(train, capsys):
+def test_files_that_are_not_there_are_told_after_the_faults_of_the_settings(train, capsys):
+    def told() -> list[str]:
+        return [line.partition(":")[2].partition(":")[0].strip() for line in capsys.readouterr().err.splitlines()]
+
     words = ("model.path=m", "data.train_files=[no.jsonl]", "data.val_files=[none.jsonl]", "rollout.engine=hf")
     assert call("train", *words, "rollout.n=two") == 2
-    assert [line.partition(":")[2].partition(":")[0].strip() for line in capsys.readouterr().err.splitlines()] == [
-        "rollout.n=two",
-        "no.jsonl",
-        "none.jsonl",
-    ]
+    assert told() == ["rollout.n=two"]
     assert call("train", *words) == 2, "before anything starts"
-    assert train.config is None
+    assert told() == ["no.jsonl", "none.jsonl"] and train.config is None
     assert call("train", *words, "trainer.prepare=mine") == 0, "which may make them"
 
 
@@ -162,7 +158,7 @@ def test_help_names_every_command_group_and_recipe(capsys):
 def test_each_command_has_a_page_of_its_own(name, capsys):
     assert call(name, "--help") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith(f"megarl {name}") and "commands" not in shown.split()[:40]
+    assert shown.removeprefix("usage: ").startswith(f"megarl {name}") and "commands" not in shown.split()[:40]
     for group in cli.COMMANDS[name].groups:
         assert cli.GROUPS[group][:20] in shown
 

@@ -2,19 +2,16 @@
 
 Contains the keys (schema/), their descriptions (describe.py), the names a key may hold (names.py), the spellings of
 other documents (aliases.py), the checks of values (validate/), suggestions of valid layouts (suggest.py), the keys that
-would have no effect (unused_keys.py), what is checked without a word that cannot be taken (left_out.py), and the GPUs
-of actor and servers (placement.py).  compose.py merges presets, recipes, files and command line into one `Config`;
-sweep.py makes one for each run of a sweep.  Tensors, processes and data files are not known here; they are checked
-where they are read.
+would have no effect (unused_keys.py), and the GPUs of actor and servers (placement.py).  compose.py merges presets,
+recipes, files and command line into one `Config`; sweep.py makes one for each run of a sweep.  Tensors, processes and
+data files are not known here; they are checked where they are read.
 Called by the commands on the top floor, which pass plain values down; lower packages never see a `Config`.
 
     config, warnings = load_config(["recipe=quickstart", "actor.optim.lr=1e-4"])
 """
 
 from megarl.config.compose import (
-    Examined,
     config_dir,
-    examined,
     from_yaml,
     layout_names,
     layout_word,
@@ -34,10 +31,8 @@ from megarl.config.validate.models import model_config
 __all__ = [
     "Config",
     "ConfigError",
-    "Examined",
     "SweptRun",
     "config_dir",
-    "examined",
     "from_yaml",
     "layout_names",
     "layout_of",

@@ -136,11 +136,6 @@ def converted(key: str, value: Any, command: Command, *, is_sft: bool = False) -
         return Taken(refusal="expected a number")
 
 
-def has_rule(key: str) -> bool:
-    """Is it a key of verl, without its prefix, that a rule takes or refuses?"""
-    return key in REFUSED or _rule(key, _RULES | _SFT_RULES) is not None
-
-
 def _rule(key: str, rules: dict[str, Rule]) -> Rule | None:
     return rules.get(key) or next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
 

@@ -6,12 +6,9 @@ one of its layouts (configs/model), recipes (configs/recipe) and user files, and
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from functools import cache
-from itertools import islice, product
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -23,7 +20,6 @@ from yaml import YAMLError
 import megarl
 from megarl.config import presets
 from megarl.config.keys import FREE, entry_groups, general, leaf_types, type_name
-from megarl.config.left_out import LeftOut, keys_in
 from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, sources_of, to_config
@@ -41,103 +37,53 @@ from megarl.config.validate.values import invalid_values, missing_values
 from megarl.config.verl.defaults import defaults, differing
 
 LR = "actor.optim.lr"
-_OF_A_FILE = re.compile(r"(?:^|: )(?:recipe|layout|model|model\.preset)=")  # begins a sentence about such a word
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What a command line comes to, without the words that could not be taken."""
-
-    config: Config
-    warnings: list[str]
-    faults: tuple[str, ...]  # one sentence each; of a configuration without faults every value is final
-    left_out: LeftOut
 
 
 def load_config(
     overrides: list[str], *, command: str = "train", choose_engine: Callable[[Config], str] | None = None
 ) -> tuple[Config, list[str]]:
-    """The resolved configuration of a command line, and warnings for its user: see `examined`.
-
-    Raises ConfigError with one sentence for each invalid key, type, value, combination and layout, and for each key
-    without effect.
-    """
-    found = examined(overrides, command=command, choose_engine=choose_engine)
-    if found.faults:
-        raise ConfigError(*found.faults)
-    return found.config, found.warnings
-
-
-def examined(
-    overrides: list[str], *, command: str = "train", choose_engine: Callable[[Config], str] | None = None
-) -> Examined:
-    """The resolved configuration of a command line, and all that is wrong with it.
+    """The resolved configuration of a command line, and warnings for its user.
 
     overrides: words such as "recipe=quickstart", "recipe=my/file.yaml", "model=NAME", "actor.optim.lr=1e-4".
     command: determines which keys are required and which would have no effect.
     choose_engine: replaces rollout.engine=auto by the engine of this machine, before the checks that depend on it;
     None: auto stays, and is checked as sglang.
-    A word that cannot be taken is left out, and the rest is checked without it; what may follow from that is not told.
-    Raises ConfigError if nothing that can be checked is left.
+    Raises ConfigError with one sentence for each fault of the first stage that has any: words and files; values;
+    layouts; combinations, and keys without effect.
     """
     assert command in COMMANDS, f"command {command}: expected one of {COMMANDS}"
-    typed = from_command_line(overrides, command=command)
     faults = Faults()
+    typed = from_command_line(overrides, command=command)
     layers = _readable_layers(typed, faults)
     layers = [*_verl_defaults(typed, layers), *layers]
-    given = {setting.key for layer in layers for setting in layer.settings}
-    told = [fault for layer in layers for fault in layer.faults]
-    is_read = not faults.sentences and not any(map(_OF_A_FILE.search, told))
-    unread = set() if is_read else leaf_types().keys() - given  # they may be set in the file
-    faults.sentences[:0] = told
-    left_out = LeftOut(frozenset(unread | {key for sentence in told for key in keys_in(sentence)}))
-    kept, config, left_out = _valid(layers, command, faults, left_out)
-    if all(map(keys_in, told)):  # else one of the words that could not be taken may have been meant for such a key
-        faults.sentences += (said for said in missing_values(config, command) if not left_out.may_cause(said))
-    said = [warning for layer in layers for warning in layer.warnings]
+    faults.sentences[:0] = [fault for layer in layers for fault in layer.faults]
+    faults.stop_if_any()
+    config = _laid(layers)
+    _stop_if_any([*invalid_values(config, command), *missing_values(config, command)], layers)
     if choose_engine is not None and config.rollout.engine == AUTO:
-        with faults.collect():
-            config.rollout.engine = choose_engine(config)
+        config.rollout.engine = choose_engine(config)
+    given = {setting.key for layer in layers for setting in layer.settings}
     if "trainer.recipe" not in given:  # the configuration of a run, which is a recipe too, has that of the run
         config.trainer.recipe = typed.recipe
     if command == "sft" and LR not in given:
         config.actor.optim.lr = _supervised_lr(config)
-    said += _check_together(config, typed, kept, command, faults, left_out)
-    sentences = _without_repeats(faults.sentences, layers)
-    if not sentences:
-        said += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config)]
-    return Examined(config, list(dict.fromkeys(said)), sentences, left_out)
-
-
-def _check_together(
-    config: Config, typed: Layer, layers: list[Layer], command: str, faults: Faults, left_out: LeftOut
-) -> list[str]:
-    """Settles a `config` whose values are valid one by one, in place; its layouts, combinations, keys without effect.
-
-    Returns warnings.
-    """
 
     def failing(words: list[str]) -> set[str]:
         """The roles whose layout would be invalid if these words were added to the command line."""
         return failing_roles(_laid([*layers, from_command_line(words)]), command)
 
-    found = Faults()
-    with found.collect():
-        found.sentences += layout_faults(config, command, failing)
-    has_layouts = not found.sentences
-    said = without_shards(config, command)
-    if has_layouts:
-        settled(config)
-    with found.collect():
-        found.sentences += contradictions(config, command)
-    if has_layouts:
-        unused = list(without_effect(config, typed.settings, command))
-        if typed.command.is_whole:  # verl takes such words without a sound
-            said += unused
-        else:
-            found.sentences += unused
-    faults.sentences += (sentence for sentence in found.sentences if not left_out.may_cause(sentence))
-    return said
+    _stop_if_any(layout_faults(config, command, failing), layers)
+    warnings = [warning for layer in layers for warning in layer.warnings] + without_shards(config, command)
+    settled(config)
+    wrong = list(contradictions(config, command))
+    unused = list(without_effect(config, typed.settings, command))
+    if typed.command.is_whole:  # verl takes such words without a sound
+        warnings += unused
+    else:
+        wrong += unused
+    _stop_if_any(wrong, layers)
+    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config)]
+    return config, list(dict.fromkeys(warnings))
 
 
 def _supervised_lr(config: Config) -> float:
@@ -171,58 +117,8 @@ def _readable_layers(typed: Layer, faults: Faults) -> list[Layer]:
     return [*preset, *files, typed]
 
 
-def _valid(layers: list[Layer], command: str, faults: Faults, left_out: LeftOut) -> tuple[list[Layer], Config, LeftOut]:
-    """The layers without the values that are invalid on their own, what they come to, and what is left out now.
-
-    Raises: ConfigError with all faults if one of them belongs to no setting.
-    """
-    while True:
-        found = Faults()
-        with found.collect():
-            config = _laid(layers)
-            found.sentences += invalid_values(config, command)
-        if not found.sentences:
-            return layers, config, left_out
-        # What the default of a word that was left out leads to is no fault of the user's.
-        faults.sentences += (
-            sentence for sentence in found.sentences if not left_out.may_cause(sentence) or _is_set(sentence, layers)
-        )
-        keys = {key for sentence in found.sentences for key in keys_in(sentence.partition(": ")[0])}
-        fewer = _without(layers, keys)
-        if fewer == layers:
-            faults.stop_if_any()
-        layers, left_out = fewer, LeftOut(left_out.keys | keys)
-
-
-def _without(layers: list[Layer], keys: set[str]) -> list[Layer]:
-    """The layers without the highest setting of each of these keys, or of the key that it follows."""
-    dropped: set[tuple[int, str]] = set()
-    for key in keys:
-        places = product((key, *sources_of(key)), reversed(range(len(layers))))
-        holds = ((at, name) for name, at in places if any(_sets(setting, name) for setting in layers[at].settings))
-        dropped.update(islice(holds, 1))
-
-    def kept(at: int) -> tuple[Setting, ...]:
-        names = [name for place, name in dropped if place == at]
-        return tuple(setting for setting in layers[at].settings if not any(_sets(setting, name) for name in names))
-
-    return [replace(layer, settings=kept(at)) for at, layer in enumerate(layers)]
-
-
-def _is_set(sentence: str, layers: list[Layer]) -> bool:
-    """Does a layer set a key that the sentence is about?"""
-    keys = keys_in(sentence.partition(": ")[0])
-    return any(_sets(setting, key) for key in keys for layer in layers for setting in layer.settings)
-
-
-def _sets(setting: Setting, key: str) -> bool:
-    """Does the setting set this key, or the entry of a mapping that this key is?"""
-    name = setting.key if setting.place is None else f"{setting.key}.{setting.place}"
-    return setting.key == key or f"{key}.".startswith(f"{name}.")
-
-
-def _without_repeats(sentences: list[str], layers: list[Layer]) -> tuple[str, ...]:
-    """Each sentence once, without those of keys that nobody set and whose source has a sentence as well."""
+def _stop_if_any(sentences: Iterable[str], layers: list[Layer]) -> None:
+    """Raises ConfigError, but not for keys that nobody set and that follow another one with a sentence."""
     setting_of = {sentence: sentence.partition(": ")[0] for sentence in sentences}  # KEY=VALUE
     set_keys = {setting.key for layer in layers for setting in layer.settings}
 
@@ -230,7 +126,8 @@ def _without_repeats(sentences: list[str], layers: list[Layer]) -> tuple[str, ..
         key, _, value = setting.partition("=")
         return key not in set_keys and any(f"{source}={value}" in setting_of.values() for source in sources_of(key))
 
-    return tuple(sentence for sentence, setting in setting_of.items() if not is_repeated(setting))
+    if told := [sentence for sentence, setting in setting_of.items() if not is_repeated(setting)]:
+        raise ConfigError(*told)
 
 
 def config_dir() -> Path:

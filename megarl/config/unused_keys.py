@@ -288,7 +288,6 @@ TABLE = (
         "trainer.profile.steps=[]: nothing is profiled",
         lambda c: not c.trainer.profile.steps,
     ),
-    UnusedKeys("trainer.published.*", "data.val_files=[]: there is no accuracy", lambda c: not c.data.val_files),
     UnusedKeys("trainer.check_export", "data.val_files=[]", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "data.val_files=[]: there are no scores", lambda c: not c.data.val_files),
     UnusedKeys("trainer.keep_best", "trainer.test_freq=-1: there are no scores", lambda c: c.trainer.test_freq < 1),
@@ -308,12 +307,12 @@ UNREAD = {
         "actor.ppo_epochs actor.old_* actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
         "data.*_max_samples trainer.eval_beside trainer.keep_best trainer.critic_warmup trainer.prepare "
-        "trainer.check_export trainer.published.* trainer.total_epochs trainer.check_only trainer.token_samples"
+        "trainer.check_export trainer.total_epochs trainer.check_only trainer.token_samples"
     ),
     "evaluate": (
         "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
         "data.train_max_samples trainer.on_nonfinite trainer.spike_sigma trainer.token_samples trainer.profile.* "
-        "trainer.published.* trainer.eval_beside trainer.save_* trainer.term_grace_s trainer.max_restarts "
+        "trainer.eval_beside trainer.save_* trainer.term_grace_s trainer.max_restarts "
         "trainer.start_timeout_s trainer.call_factor trainer.call_floor_s trainer.*silence_s trainer.spare_nodes "
         "rollout.n rollout.temperature rollout.top_p rollout.top_k rollout.ahead rollout.order rollout.update "
         "rollout.max_age rollout.turn_s rollout.push rollout.bucket_bytes rollout.check_every rollout.slow_factor"

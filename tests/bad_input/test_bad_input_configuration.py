@@ -7,20 +7,17 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from bad_input import Cases, nested, read_refusal
+from bad_input import Cases, examples, nested, read_refusal
 from config_helpers import BASE, KEYS
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, from_yaml, load_config, read_yaml, to_yaml
 from megarl.config.keys import entry_types, type_of
 from megarl.config.settings import from_content
 
-KIND = "configuration"
 ALL_KEYS = [*KEYS, *(key.replace("NAME", "t") for key in entry_types())]
 COMMANDS = ("train", "sft", "evaluate", "serve", "config", "node", "doctor")
-# Without shrinking, which takes minutes here: an example is short anyway.
-PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
 
 NUMBERS = st.sampled_from([0, -1, 1, 2, 3, 7, 2**31, 2**63, -(2**63) - 1, 10**400]) | st.sampled_from(
     [0.0, -0.5, 0.5, 1.0, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")]
@@ -51,22 +48,23 @@ def tried(cases: Cases, words: list[str], command: str = "train") -> None:
     assert from_yaml(to_yaml(config)) == config or "nan" in to_yaml(config)
 
 
-@settings(PROFILE, max_examples=400)
-@given(pairs=st.lists(st.tuples(st.sampled_from(ALL_KEYS), VALUES), min_size=1, max_size=4))
+# A composition takes 50 ms and tells all faults at once: few of them, with many values each.
+@examples(50)
+@given(pairs=st.lists(st.tuples(st.sampled_from(ALL_KEYS), VALUES), min_size=1, max_size=16))
 def test_bad_input_any_values_of_any_keys_in_a_file(cases: Cases, tmp_path: Path, pairs: list[tuple[str, Any]]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(nested(pairs), allow_unicode=True))
     tried(cases, [*BASE, f"recipe={file}"])
 
 
-@settings(PROFILE, max_examples=200)
+@examples(50)
 @given(
     words=st.lists(
         st.builds(lambda key, value: f"{key}={value}", st.sampled_from(ALL_KEYS), NUMBERS | WORDS)
         | st.text(max_size=12)
         | st.builds(lambda key, tail: f"{key}{tail}", st.sampled_from(ALL_KEYS), st.text(max_size=6)),
         min_size=1,
-        max_size=4,
+        max_size=12,
     ),
     command=st.sampled_from(COMMANDS),
 )
@@ -100,40 +98,30 @@ def set_of_all(groups: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [value for value in first if all(any(value is x or value == x for x in other) for other in others)]
 
 
-PATHS = [
-    *(
-        "data.train_files",
-        "data.val_files",
-        "model.path",
-        "model.tokenizer_path",
-        "critic.model.path",
-        "ref.model.path",
-    ),
-    *("reward.fn", "agent.fn", "distill.route", "trainer.resume_mode", "trainer.default_local_dir", "recipe", "model"),
-    *("algorithm.plugins", "rollout.urls", "reward.judge.url", "reward.model.path", "teachers.t.model.path", "layout"),
-    *("trainer.experiment_name", "trainer.master_addr", "rollout.host", "reward.sandbox", "agent.command"),
-]
+# Words that are composed at once: none of them says what another one of its line means.
+PATHS = (
+    ("recipe", "trainer.default_local_dir", "trainer.resume_mode"),
+    ("model", "trainer.experiment_name", "reward.sandbox"),
+    ("layout", "rollout.host", "trainer.master_addr", "agent.command"),
+    ("data.train_files", "data.val_files", "model.path", "critic.model.path", "ref.model.path", "rollout.urls"),
+    ("model.tokenizer_path", "reward.fn", "agent.fn", "distill.route", "teachers.t.model.path", "algorithm.plugins"),
+    ("reward.model.path", "reward.judge.url"),
+)
 
 
-@pytest.mark.parametrize("key", PATHS)
-def test_bad_input_names_that_are_no_paths(cases: Cases, tmp_path: Path, key: str) -> None:
+@pytest.mark.parametrize("keys", PATHS, ids=" ".join)
+def test_bad_input_names_that_are_no_paths(cases: Cases, tmp_path: Path, keys: tuple[str, ...]) -> None:
     (tmp_path / "pipe.yaml").mkdir()
     (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
-    names: tuple[str, ...] = (
-        "x" * 300,
-        "a/" * 3000,
-        "~nobody_here/a",
-        f"{tmp_path}/pipe.yaml",
-        f"{tmp_path}/loop.py:f",
-        "http://[",
-    )
-    names += ("", "\x1b[2J.py:f")
-    also = {"reward.model.path": ["reward.fn=model"], "distill.route": ["teachers.t.model.path=m"]}
-    for name in names:
+    names = ("x" * 300, "a/" * 3000, "~nobody_here/a", f"{tmp_path}/pipe.yaml", f"{tmp_path}/loop.py:f", "http://[", "")
+    also = {"reward.model.path": ["reward.fn=[model,judge]"], "distill.route": ["teachers.t.model.path=m"]}
+    for name in (*names, "\x1b[2J.py:f"):
         quoted = name.replace("\\", "\\\\").replace("'", "\\'")
-        tried(cases, [*BASE, *also.get(key, []), f"{key}='{quoted}'"])
+        words = [word for key in keys for word in (*also.get(key, []), f"{key}='{quoted}'")]
+        tried(cases, [*BASE, *words])
 
 
+@pytest.mark.full
 def test_bad_input_files_that_are_no_configurations(cases: Cases, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     for content in (b"", b"\xff\xfe", b"- a", b"a", b"{", b"a: [", b"a: b: c", b"&a [*a]", b"&a {b: *a}", b"? [a]\n: b",

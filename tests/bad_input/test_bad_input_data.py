@@ -8,32 +8,19 @@ from typing import Any
 
 import datasets
 import pytest
-from bad_input import Cases, read_refusal
-from hypothesis import HealthCheck, Phase, given, settings
+from bad_input import Cases, examples, read_refusal
+from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerBase
 
 from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.data.sft import SftExamples
 
-KIND = "data"
-PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
 GOOD = {"prompt": "1+1=", "ground_truth": "2", "response": "2"}
 FIELDS = st.sampled_from(
     [
-        *(
-            "prompt",
-            "ground_truth",
-            "response",
-            "messages",
-            "question",
-            "answer",
-            "reward_model",
-            "data_source",
-            "images",
-        ),
-        *("role", "content", "type", "text", "extra_info", ""),
+        *("prompt", "ground_truth", "response", "messages", "question", "answer", "reward_model", "data_source"),
+        *("images", "role", "content", "type", "text", "extra_info", ""),
     ]
 )
 SCALARS = st.none() | st.booleans() | st.sampled_from([0, -1, 10**400, 1e308, float("nan"), float("inf")]) | (
@@ -43,21 +30,20 @@ SCALARS = st.none() | st.booleans() | st.sampled_from([0, -1, 10**400, 1e308, fl
 ROWS = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4), max_leaves=6
 )
+Reader = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return tiny_tokenizer()
-
-
-def readers(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], Any], ...]:
+def readers() -> tuple[Reader, Reader]:
+    """Of prompts and of examples."""
+    tokenizer = tiny_tokenizer()
     return (
         lambda file: Prompts(str(file), tokenizer, max_prompt_length=32).visit(0),
         lambda file: SftExamples(str(file), tokenizer, max_length=64).take(1),
     )
 
 
-def tried(cases: Cases, read: Callable[[Path], Any], file: Path) -> bool:
+def tried(cases: Cases, read: Reader, file: Path) -> bool:
     """The file is read, or refused by its name.  Whether it was read."""
     cases.add()
     try:
@@ -68,25 +54,17 @@ def tried(cases: Cases, read: Callable[[Path], Any], file: Path) -> bool:
     return True
 
 
-@settings(PROFILE, max_examples=150)
-@given(row=st.dictionaries(FIELDS, ROWS, max_size=5) | ROWS)
-def test_bad_input_any_json_in_a_line(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, row: Any
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text(f"{json.dumps(GOOD)}\n{json.dumps(row)}\n")
-    for read in readers(tokenizer):
-        tried(cases, read, file)
+LINES = (st.dictionaries(FIELDS, ROWS, max_size=5) | ROWS).map(lambda row: json.dumps(row).encode())
 
 
-@settings(PROFILE, max_examples=60)
-@given(line=st.binary(max_size=20))
-def test_bad_input_any_bytes_in_a_line(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: bytes
+@examples(180)
+@given(line=LINES | st.binary(max_size=20))
+def test_bad_input_any_json_and_any_bytes_in_a_line(
+    cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader], line: bytes
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(json.dumps(GOOD).encode() + b"\n" + line + b"\n")
-    for read in readers(tokenizer):
+    for read in readers:
         tried(cases, read, file)
 
 
@@ -118,33 +96,29 @@ def test_bad_input_any_bytes_in_a_line(
     ids=range(21),
 )
 def test_bad_input_lines_are_named_with_their_number(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase, line: bytes, said: str
+    cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader], line: bytes, said: str
 ) -> None:
     cases.add()
     file = tmp_path / "rows.jsonl"
     file.write_bytes(json.dumps(GOOD).encode() + b"\n\n" + line + b"\n")
     with pytest.raises(ValueError, match=said) as caught:
-        Prompts(str(file), tokenizer, max_prompt_length=32)
+        readers[0](file)
     read_refusal(caught.value, f"{file}:3: ")
 
 
-def test_bad_input_equal_rows_and_ids_are_prompts_of_their_own(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_bad_input_equal_rows_and_ids_are_prompts_of_their_own(cases: Cases, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     for extra in ({}, {"id": 1}, {"uid": "0-0"}, {"uid": None}):
         cases.add()
         file.write_text(f"{json.dumps(GOOD | extra)}\n" * 3)
-        prompts = Prompts(str(file), tokenizer, max_prompt_length=32)
+        prompts = Prompts(str(file), tiny_tokenizer(), max_prompt_length=32)
         assert len({prompts.visit(number).uid for number in range(3)}) == 3
 
 
-def test_bad_input_a_file_that_was_cut_anywhere(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_bad_input_a_file_that_was_cut_anywhere(cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader]) -> None:
     whole = f"{json.dumps(GOOD)}\n{json.dumps(GOOD | {'prompt': 'é'})}\n".encode()
     file = tmp_path / "rows.jsonl"
-    read = readers(tokenizer)[0]
+    read = readers[0]
     ends = {len(whole), len(whole) - 1, whole.index(b"\n"), whole.index(b"\n") + 1}
     for end in range(len(whole) + 1):
         file.write_bytes(whole[:end])
@@ -152,9 +126,9 @@ def test_bad_input_a_file_that_was_cut_anywhere(
 
 
 def test_bad_input_a_parquet_file_that_was_cut_or_changed(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader]
 ) -> None:
-    file, read = tmp_path / "rows.parquet", readers(tokenizer)[0]
+    file, read = tmp_path / "rows.parquet", readers[0]
     datasets.Dataset.from_list([GOOD, GOOD]).to_parquet(file)
     whole = file.read_bytes()
     for end in range(0, len(whole), len(whole) // 40):
@@ -166,9 +140,9 @@ def test_bad_input_a_parquet_file_that_was_cut_or_changed(
 
 
 def test_bad_input_a_datasets_folder_that_was_changed(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader]
 ) -> None:
-    folder, read = tmp_path / "folder", readers(tokenizer)[0]
+    folder, read = tmp_path / "folder", readers[0]
     datasets.Dataset.from_list([GOOD, GOOD]).save_to_disk(folder)
     for part in sorted(folder.iterdir()):
         whole = part.read_bytes()
@@ -182,7 +156,7 @@ def test_bad_input_a_datasets_folder_that_was_changed(
 
 
 def test_bad_input_paths_that_are_no_files_of_rows(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader]
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "blank.jsonl").write_text("\n \n")
@@ -192,17 +166,15 @@ def test_bad_input_paths_that_are_no_files_of_rows(
     os.mkfifo(tmp_path / "pipe.jsonl")
     names = ("empty.jsonl", "blank.jsonl", "folder.jsonl", "loop.jsonl", "gone.jsonl", "pipe.jsonl", "absent.jsonl")
     for name in (*names, "n" * 300, "a\0b.jsonl", "é\udcff.jsonl"):
-        for read in readers(tokenizer):
+        for read in readers:
             cases.add()
             with pytest.raises(ValueError) as caught:
                 read(tmp_path / name)
             read_refusal(caught.value, str(tmp_path))
 
 
-def test_bad_input_a_saved_position_is_not_used_with_fewer_rows(
-    cases: Cases, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    file = tmp_path / "rows.jsonl"
+def test_bad_input_a_saved_position_is_not_used_with_fewer_rows(cases: Cases, tmp_path: Path) -> None:
+    file, tokenizer = tmp_path / "rows.jsonl", tiny_tokenizer()
     line = f"{json.dumps(GOOD)}\n"
     file.write_text(line * 5)
     state = SftExamples(str(file), tokenizer, max_length=64).state_dict()

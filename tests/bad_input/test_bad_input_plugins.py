@@ -10,7 +10,6 @@ from config_helpers import tables_kept
 from megarl.algo import POLICY_LOSSES
 from megarl.plugins import load_plugins, user_function
 
-KIND = "plug-ins"
 FILES = {
     "syntax": b"def f(:\n",
     "indent": b"if True:\nx = 1\n",
@@ -42,24 +41,17 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_bad_input_a_plugin_that_cannot_be_loaded(cases: Cases, tmp_path: Path, name: str) -> None:
-    cases.add()
+def test_bad_input_a_file_that_cannot_be_loaded_as_a_plugin_or_has_not_the_function(
+    cases: Cases, tmp_path: Path, name: str
+) -> None:
     file, before = tmp_path / f"{name}.py", dict(POLICY_LOSSES)
     file.write_bytes(FILES[name])
-    with pytest.raises(ValueError) as caught:
-        load_plugins([str(file)])
-    read_refusal(caught.value, str(file))
-    assert before == POLICY_LOSSES
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_bad_input_a_file_without_the_function(cases: Cases, tmp_path: Path, name: str) -> None:
-    cases.add()
-    file = tmp_path / f"{name}.py"
-    file.write_bytes(FILES[name])
-    with pytest.raises(ValueError) as caught:
-        user_function(f"agent.fn={file}:g", f"{file}:g")
-    read_refusal(caught.value, str(file))
+    for load in (lambda: load_plugins([str(file)]), lambda: user_function(f"agent.fn={file}:g", f"{file}:g")):
+        cases.add()
+        with pytest.raises(ValueError) as caught:
+            load()
+        read_refusal(caught.value, str(file))
+        assert before == POLICY_LOSSES
 
 
 def test_bad_input_plugins_that_are_not_there(cases: Cases, tmp_path: Path) -> None:

@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
-from bad_input import Cases, read_refusal
-from fake_servers import Writer, serving_in_a_thread
-from hypothesis import HealthCheck, Phase, example, given, settings
+from bad_input import Cases, examples, read_refusal
+from fake_servers import Telling, serving_in_a_thread
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.rollout.client import ServerError
 from megarl.rollout.protocol import Route, SamplingParams, error_message, parse_replies
 from megarl.weights.push.servers import Server
 
-KIND = "replies"
-PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
 SCALARS = st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=4)
 ODD = st.sampled_from([10**400, -(10**400), 2**63, "stop", "3", "٣", "\ud800", "1e9", 0.5, [[]], {"type": "stop"}])
 JUNK = st.recursive(
@@ -32,7 +29,7 @@ def reply() -> dict[str, Any]:
     return {"output_ids": [4, 6, 1], "meta_info": meta}
 
 
-@settings(PROFILE, max_examples=500)
+@examples(500)
 @given(data=st.data())
 def test_bad_input_a_reply_with_junk_in_any_place(cases: Cases, data: st.DataObject) -> None:
     cases.add()
@@ -57,7 +54,7 @@ def test_bad_input_a_reply_with_junk_in_any_place(cases: Cases, data: st.DataObj
     assert sum(span.end - span.start for span in completion.versions) == len(completion.token_ids)
 
 
-@settings(PROFILE, max_examples=100)
+@examples(100)
 @given(value=JUNK, n=st.integers(1, 3))
 def test_bad_input_a_reply_that_is_none(cases: Cases, value: Any, n: int) -> None:
     cases.add()
@@ -69,7 +66,7 @@ def test_bad_input_a_reply_that_is_none(cases: Cases, value: Any, n: int) -> Non
         raise AssertionError(f"{value!r} holds no completion")
 
 
-@settings(PROFILE, max_examples=100)
+@examples(100)
 @given(body=st.dictionaries(st.sampled_from(["n", "top_k", "temperature", "stop_token_ids", "x"]), JUNK) | JUNK)
 def test_bad_input_sampling_parameters_of_a_stranger(cases: Cases, body: Any) -> None:
     cases.add()
@@ -81,7 +78,7 @@ def test_bad_input_sampling_parameters_of_a_stranger(cases: Cases, body: Any) ->
     assert SamplingParams.from_json(params.to_json(n)) == (params, n)
 
 
-@settings(PROFILE, max_examples=60)
+@examples(60)
 @given(text=st.text(max_size=8) | JUNK.map(json.dumps) | st.dictionaries(
     st.sampled_from(["message", "error", "detail"]), JUNK).map(json.dumps))  # fmt: skip
 def test_bad_input_an_error_of_any_form_is_text(cases: Cases, text: str) -> None:
@@ -95,26 +92,17 @@ OTHERS += ["startup_time"]
 HF = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 
 
-class Telling(Writer):
-    """Says this of itself."""
-
-    routes = (Route.SERVER_INFO,)
-    info: Any = None
-
-    async def __call__(self, request: web.Request) -> web.Response:  # noqa: ARG002
-        return web.Response(text=json.dumps(self.info), content_type="application/json")
-
-
 @pytest.fixture(scope="module")
-def telling() -> Iterator[tuple[Telling, Server]]:
-    writer = Telling()
-    with serving_in_a_thread(writer) as (urls, _):
+def told() -> Iterator[tuple[dict[str, Any], Server]]:
+    """What a server says of itself, to be changed, and the server."""
+    info: dict[str, Any] = {}
+    with serving_in_a_thread(Telling(Route.SERVER_INFO, lambda: info)) as (urls, _):
         server = Server(urls[0], "", HF, 60.0)
-        yield writer, server
+        yield info, server
         server.engine.close()
 
 
-@settings(PROFILE, max_examples=300)
+@examples(300)
 @given(info=st.dictionaries(st.sampled_from(SIZES + OTHERS), JUNK | st.sampled_from([0, -3, 8, 10**9, "8"])))
 @example(info={"tp_size": 10**9})
 @example(info={"tp_size": [2]})
@@ -123,12 +111,13 @@ def telling() -> Iterator[tuple[Telling, Server]]:
 @example(info={"base_gpu_id": [], "device": "cuda"})
 @example(info={"custom_weight_loader": 5})
 def test_bad_input_what_a_server_says_of_itself(
-    cases: Cases, telling: tuple[Telling, Server], info: dict[str, Any]
+    cases: Cases, told: tuple[dict[str, Any], Server], info: dict[str, Any]
 ) -> None:
     """Before a push it is read, or the server is left out of the push: no failure of the ranks."""
     cases.add()
-    writer, server = telling
-    writer.info = info
+    says, server = told
+    says.clear()
+    says.update(info)
     try:
         server.probe()
     except ServerError as error:

@@ -4,8 +4,6 @@ Each value is one that its key allows alone: one of its choices, a number in its
 Together they may be refused, but only by sentences that name a key.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +12,9 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from bad_input import Cases, nested, read_refusal
+from bad_input import Cases, examples, nested, read_refusal
 from config_helpers import BASE, DENSE, EXPERTS, KEYS
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, layout_names, load_config, preset_names, read_yaml, recipe_names, to_yaml
@@ -24,13 +22,11 @@ from megarl.config.keys import entry_groups, entry_types, general, groups, leaf_
 from megarl.config.settings import show
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
-KIND = "valid configurations"
 TEACHER = "t"
 ALL_KEYS = [
     *(key for key in KEYS if key not in entry_groups()),
     *(key.replace("NAME", TEACHER) for key in entry_types()),
 ]
-PROFILE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], phases=(Phase.explicit, Phase.generate))
 
 INTEGERS = (-1, 0, 1, 2, 3, 4, 6, 8, 12, 16, 30, 64, 100, 256, 1000, 4096, 30000)
 FLOATS = (0.0, 1e-8, 1e-6, 1e-3, 0.01, 0.1, 0.2, 0.5, 0.9, 0.95, 0.999, 1.0, 1.5, 2.0, 3.0, 6.0, 30.0, 600.0)
@@ -104,21 +100,14 @@ def tried(cases: Cases, folder: Path, drawn: tuple[list[str], dict[str, Any], bo
     assert again == config
 
 
-@settings(PROFILE, max_examples=60)
-@given(drawn=configurations())
-def test_bad_input_valid_values_are_a_configuration_or_a_refusal(
-    cases: Cases, tmp_path: Path, drawn: tuple[list[str], dict[str, Any], bool]
-) -> None:
-    tried(cases, tmp_path, drawn)
+@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.full)])
+def test_bad_input_valid_values_are_a_configuration_or_a_refusal(cases: Cases, tmp_path: Path, count: int) -> None:
+    @examples(count)
+    @given(drawn=configurations())
+    def each(drawn: tuple[list[str], dict[str, Any], bool]) -> None:
+        tried(cases, tmp_path, drawn)
 
-
-@pytest.mark.long
-@settings(PROFILE, max_examples=3000)
-@given(drawn=configurations())
-def test_bad_input_many_valid_values_are_a_configuration_or_a_refusal(
-    cases: Cases, tmp_path: Path, drawn: tuple[list[str], dict[str, Any], bool]
-) -> None:
-    tried(cases, tmp_path, drawn)
+    each()
 
 
 def test_bad_input_every_key_has_valid_values(cases: Cases) -> None:

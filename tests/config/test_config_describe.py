@@ -1,7 +1,5 @@
 """What is said of a key before it is set."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.config import ConfigError

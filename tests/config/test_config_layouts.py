@@ -28,6 +28,9 @@ KEYS = {
     "first": "num_layers_in_first_pipeline_stage",
     "last": "num_layers_in_last_pipeline_stage",
     "sp": "sequence_parallel",
+    "recompute_granularity": "recompute_granularity",
+    "recompute_method": "recompute_method",
+    "recompute_num_layers": "recompute_num_layers",
 }
 
 
@@ -50,92 +53,45 @@ def named(sentence: str) -> list[list[str]]:
     return [near.split() for near in tail.split(", or ")] if found else []
 
 
-@pytest.mark.parametrize(
-    ("model", "typed", "told"),
-    [
-        (
-            DENSE,
-            "tp=8",
-            "actor.megatron.tp=8 does not divide the model's num_key_value_heads=4; nearest: actor.megatron.tp=4, or "
-            "actor.megatron.tp=2, or actor.megatron.tp=1",
-        ),
-        (
-            DENSE,
-            "tp=3",
-            "actor.megatron.tp=3 does not divide the model's num_attention_heads=8; nearest: actor.megatron.tp=4, or "
-            "actor.megatron.tp=2, or actor.megatron.tp=1",
-        ),
-        (
-            DENSE,
-            "pp=8",
-            "actor.megatron.pp=8 does not divide the model's num_hidden_layers=12; nearest: actor.megatron.pp=4, or "
-            "actor.megatron.last=5, or ",
-        ),
-        (DENSE, "pp=4 vpp=2", "actor.megatron.vpp=2 does not divide the 3 layers of a pipeline rank; nearest: "),
-        (DENSE, "pp=4 first=4", "first=4: 8 of the model's num_hidden_layers=12 are left for the other 3 pipeline"),
-        (
-            DENSE,
-            "vpp=2",
-            "actor.megatron.vpp=2: there is one pipeline rank; expected pp above 1, or null or 1; nearest: ",
-        ),
-        (
-            DENSE,
-            "first=6",
-            "actor.megatron.first=6: there is one pipeline rank; expected pp above 1, or null; nearest: ",
-        ),
-        (DENSE, "ep=2", "actor.megatron.ep=2: the model has no experts; expected 1; nearest: actor.megatron.ep=1"),
-        (DENSE, "tp=2 etp=1", "actor.megatron.etp=1: the model has no experts; expected 2, as tp; nearest: "),
-        (DENSE, "sp=true", "actor.megatron.sp=true: expected tp above 1, or false; nearest: actor.megatron.sp=false"),
-        (EXPERTS, "ep=3", "actor.megatron.ep=3 does not divide the model's number of experts=8; nearest: actor.megatr"),
-        (EXPERTS, "etp=5", "actor.megatron.etp=5 does not divide the model's intermediate size of an expert=24"),
-        (
-            EXPERTS,
-            "tp=2",
-            "actor.megatron.sp=false: a model with experts is trained over tp=2 in no other way; expected true; "
-            "nearest: actor.megatron.sp=true, or actor.megatron.tp=1",
-        ),
-        ("", "tp=3 pp=2", "actor.megatron.tp=3: tp*pp*cp = 3*2*1 = 6 does not divide 8 ranks of the actor; nearest: "),
-        ("", "cp=5", "actor.megatron.cp=5: tp*pp*cp = 1*1*5 = 5 does not divide 8 ranks of the actor; nearest: "),
-        ("", "tp=2 ep=8", "actor.megatron.ep=8: ep*etp*pp = 8*2*1 = 16 does not divide 8 ranks of the actor; nearest"),
-        (
-            "",
-            "data.train_batch_size=3",
-            "actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8 data-parallel ranks of the actor busy; expected at "
-            "least 4; nearest: actor.megatron.tp=2, or ",
-        ),
-        (
-            "",
-            "actor.ppo_micro_batch_size=12",
-            "actor.ppo_micro_batch_size=12: expected a multiple of the 8 data-parallel ranks of the actor, as 8 or 16; "
-            "nearest: actor.megatron.tp=2, or ",
-        ),
-        (
-            DENSE,
-            "pp=4 actor.megatron.recompute_granularity=full actor.megatron.recompute_method=uniform "
-            "actor.megatron.recompute_num_layers=2",
-            "actor.megatron.recompute_num_layers=2: recompute_method=uniform cuts the 3 layers of a stage; expected 3 "
-            "or 1",
-        ),
-        (
-            "",
-            "pp=2 actor.strategy=fsdp",
-            "actor.megatron.pp=2: actor.strategy=fsdp has no pipeline; expected 1; nearest: actor.megatron.pp=1",
-        ),
-        (
-            EXPERTS,
-            "ep=8 actor.strategy=fsdp",
-            "actor.megatron.ep=8: actor.strategy=fsdp needs two ranks that share each expert; nearest: "
-            "actor.megatron.ep=4",
-        ),
-    ],
-)
-def test_a_layout_that_cannot_be_is_told_with_the_nearest_that_can(model: str, typed: str, told: str) -> None:
-    base = [*ON_8, *([model] if model else [])]
-    sentence = refusal(*base, *words(typed))
-    assert told in short(sentence)
+# Words and sentences have the short names, and no actor.megatron.
+IMPOSSIBLE = """
+@dense tp=8 | tp=8 does not divide the model's num_key_value_heads=4; nearest: tp=4, or tp=2, or tp=1
+@dense tp=3 | tp=3 does not divide the model's num_attention_heads=8; nearest: tp=4, or tp=2, or tp=1
+@dense pp=8 | pp=8 does not divide the model's num_hidden_layers=12; nearest: pp=4, or last=5, or
+@dense pp=4 vpp=2 | vpp=2 does not divide the 3 layers of a pipeline rank
+@dense pp=4 first=4 | first=4: 8 of the model's num_hidden_layers=12 are left for the other 3 pipeline
+@dense vpp=2 | vpp=2: there is one pipeline rank; expected pp above 1, or null or 1
+@dense first=6 | first=6: there is one pipeline rank; expected pp above 1, or null
+@dense ep=2 | ep=2: the model has no experts; expected 1; nearest: ep=1
+@dense tp=2 etp=1 | etp=1: the model has no experts; expected 2, as tp
+@dense sp=true | sp=true: expected tp above 1, or false; nearest: sp=false
+@experts ep=3 | ep=3 does not divide the model's number of experts=8
+@experts etp=5 | etp=5 does not divide the model's intermediate size of an expert=24
+@experts tp=2 | sp=false: a model with experts is trained over tp=2 in no other way; expected true; nearest: sp=true, \
+or tp=1
+tp=3 pp=2 | tp=3: tp*pp*cp = 3*2*1 = 6 does not divide 8 ranks of the actor
+cp=5 | cp=5: tp*pp*cp = 1*1*5 = 5 does not divide 8 ranks of the actor
+tp=2 ep=8 | ep=8: ep*etp*pp = 8*2*1 = 16 does not divide 8 ranks of the actor
+data.train_batch_size=3 | actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8 data-parallel ranks of the actor \
+busy; expected at least 4; nearest: tp=2, or
+actor.ppo_micro_batch_size=12 | actor.ppo_micro_batch_size=12: expected a multiple of the 8 data-parallel ranks of the \
+actor, as 8 or 16; nearest: tp=2, or
+@dense pp=4 recompute_granularity=full recompute_method=uniform recompute_num_layers=2 | recompute_num_layers=2: \
+recompute_method=uniform cuts the 3 layers of a stage; expected 3 or 1
+pp=2 actor.strategy=fsdp | pp=2: actor.strategy=fsdp has no pipeline; expected 1; nearest: pp=1
+@experts ep=8 actor.strategy=fsdp | ep=8: actor.strategy=fsdp needs two ranks that share each expert; nearest: ep=4
+"""
+
+
+@pytest.mark.parametrize("row", IMPOSSIBLE.strip().splitlines())
+def test_a_layout_that_cannot_be_is_told_with_the_nearest_that_can(row: str) -> None:
+    typed, told = row.replace("@dense", DENSE).replace("@experts", EXPERTS).split(" | ")
+    base = [*ON_8, *words(typed)]
+    sentence = refusal(*base)
+    assert told in short(sentence).replace(f"{ACTOR}.", "")
     assert named(sentence), sentence
     for near in named(sentence):
-        load(*base, *words(typed), *near)
+        load(*base, *near)
 
 
 def test_an_odd_number_of_layers_is_cut_by_a_shorter_last_stage() -> None:
@@ -153,31 +109,6 @@ def test_a_layout_is_named_only_if_it_suits_the_roles_that_follow() -> None:
     of_actor, of_critic = refusals(*ON_8, DENSE, *critic, *words("tp=8"), *own)
     assert "nearest: actor.megatron.tp=4, or " in short(of_actor)
     assert short(of_critic).endswith("nearest: critic.megatron.tp=2, or critic.megatron.tp=1")
-
-
-@pytest.mark.parametrize(
-    ("typed", "told"),
-    [
-        ("critic.first_rank=8", "critic.first_rank=8: the trainer has 8 ranks; expected at most 7"),
-        (
-            "critic.first_rank=6 critic.num_ranks=4",
-            "critic.num_ranks=4: from rank 6 on the trainer has 8 ranks, 2 of them; expected 2",
-        ),
-        ("actor.num_ranks=0", "actor.num_ranks=0: expected at least 1"),
-        ("actor.first_rank=-1", "actor.first_rank=-1: expected a number of at least 0"),
-        ("actor.strategy=none", "actor.strategy=none: expected megatron or fsdp, because there are 8 ranks"),
-    ],
-)
-def test_ranks_that_are_not_there_are_refused(typed: str, told: str) -> None:
-    assert refusal(*ON_8, *typed.split()).startswith(told)
-
-
-def test_a_role_may_have_ranks_of_its_own() -> None:
-    config = load(*ON_8, "actor.num_ranks=4", "critic.first_rank=4", *words("tp=2", "critic"))
-    assert [(r.first_rank, r.num_ranks) for r in (config.actor, config.critic, config.ref)] == [(0, 4), (4, 4), (0, 4)]
-    assert load(*ON_8, "critic.first_rank=4").critic.num_ranks == 4
-    assert load(*ON_8).actor.num_ranks == 8
-    load(*ON_8, "critic.first_rank=7", "critic.strategy=none")
 
 
 def test_the_ranks_of_a_role_are_what_its_layout_must_divide() -> None:
@@ -215,6 +146,41 @@ def test_a_node_that_only_joins_asks_for_nothing_but_its_place() -> None:
     assert config.trainer.node_rank == 1
     with pytest.raises(ConfigError, match=r"^trainer.node_rank=2: expected less than trainer.nnodes=2"):
         load_config(["trainer.nnodes=2", "trainer.node_rank=2"], command="node")
+
+
+# ---- how a role is computed
+
+
+def test_choices_that_change_no_result_are_taken() -> None:
+    config = load(
+        *ON_8, DENSE, *words("tp=2"), "actor.megatron.pipeline_model_parallel_size=2",
+        "actor.megatron.sequence_parallel=true", "actor.megatron.recompute_granularity=full",
+        "actor.megatron.recompute_method=uniform", "actor.megatron.recompute_num_layers=3",
+        "actor.megatron.use_distributed_optimizer=true", "actor.megatron.overlap_grad_reduce=true",
+        "actor.megatron.overlap_param_gather=true", "actor.megatron.param_offload=true",
+        "actor.megatron.optimizer_offload=true", "actor.megatron.transformer_impl=local",
+    )  # fmt: skip
+    assert config.critic.megatron.recompute_method == "uniform", "the critic follows"
+    assert load(*ON_8, "actor.use_kl_loss=true", "actor.kl_loss_type=full", *words("tp=2")).ref.megatron
+
+
+def test_deepep_is_taken_for_experts_on_several_ranks_and_the_reference_follows() -> None:
+    words = ("actor.megatron.moe_token_dispatcher_type=flex", "actor.megatron.expert_model_parallel_size=2")
+    config = load(*ON_8, EXPERTS, *words, "model.dtype=bfloat16")
+    assert config.ref.megatron.moe_token_dispatcher_type == "flex"
+
+
+def test_where_nothing_can_be_sharded_fsdp_is_megatron() -> None:
+    config, warnings = load_config([*BASE, "trainer.n_gpus_per_node=2", *words("tp=2"), "critic.strategy=fsdp"])
+    assert config.critic.strategy == "megatron"
+    assert warnings == ["critic.strategy=fsdp: no two ranks share a parameter that could be sharded; runs as megatron"]
+    assert load(*ON_8, "actor.megatron.context_parallel_size=8", "actor.strategy=fsdp").critic.strategy == "fsdp"
+
+
+def test_experts_that_lie_over_fewer_ranks_than_the_rest_have_copies() -> None:
+    layout = ["tensor_model_parallel_size=4", "expert_model_parallel_size=2", "expert_tensor_parallel_size=1"]
+    words = [f"actor.megatron.{word}" for word in (*layout, "sequence_parallel=true", "overlap_grad_reduce=true")]
+    assert load(EXPERTS, *words, "trainer.n_gpus_per_node=4").actor.megatron.overlap_grad_reduce
 
 
 # ---- any layout of any model

@@ -1,7 +1,5 @@
 """Targets of adapters that the model has, and adapters that servers can take."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,19 +2,25 @@
 
 import re
 
+import pytest
 import torch
 from config_helpers import KEYS
+from torch import Tensor
 
 from megarl import algo, rewards
+from megarl.agents.adapters import ADAPTERS
+from megarl.agents.answer import TOOL_PARSERS
+from megarl.agents.conversation import HISTORIES
 from megarl.algo import correction
-from megarl.algo.hyperparameters import CLIP_KEYS, hyperparameter_names
-from megarl.config import Config, config_dir, names
+from megarl.algo.aggregate import StepCounts
+from megarl.algo.hyperparameters import CLIP_KEYS, hyperparameter_names, hyperparameters_of, keyword_names
+from megarl.config import Config, names
 from megarl.config.keys import entry_types, leaf_types
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 from megarl.servers.engines import ENGINES
 
 
-def test_the_names_are_those_of_the_tables():
+def test_the_names_are_those_of_the_tables() -> None:
     """What the decorators' source says is what they do when they run."""
     assert set(names.POLICY_LOSSES) == set(algo.POLICY_LOSSES)
     assert set(names.ADV_ESTIMATORS) == set(algo.ADV_ESTIMATORS)
@@ -22,57 +28,94 @@ def test_the_names_are_those_of_the_tables():
     assert set(names.KL_PENALTIES) == {*algo.KL_ESTIMATORS, "full"}, "full is a column of the model"
     assert set(names.REWARDS) == set(rewards.REWARDS)
     assert set(names.ENGINES) == set(ENGINES)
+    assert set(names.TOOL_PARSERS) == set(TOOL_PARSERS)
+    assert names.AGENT_HISTORIES == HISTORIES
+    assert set(names.AGENT_ADAPTERS) == set(ADAPTERS)
 
 
-def test_every_kl_estimator_is_one_the_loss_layer_computes():
-    x = torch.tensor([-1.0]), torch.tensor([-2.0])
-    for name in set(names.KL_ESTIMATORS) - set(names.FULL_KL):
-        assert algo.kl_estimate(name, *x).shape == (1,)
-    for name in names.FULL_KL:
-        assert "full_kl" in algo.ActorLoss(use_kl_loss=True, kl_loss_type=name).outputs
-
-
-def test_the_numbers_of_a_loss_are_its_keyword_arguments():
+@pytest.mark.parametrize("name", names.POLICY_LOSSES)
+def test_the_numbers_of_a_loss_are_its_keyword_arguments(name: str) -> None:
     """By their annotations the source tells hyperparameters from columns; the running code goes by names."""
-    for name in names.POLICY_LOSSES:
-        own = {key: default for key, default in hyperparameter_names(name).items() if key not in CLIP_KEYS}
-        assert own == names.POLICY_LOSS_ARGS[name], name
+    found = hyperparameter_names(name)
+    assert names.POLICY_LOSS_ARGS[name] == {key: default for key, default in found.items() if key not in CLIP_KEYS}
+    assert (name in names.LOSSES_WITHOUT_CLIP) == ("clip_low" not in found)
+    assert (name in names.LOSSES_WITH_DUAL_CLIP) == ("clip_c" in found)
 
 
-def test_what_the_configuration_knows_of_each_choice():
-    """By hand, as the papers have it."""
-    assert set(names.LOSSES_WITHOUT_CLIP) == {"reinforce", "gpg", "sapo", "dro", "kl_cov"}
-    assert set(names.LOSSES_WITH_DUAL_CLIP) == {"ppo", "vanilla", "grpo"}
-    assert set(names.LOSSES_WITHOUT_RATIO) == {"reinforce", "gpg", "dro"}
-    assert set(names.LOSSES_WITHOUT_OLD) == {"reinforce", "gpg"}
+def loss_and_gradient(name: str, advantage: float, moved: float) -> tuple[Tensor, Tensor]:
+    """Of two tokens of a sequence whose log-probs were higher by `moved` when they were sampled."""
+    loss, log_probs = algo.POLICY_LOSSES[name], torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    required = {key: 0.1 for key, has_default in hyperparameter_names(name).items() if not has_default}
+    own = hyperparameters_of(loss.function, required)
+    if "selected" in keyword_names(loss.function):
+        own["selected"] = torch.zeros(2, dtype=torch.bool)
+    advantages, segments = torch.full_like(log_probs, advantage).detach(), torch.zeros(2, dtype=torch.long)
+    found, _ = loss.function(
+        log_probs, log_probs.detach() + moved, advantages, torch.ones(2, dtype=torch.bool), segments, **own
+    )
+    found.sum().backward()
+    assert log_probs.grad is not None
+    return found.detach(), log_probs.grad
+
+
+@pytest.mark.parametrize("name", names.POLICY_LOSSES)
+def test_what_is_said_of_ratio_and_old_log_probs_is_what_a_loss_computes(name: str) -> None:
+    """The ratio is in the part of the gradient that grows with the advantage."""
+    by_moved = {moved: [loss_and_gradient(name, advantage, moved) for advantage in (1.0, 2.0)] for moved in (0.0, 1e-4)}
+    losses, parts = zip(*((two[1][0], two[1][1] - two[0][1]) for two in by_moved.values()), strict=True)
+    assert (name in names.LOSSES_WITHOUT_OLD) == torch.equal(*losses)
+    assert (name in names.LOSSES_WITHOUT_RATIO) == torch.allclose(*parts, rtol=1e-9, atol=0)
+
+
+def test_losses_that_were_published_with_an_aggregation() -> None:
+    """By hand, as the papers have it: GSPO arXiv:2507.18071, GMPO arXiv:2507.20673."""
     assert dict.fromkeys(("gspo", "gmpo", "geo_mean"), "seq-mean-token-mean") == names.AGG_MODE_OF_LOSS
-    assert names.POLICY_LOSS_ARGS["dro"] == {"beta": False}
-    assert set(names.ADV_ESTIMATORS) - set(names.ESTIMATORS_WITHOUT_CRITIC) == {"gae"}
-    alone = {"gae", "none", "remax", "reinforce_plus_plus"}
-    assert set(names.ADV_ESTIMATORS) - set(names.GROUP_ESTIMATORS) == alone
-    assert set(names.ESTIMATORS_WITH_GAMMA) == {"gae", "reinforce_plus_plus", "optimal_token_baseline"}
-    assert set(names.ESTIMATORS_WITH_STD) == {"grpo", "grpo_passk", "gdpo"}
-    assert (names.ESTIMATORS_WITH_LAMBDA, names.ESTIMATORS_WITH_REWARD_WEIGHTS) == (("gae",), ("gdpo",))
-    assert names.KL_WITHOUT_GRADIENT == ("kl", "k1")
-    assert set(names.AGG_MODES_WITH_SCALE) == {"seq-mean-token-sum-norm", "token-sum-norm"}
 
 
-def test_the_names_of_the_correction_are_those_of_the_loss_layer():
+@pytest.mark.parametrize("name", names.ADV_ESTIMATORS)
+def test_what_an_estimator_needs_are_its_keyword_arguments(name: str) -> None:
+    found = keyword_names(algo.ADV_ESTIMATORS[name])
+    assert (name in names.ESTIMATORS_WITHOUT_CRITIC) == ("values" not in found)
+    assert (name in names.GROUP_ESTIMATORS) == ("group_ids" in found)
+    assert (name in names.ESTIMATORS_WITH_GAMMA) == ("gamma" in found)
+    assert (name in names.ESTIMATORS_WITH_LAMBDA) == ("lam" in found)
+    assert (name in names.ESTIMATORS_WITH_STD) == ("norm_adv_by_std_in_grpo" in found)
+    assert (name in names.ESTIMATORS_WITH_REWARD_WEIGHTS) == ("reward_weights" in found)
+
+
+@pytest.mark.parametrize("name", sorted(set(names.KL_ESTIMATORS) - set(names.FULL_KL)))
+def test_a_kl_term_is_said_to_have_no_gradient_where_its_expectation_is_zero(name: str) -> None:
+    """Summed over a vocabulary of four tokens, each as often as it is sampled."""
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(0)
+    (
+        log_probs.detach().exp() * algo.kl_estimate(name, log_probs, logits.detach().flip(0).log_softmax(0))
+    ).sum().backward()
+    assert logits.grad is not None
+    assert (name in names.KL_WITHOUT_GRADIENT) == bool(logits.grad.abs().max() < 1e-12)
+
+
+@pytest.mark.parametrize("name", names.AGG_MODES)
+def test_an_aggregation_is_said_to_have_a_constant_where_its_weights_depend_on_it(name: str) -> None:
+    weights = [
+        algo.AGG_MODES[name].function(StepCounts(torch.tensor([3.0, 5.0]), torch.tensor([0, 1]), scale))
+        for scale in (2.0, 4.0)
+    ]
+    assert (name in names.AGG_MODES_WITH_SCALE) == (not torch.equal(*weights))
+
+
+def test_the_names_of_the_correction_are_those_of_the_loss_layer() -> None:
     ours = vars(Config().algorithm.rollout_correction)
     assert ours == vars(correction.Correction()), "the same keys with the same defaults"
 
 
-def test_every_checked_key_exists():
+def test_every_checked_key_exists() -> None:
     assert {*CHOICES, *OPEN_CHOICES, *RANGES} <= {*KEYS, *entry_types()}
 
 
-def test_every_number_is_checked():
+def test_every_number_is_checked() -> None:
     """A new number without a range would be a hole."""
     free = {"trainer.seed", "data.seed", "rollout.seed"}
     numeric = {key for key, kind in (leaf_types() | entry_types()).items() if re.search(r"\b(int|float)\b", str(kind))}
     micro = {key for key in numeric if "micro_batch_size" in key or "max_token_len" in key}
     assert numeric - free - micro - {"rollout.max_total_tokens"} <= RANGES.keys()
-
-
-def test_the_shipped_folder_is_found():
-    assert (config_dir() / "train.yaml").is_file()

@@ -1,7 +1,5 @@
 """Which settings need a forward pass for the old log-probs before the first optimizer step."""
 
-from __future__ import annotations
-
 import pytest
 from config_helpers import load, refusal
 
@@ -11,50 +9,47 @@ CORRECTION = "algorithm.rollout_correction"
 TEACHERS = "teachers={math:{model:{path:m}}}"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "algorithm.adv_estimator=grpo",
-        "actor.ppo_epochs=4",
-        "data.train_batch_size=8 actor.ppo_mini_batch_size=4",
-        "actor.use_kl_loss=true actor.kl_loss_type=full",
-        "algorithm.policy_loss_fn=cispo",
-        f"{CORRECTION}.bypass=true",
-        "rollout.ahead=2 rollout.max_age=1",
-        "actor.router_replay=rollout",
-        "actor.old_log_prob_freq=1",
-        f"algorithm.adv_estimator=none {TEACHERS}",
-        "algorithm.plugins=[mine.py] algorithm.policy_loss_fn=mine algorithm.adv_estimator=mine",
-    ],
-)
+# WORDS; the first line has none
+FIRST_STEP = f"""
+algorithm.adv_estimator=grpo
+actor.ppo_epochs=4
+data.train_batch_size=8 actor.ppo_mini_batch_size=4
+actor.use_kl_loss=true actor.kl_loss_type=full
+algorithm.policy_loss_fn=cispo
+{CORRECTION}.bypass=true
+rollout.ahead=2 rollout.max_age=1
+actor.router_replay=rollout
+actor.old_log_prob_freq=1
+algorithm.adv_estimator=none {TEACHERS}
+algorithm.plugins=[mine.py] algorithm.policy_loss_fn=mine algorithm.adv_estimator=mine
+"""
+
+
+@pytest.mark.parametrize("words", FIRST_STEP.rstrip().split("\n"))
 def test_the_first_step_gives_them(words: str) -> None:
     assert why_own_pass(load("rollout.n=2", *words.split())) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (
-            "algorithm.adv_estimator=optimal_token_baseline",
-            "algorithm.adv_estimator=optimal_token_baseline reads old_log_probs and sum_pi_squared",
-        ),
-        ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward=true compares them with the reference's"),
-        (f"{CORRECTION}.level=token", f"{CORRECTION}.level=token makes weights of them"),
-        (f"{CORRECTION}.reject_by=k3 {CORRECTION}.reject_high=1", f"{CORRECTION}.reject_by=k3 rejects by them"),
-        (
-            "algorithm.policy_loss_fn=clip_cov",
-            "algorithm.policy_loss_fn=clip_cov selects tokens of a whole step by them",
-        ),
-        ("actor.router_replay=old", "actor.router_replay=old replays the experts of this pass"),
-        (f"distill.form=reward {TEACHERS}", "distill.form=reward compares them with the teachers'"),
-    ],
-)
-def test_what_reads_them_before_needs_the_pass_and_says_so(words: str, why: str) -> None:
-    config = load("rollout.n=2", *words.split())
+# WORDS | why, where "^" stands for the last of the words
+OWN_PASS = f"""
+algorithm.adv_estimator=optimal_token_baseline | ^ reads old_log_probs and sum_pi_squared
+algorithm.use_kl_in_reward=true | ^ compares them with the reference's
+{CORRECTION}.level=token | ^ makes weights of them
+{CORRECTION}.reject_high=1 {CORRECTION}.reject_by=k3 | ^ rejects by them
+algorithm.policy_loss_fn=clip_cov | ^ selects tokens of a whole step by them
+actor.router_replay=old | ^ replays the experts of this pass
+{TEACHERS} distill.form=reward | ^ compares them with the teachers'
+"""
+
+
+@pytest.mark.parametrize("row", OWN_PASS.strip().splitlines())
+def test_what_reads_them_before_needs_the_pass_and_says_so(row: str) -> None:
+    typed, why = row.split(" | ")
+    words = ["rollout.n=2", *typed.split()]
+    config, why = load(*words), why.replace("^", words[-1])
     assert why_own_pass(config) == why
     assert source_of_old_log_probs(config, why) == f"old log-probs: of a forward pass of their own, because {why}"
-    said = refusal("rollout.n=2", *words.split(), "actor.old_log_prob_freq=5")
+    said = refusal(*words, "actor.old_log_prob_freq=5")
     assert said.startswith("actor.old_log_prob_freq=5: has no effect, because each iteration makes a forward pass")
 
 

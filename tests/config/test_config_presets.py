@@ -74,10 +74,7 @@ def test_the_layout_of_a_preset_is_checked_as_any_other(preset: str, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (
-            "model=@ layout=61x80",
-            "layout=61x80: model=@ has no such layout; expected one of 1x80, 8x80",
-        ),
+        ("model=@ layout=61x80", "layout=61x80: model=@ has no such layout; expected one of 1x80, 8x80"),
         ("layout=8x80", "layout=8x80: expected model=NAME as well, the preset that holds it"),
         ("model=3", "model=3: expected the name of a preset or the path of a YAML file"),
         ("model=@ layout=3", "layout=3: expected the name of one of the layouts of the model's preset"),

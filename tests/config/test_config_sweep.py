@@ -1,7 +1,5 @@
 """Several values on a command line become runs, each checked, with a folder of its own, before any of them starts."""
 
-from __future__ import annotations
-
 import pytest
 from config_helpers import BASE
 

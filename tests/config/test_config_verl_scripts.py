@@ -1,11 +1,13 @@
 """Scripts of verl pasted as they are: every word is taken with its meaning, taken with a line, or refused usefully."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from config_helpers import refusal
-from verl_words import PROPERTY, SCRIPTS, paste, says_what_happens_instead, words_of
+from verl_words import PROPERTY, SCRIPTS, Pasted, paste, says_what_happens_instead, words_of
 
 from megarl.config import load_config
 from megarl.config.keys import FREE, is_reference
@@ -16,6 +18,11 @@ from megarl.sample import Completion, Prompt, VersionSpan
 NINE_OF_TEN = 0.9
 # What a script leaves out, and verl takes although an estimator of groups then has nothing to compare.
 MORE = {"rloo_rollout_correction": ("rollout.n=8",)}
+
+
+@cache  # what was pasted is only read
+def pasted(script: str) -> Pasted:
+    return paste(script, *MORE.get(script, ()))
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +36,7 @@ def rewards(folder_of_the_test: None) -> None:
 def test_nine_of_ten_words_are_taken_and_none_is_ignored(
     script: str, record_property: Callable[[str, object], None]
 ) -> None:
-    config, accepted, noted, refused = paste(script, *MORE.get(script, ()))
+    config, accepted, noted, refused = pasted(script)
     words = words_of(script)
     assert len(accepted) + len(noted) + len(refused) == len(words) == len(set(words))
     instead = [word for word in noted if says_what_happens_instead(word)]
@@ -55,27 +62,54 @@ def test_hundreds_of_words_over_ten_scripts_are_tried() -> None:
     assert sum(len(words_of(script)) for script in SCRIPTS) > 600
 
 
-def test_a_script_that_lays_out_megatron_gets_its_sharded_optimizer_its_dtype_and_servers_on_all_gpus() -> None:
-    config = paste("grpo_qwen2_5_7b_megatron").config
-    assert (config.actor.strategy, config.model.dtype, config.rollout.dtype) == ("megatron", "bfloat16", "bfloat16")
-    assert config.actor.megatron.use_distributed_optimizer and config.actor.megatron.sequence_parallel
-    assert (config.rollout.placement, config.rollout.num_servers) == ("shared", 2)  # 8 GPUs, 4 for each
-    assert config.actor.loss_agg_mode == "token-mean" and config.actor.ppo_mini_batch_size == 256
+# SCRIPT | KEY=VALUE | ...
+VALUES = """
+# Megatron's layout gets its sharded optimizer, its dtype, and servers of 4 on 8 GPUs
+grpo_qwen2_5_7b_megatron | actor.strategy=megatron | model.dtype=bfloat16 | rollout.dtype=bfloat16
+grpo_qwen2_5_7b_megatron | actor.megatron.use_distributed_optimizer=true | actor.megatron.sequence_parallel=true
+grpo_qwen2_5_7b_megatron | rollout.placement=shared | rollout.num_servers=2
+grpo_qwen2_5_7b_megatron | actor.loss_agg_mode=token-mean | actor.ppo_mini_batch_size=256
+# FSDP shares sequences as Ulysses does, with servers of 4 on 16 machines of 8 GPUs
+dapo_qwen2_5_32b | actor.strategy=fsdp | actor.megatron.context_parallel_size=8 | rollout.num_servers=32
+dapo_qwen2_5_32b | actor.megatron.recompute_granularity=full | algorithm.filter_groups.metric=score
+dapo_qwen2_5_32b | algorithm.overlong_buffer.enable=true | algorithm.overlong_buffer.len=4096
+# the fully asynchronous trainer becomes iterations between two pushes: 4 steps of 128, of 204,800 samples
+grpo_qwen3_30b_fully_async | data.train_batch_size=512 | actor.ppo_mini_batch_size=128
+grpo_qwen3_30b_fully_async | trainer.total_training_steps=400 | algorithm.rollout_correction.bypass=true
+grpo_qwen3_30b_fully_async | rollout.ahead=1 | rollout.placement=separate | rollout.update=in_place
+# corrections of the rollout
+gspo_vllm | algorithm.rollout_correction.level=token | algorithm.rollout_correction.truncate=2.0
+gspo_vllm | algorithm.rollout_correction.reject_by=k1 | algorithm.rollout_correction.reject_level=sequence
+rloo_rollout_correction | algorithm.policy_loss_fn=reinforce | algorithm.rollout_correction.level=sequence
+rloo_rollout_correction | algorithm.rollout_correction.bypass=false
+# models that score, adapters and learning rates
+ppo_reward_model | reward.fn=[model] | reward.model.path=sfairXC/FsfairX-LLaMA3-RM-v0.1
+grpo_lora | actor.lora.rank=64 | actor.lora.alpha=32.0 | reward.fn=['rewards/gsm8k.py:compute_score']
+gspo_vllm | actor.optim.lr_decay_style=cosine
+sft_gsm8k | sft.epochs=3 | sft.batch_size=256 | actor.optim.lr=0.0001
+"""
 
 
-def test_a_script_of_fsdp_shards_by_fsdp_and_shares_sequences_as_ulysses_does() -> None:
-    config = paste("dapo_qwen2_5_32b").config
-    assert (config.actor.strategy, config.actor.megatron.context_parallel_size) == ("fsdp", 8)
-    assert config.rollout.num_servers == 32  # 16 machines of 8 GPUs, 4 for each
-    assert config.actor.megatron.recompute_granularity == "full"
-    assert (config.algorithm.overlong_buffer.enable, config.algorithm.overlong_buffer.len) == (True, 4096)
-    assert config.algorithm.filter_groups.metric == "score"
+@pytest.mark.parametrize("row", [line for line in VALUES.strip().splitlines() if not line.startswith("#")])
+def test_a_script_becomes_a_configuration_of_these_values(row: str) -> None:
+    script, *wanted = row.split(" | ")
+    config = pasted(script).config
+    for key, _, value in (word.partition("=") for word in wanted):
+        assert value_of(config, key) == yaml.safe_load(value), key
+
+
+def test_bounds_and_rates_that_are_computed_mean_the_same() -> None:
+    """verl keeps a sequence whose mean of -log(ratio) lies between the logarithms of both."""
+    config = pasted("gspo_vllm").config
+    how = config.algorithm.rollout_correction
+    assert (how.reject_low, how.reject_high) == pytest.approx((-0.01005034, 0.00995033), rel=1e-6)
+    assert config.actor.optim.min_lr == pytest.approx(1e-7)
 
 
 @pytest.mark.parametrize("script", ["dapo_qwen2_5_32b", "grpo_qwen3_30b_fully_async"])
 @pytest.mark.parametrize("source", ["math_dapo", "aime"])  # of their two files
 def test_the_rows_of_a_script_on_the_data_of_dapo_are_scored(script: str, source: str) -> None:
-    (fn,) = paste(script).config.reward.fn
+    (fn,) = pasted(script).config.reward.fn
     answer = Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), "Answer: 34")
     assert load_reward(fn)(Prompt("0-0", [1], "question", "34", source), answer)["score"] == 1.0
 
@@ -87,42 +121,11 @@ def test_a_reward_of_lists_is_told_that_it_gets_lists_of_one() -> None:
 
 
 def test_only_a_tensor_parallel_role_gets_sequence_parallelism() -> None:
-    config = paste("grpo_qwen3_30b_megatron").config
+    config = pasted("grpo_qwen3_30b_megatron").config
     sizes = (config.actor.megatron.tensor_model_parallel_size, config.ref.megatron.tensor_model_parallel_size)
     assert [size > 1 for size in sizes] == [
         config.actor.megatron.sequence_parallel, config.ref.megatron.sequence_parallel
     ]  # fmt: skip
-
-
-def test_the_fully_asynchronous_trainer_becomes_iterations_between_two_pushes() -> None:
-    config = paste("grpo_qwen3_30b_fully_async").config
-    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (4 * 128, 128)
-    assert config.trainer.total_training_steps == 204800 // 512
-    assert (config.rollout.ahead, config.rollout.placement, config.rollout.update) == (1, "separate", "in_place")
-    assert config.algorithm.rollout_correction.bypass
-
-
-def test_corrections_of_the_rollout_mean_the_same() -> None:
-    how = paste("gspo_vllm").config.algorithm.rollout_correction
-    assert (how.level, how.truncate, how.reject_by, how.reject_level) == ("token", 2.0, "k1", "sequence")
-    # verl keeps a sequence whose mean of -log(ratio) lies between the logarithms of both
-    assert (how.reject_low, how.reject_high) == pytest.approx((-0.01005034, 0.00995033), rel=1e-6)
-    pure = paste("rloo_rollout_correction", *MORE["rloo_rollout_correction"]).config.algorithm
-    assert (pure.policy_loss_fn, pure.rollout_correction.level, pure.rollout_correction.bypass) == (
-        *("reinforce", "sequence"), False
-    )  # fmt: skip
-
-
-def test_models_that_score_adapters_and_learning_rates_mean_the_same() -> None:
-    scored = paste("ppo_reward_model").config
-    assert (scored.reward.fn, scored.reward.model.path) == (["model"], "sfairXC/FsfairX-LLaMA3-RM-v0.1")
-    adapted = paste("grpo_lora").config
-    assert (adapted.actor.lora.rank, adapted.actor.lora.alpha) == (64, 32.0)
-    assert adapted.reward.fn == ["rewards/gsm8k.py:compute_score"]
-    decayed = paste("gspo_vllm").config.actor.optim
-    assert (decayed.lr_decay_style, decayed.min_lr) == ("cosine", pytest.approx(1e-7))
-    taught = paste("sft_gsm8k").config
-    assert (taught.sft.epochs, taught.sft.batch_size, taught.actor.optim.lr) == (3, 256, 1e-4)
 
 
 def test_verls_defaults_are_told_and_belong_to_verls_commands_only() -> None:
@@ -132,16 +135,3 @@ def test_verls_defaults_are_told_and_belong_to_verls_commands_only() -> None:
     theirs, lines = load_config([*words, "actor_rollout_ref.model.path=m"])
     assert (theirs.rollout.placement, theirs.model.dtype, theirs.trainer.total_epochs) == ("shared", "bfloat16", 30)
     assert any("trainer.total_epochs=30" in line and line.startswith("verl's defaults") for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("hybrid_engine=3", "expected true or false"),
-        ("reward_model.enable=maybe", "expected true or false"),
-        ("async_training.staleness_threshold=inf", "expected a number"),
-        ("actor.optim.min_lr_ratio=[1]", "expected a number"),
-    ],
-)
-def test_a_value_that_a_rule_cannot_read_is_refused(word: str, told: str) -> None:
-    assert refusal(word) == f"{word}: {told}"

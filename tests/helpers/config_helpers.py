@@ -20,12 +20,7 @@ DENSE = (
 EXPERTS = f"{DENSE[:-1]},num_experts:8,moe_intermediate_size:24}}"
 KEYS = sorted(leaf_types())
 
-TABLES: tuple[dict[str, Any], ...] = (
-    algo.POLICY_LOSSES,
-    algo.ADV_ESTIMATORS,
-    algo.KL_ESTIMATORS,
-    rewards.REWARDS,
-)
+TABLES: tuple[dict[str, Any], ...] = (algo.POLICY_LOSSES, algo.ADV_ESTIMATORS, algo.KL_ESTIMATORS, rewards.REWARDS)
 
 
 @contextmanager

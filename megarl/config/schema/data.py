@@ -66,7 +66,7 @@ class Reward:
     timeout_s: float = 5.0  # time limit of one reward in these processes
     on_error: str = "unscored"  # after an error or a timeout: unscored leaves its group | zero counts 0 | stop the run
     concurrency: int = 64  # calls of one async reward at once
-    per_minute: float | None = None  # calls of one async reward begun in a minute; null = no limit
+    per_minute: float | None = None  # calls of one async reward begun in a minute, evenly; null = no limit
     retries: int = 4  # new tries of an async call after status 408, 429 or 5xx, a timeout, or a lost connection
     request_timeout_s: float = 120.0  # time limit of one async call
     start_timeout_s: float = II("rollout.start_timeout_s")  # so long a service that refuses connections is waited for

@@ -37,11 +37,6 @@ class Megatron:
         default_factory=dict
     )  # further fields of Megatron's DistributedDataParallelConfig: {bucket_size:40000000}; empty = the actor's
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
 
 @dataclass
 class FollowsActor(Megatron):

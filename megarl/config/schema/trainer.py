@@ -17,15 +17,6 @@ class Profile:
 
 
 @dataclass
-class Published:
-    """The figures of a published run that this one repeats: its end has a verdict on them."""
-
-    before: float | None = None  # published accuracy of the model that the run begins with, 0 to 1; null = none
-    after: float | None = None  # published accuracy of the trained model, 0 to 1; null = none
-    questions: int | None = None  # questions of these figures; null = as many as this run evaluates
-
-
-@dataclass
 class Trainer:
     project_name: str = "megarl"  # project in the trackers
     recipe: str | None = None  # the recipe of the command, set by itself: the run's page shows what differs from it
@@ -78,7 +69,6 @@ class Trainer:
         None  # how often failed ranks are restarted without a new step in between; null = 3 with checkpoints, else 0
     )
     profile: Profile = field(default_factory=Profile)
-    published: Published = field(default_factory=Published)
     check_only: bool = False  # print the layout of all roles, look at plug-ins, data, rewards, models; start nothing
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
     call_timeout_s: float = 600.0  # a call to the ranks may take so long at most; a server may be silent as long

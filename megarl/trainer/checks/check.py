@@ -9,7 +9,7 @@ from itertools import chain
 from os.path import expanduser
 from pathlib import Path
 
-from megarl.config import Config, Examined, used_roles
+from megarl.config import Config, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
 from megarl.config.validate.models import MINI_PLACE, group_of, missing_folder, model_of, to_prepare, with_own_models
@@ -28,53 +28,37 @@ from megarl.trainer.collectors import check_agents, check_rewards
 from megarl.trainer.teachers import check_taught
 from megarl.weights.hf.folder import INDEX, SINGLE, open_hf
 
-# Decide how a row becomes a prompt.
-_OF_PROMPTS = ("data.*_key", "data.max_prompt_length", "data.overlong_prompts", "data.system_prompt",
-               "data.apply_chat_template_kwargs", "model.*")  # fmt: skip
 
+def main(config: Config) -> int:
+    """Print what was looked at.  Raises ConfigError with a sentence for each fault.
 
-def main(found: Examined) -> int:
-    """Print what was looked at.  Raises ConfigError with a sentence for each fault, those of the settings first.
-
-    What a refused word would have said is not looked at.  Of a run whose data and models are all on another machine
-    only plug-ins and rewards are.
+    Of a run whose data and models are all on another machine only plug-ins and rewards are looked at.
     """
-    config, left_out = found.config, found.left_out
-    faults, console = Faults(found.faults), sentences()
-    later = Faults()
+    faults, console = Faults(), sentences()
 
     def say(line: str) -> None:
         console.print(line)
 
-    if not found.faults:
-        with later.collect():
-            report(config, console)
+    with faults.collect():
+        report(config, console)
     is_loaded = False
-    with later.collect():
+    with faults.collect():
         load_plugins(config.algorithm.plugins)
-        is_loaded = not left_out.has("algorithm.plugins")
-    if is_loaded and not left_out.has("reward.*"):
-        with later.collect():
-            check_rewards(config)
+        is_loaded = True
     if is_loaded:
-        with later.collect():
+        with faults.collect():
+            check_rewards(config)
+        with faults.collect():
             algorithm = make_algorithm(config)
             say(source_of_old_log_probs(config, algorithm.why_own_pass))
-    _look_at_files(found, say, later, tries=is_loaded)
-    known = {fault.partition(": ")[0] for fault in found.faults}  # a file without the wanted name does not load, either
-    faults.sentences += (
-        sentence
-        for sentence in later.sentences
-        if sentence.partition(": ")[0] not in known and not left_out.may_cause(sentence)
-    )
+    _look_at_files(config, say, faults, tries=is_loaded)
     faults.stop_if_any()
     say("nothing was found that would stop this run")
     return 0
 
 
-def _look_at_files(found: Examined, say: Callable[[str], None], faults: Faults, *, tries: bool) -> None:
+def _look_at_files(config: Config, say: Callable[[str], None], faults: Faults, *, tries: bool) -> None:
     """Models, data, and rewards on this data if `tries`."""
-    config = found.config
     files = [*config.data.train_files, *config.data.val_files]
     folders = {
         role: cached_folder(model_of(config, role).path)
@@ -89,9 +73,9 @@ def _look_at_files(found: Examined, say: Callable[[str], None], faults: Faults, 
     for role, folder in folders.items():
         with faults.collect():
             say(_model(config, role, folder))
-    faults.sentences += () if makes or found.left_out.has("trainer.prepare") else missing(files)
+    faults.sentences += () if makes else missing(files)
     with faults.collect():
-        for line in _data(found, folders.get("actor"), faults, tries=tries):
+        for line in _data(config, folders.get("actor"), faults, tries=tries):
             say(line)
 
 
@@ -131,29 +115,26 @@ def _absent(config: Config, path: str, group: str) -> str:
     return f"no folder here, and no hub name that was downloaded before; the run asks the hub, this did not{hint}"
 
 
-def _data(found: Examined, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
+def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
     """Lines on prompts and rewards.  Raises ValueError for a tokenizer that stops a run.
 
     Files, rows and rewards that do are among the faults.  `tries`: rewards are tried, as their plug-ins have loaded.
     """
-    config, left_out = found.config, found.left_out
     sets = {name: files for name in ("train", "val") if (files := _present(getattr(config.data, f"{name}_files")))}
     tokenizer = cached_folder(config.model.tokenizer_path) if config.model.tokenizer_path else None
-    if tokenizer is None or folder is None or left_out.has(*_OF_PROMPTS):
+    if tokenizer is None or folder is None:
         for file in chain(*sets.values()):
             with faults.collect():
                 read_rows([file], FILE_KINDS)
-        yield "without tokenizer and model no prompt was read" if not found.faults else "no prompt was read"
+        yield "without tokenizer and model no prompt was read"
         return
     here = deepcopy(config)
     here.model.path, here.model.tokenizer_path = folder, tokenizer
-    scores = tries and not left_out.has("reward.*")
-    here.reward.try_rows *= scores
+    here.reward.try_rows *= tries
     load_tokenizer(tokenizer)
-    if not left_out.has("agent.*"):
-        with faults.collect():
-            if reason := check_agents(here):
-                yield f"warning: {reason}"
+    with faults.collect():
+        if reason := check_agents(here):
+            yield f"warning: {reason}"
     rows: list[Row] = []
     read: list[Prompts] = []
     with RewardTrial(here) as trial:
@@ -163,14 +144,14 @@ def _data(found: Examined, folder: str | None, faults: Faults, *, tries: bool) -
                 prompts = read_prompts(here, files, max_rows=here.data.train_max_samples if name == "train" else None)
             if prompts is None:
                 continue
-            if name == "train" and not left_out.has("teachers.*", "distill.*"):
+            if name == "train":
                 with faults.collect():
                     check_taught(here, prompts.data_sources)
             rows += prompts.some(here.reward.try_rows)
             read.append(prompts)
             yield _prompts(f"data.{name}_files", files, prompts)
         with faults.collect():
-            check_truths(here, read if scores else [])
+            check_truths(here, read if tries else [])
         with faults.collect():
             trial.check(rows)
     if trial.is_tried and rows:

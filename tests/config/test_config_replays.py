@@ -1,0 +1,121 @@
+"""Replays of experts and of what sampling left: models and servers that cannot give them are refused."""
+
+from pathlib import Path
+
+import pytest
+from config_helpers import EXPERTS, load, refusal
+from refusal_table import Block, blocks
+
+from megarl.config import load_config
+
+# ---- actor.router_replay
+
+
+REFUSED = """
+with @dense
+actor.router_replay=old | the model has no experts; expected off
+rollout.min_p=0.1 | because only rollout.top_p and rollout.top_k narrow what is drawn
+
+with @dense
+actor.router_replay=rollout | the model has no experts; expected off
+
+rollout.top_p=0.9 | SGLang tells from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
+rollout.repetition_penalty=1.1 | there is no key rollout.repetition_penalty, because a server would draw from other
+rollout.presence_penalty=1.1 | there is no key rollout.presence_penalty, because a server would draw from other logits
+actor_rollout_ref.rollout.frequency_penalty=1.1 | there is no key rollout.frequency_penalty, because a server would draw
+
+with rollout.top_p=0.9
+rollout.top_k=2049 | SGLang tells from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
+rollout.sglang.args=['--preferred-sampling-params={"repetition_penalty":1.1}'] | \
+rollout.sglang.args=--preferred-sampling-params | a server would draw from other logits .. expected no such option
+"""
+
+
+@pytest.mark.parametrize("block", blocks(REFUSED), ids=str)
+def test_what_cannot_be_replayed_is_refused(block: Block) -> None:
+    block.check()
+
+
+def test_a_bare_off_in_a_file_is_no_truth_value(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("actor:\n  router_replay: off\nmodel:\n  path: x\ndata:\n  train_files: [y]\n")
+    assert load_config([f"recipe={recipe}"])[0].actor.router_replay == "off"
+
+
+LOSES = """
+--enable-hierarchical-cache | KV that comes back from host memory has lost its experts
+--enable-hicache | KV that comes back from host memory has lost its experts
+--enable-lmcache | KV that comes back from elsewhere has lost its experts
+--radix-cache-backend=own | KV that comes back from elsewhere has lost its experts
+--enable-prefill-cp | each GPU notes experts of its part of a prompt
+--speculative-algorithm=EAGLE | the experts of drafted tokens are not kept
+--enable-two-batch-overlap | the experts of one half of a batch are written over those of the other half
+"""
+
+
+@pytest.mark.parametrize("row", LOSES.strip().splitlines())
+def test_servers_that_lose_the_experts_of_tokens_are_refused(row: str) -> None:
+    option, why = row.split(" | ")
+    words = (*EXPERTS.split(), f"rollout.sglang.args=['{option}']", "rollout.engine=sglang")
+    said = refusal("actor.router_replay=rollout", *words)
+    assert said.startswith(f"rollout.sglang.args={option}: {why}")
+    assert said.endswith("; expected actor.router_replay=off or old, or no such option")
+    load("actor.router_replay=old", *words)
+
+
+def test_what_computes_experts_has_to_report_them() -> None:
+    """For gpt-oss SGLang itself takes what does not."""
+    words = ("model=gpt_oss_mini", "trainer.device=cuda", "rollout.engine=sglang", "actor.router_replay=rollout")
+    args = "rollout.sglang.args=['--moe-runner-backend={}']"
+    assert refusal(*words) == (
+        "actor.router_replay=rollout: SGLang takes --moe-runner-backend=triton_kernel for gpt_oss, and it does not "
+        "report which experts it chooses; expected actor.router_replay=off or old, rollout.engine=hf, or in "
+        "rollout.sglang.args another one, as --moe-runner-backend=triton"
+    )
+    load(*words, args.format("triton"))
+    load(*words, "rollout.urls=[https://a:1]")  # it is asked at the start
+    load(*words[:-1], "actor.router_replay=old")
+    load(*words[:2], "rollout.engine=hf", words[-1])
+    sparse = ("model=qwen3_moe_mini", *words[1:])
+    load(*sparse)
+    assert refusal(*sparse, args.format("triton_kernel")) == (
+        "rollout.sglang.args=--moe-runner-backend=triton_kernel: it does not report which experts it chooses; expected "
+        "another one, or actor.router_replay=off or old"
+    )
+
+
+# ---- rollout.top_p and rollout.top_k
+
+SGLANG = "rollout.engine=sglang"
+ONLY = "SGLang tells from which tokens it drew only for a rollout.top_k of 1 to"
+
+
+@pytest.mark.parametrize("words", [["rollout.top_k=20"], ["rollout.top_p=0.9", "rollout.top_k=2048"], []])
+def test_what_sglang_tells_is_allowed(words: list[str]) -> None:
+    assert load(SGLANG, *words).narrows_sampling == bool(words)
+
+
+@pytest.mark.parametrize("words", ["['--sampling-mask-max-tokens=8000']", "['--sampling-mask-max-tokens','8000']"])
+def test_another_limit_of_the_server_counts(words: str) -> None:
+    more = f"rollout.sglang.args={words}"
+    load(SGLANG, "rollout.top_k=4000", more)
+    assert f"{ONLY} 4000, half of" in refusal(SGLANG, "rollout.top_k=4001", more)
+    assert f"{ONLY} 4000, half of" in refusal(SGLANG, "rollout.top_p=0.5", more)
+
+
+def test_drafted_tokens_have_no_known_support() -> None:
+    eagle = "rollout.sglang.args=['--speculative-algorithm=EAGLE','--speculative-draft-model-path=x/DFLASH-1']"
+    assert refusal(SGLANG, "rollout.top_k=20", eagle) == (
+        "rollout.sglang.args=--speculative-algorithm=EAGLE: with it SGLang does not tell from which tokens it drew; "
+        "expected DFLASH or DSPARK, no such option, or rollout.top_p=1 and rollout.top_k=-1"
+    )
+    load(SGLANG, eagle)
+
+
+@pytest.mark.parametrize("words", ["', 'DFLASH", "=DSPARK", "=dflash"])
+def test_drafts_of_which_sglang_tells_are_allowed(words: str) -> None:
+    load(SGLANG, "rollout.top_k=20", f"rollout.sglang.args=['--speculative-algorithm{words}']")
+
+
+def test_evaluations_are_sampled_as_they_like() -> None:
+    load(SGLANG, "data.val_files=[v.jsonl]", "rollout.val_kwargs.top_p=0.7", "rollout.val_kwargs.temperature=1.0")
