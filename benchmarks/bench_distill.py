@@ -17,7 +17,7 @@ from typing import Any
 import page
 
 from megarl.config import load_config
-from megarl.metrics.plots import read_series
+from megarl.metrics.jsonl import read_series
 from megarl.trainer.build import optimizer_steps
 from megarl.trainer.recipes.quickstart_distill import score
 

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     found = arguments(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter))
     found.add_argument("reports", nargs="*", type=Path, metavar="FILE", help="of tests that were run before")
     found.add_argument("--note", action="append", default=[], metavar="TEXT", help="a line of the page")
-    found.add_argument("-m", "--marker", default="slow", metavar="MARKER", help="slow or long; by default slow")
+    found.add_argument("-m", "--marker", default="full", metavar="MARKER", help="full or long; by default full")
     return found
 
 

@@ -20,7 +20,7 @@ from machine import hardware, versions
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.metrics.plots import COLOURS, read_series
+from megarl.metrics.jsonl import read_series
 
 # One step more than those in which ppo's critic learns alone.
 QUICK = ("trainer.default_local_dir=runs/quick", "trainer.total_training_steps=6", "trainer.test_freq=3")
@@ -50,7 +50,7 @@ def picture(runs: Path, file: Path) -> None:
     figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for colour, name in zip(COLOURS, RUNS, strict=True):
+    for colour, name in zip(("C0", "C1", "C2", "C3", "C4"), RUNS, strict=True):
         steps, scores = read_series(runs / name / "metrics.jsonl")["val/score"]
         label = f"{' + '.join(chosen(runs, name))}  {scores[-1]:.3f}"
         axes.plot(steps, scores, color=colour, lw=1.8, marker="o", ms=3.5, label=label)

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from meta_parameters import built
 from rich.console import Console
 from ring_job import Ring, gpu_of
 
@@ -15,7 +16,6 @@ from megarl.plan.command.show import as_json, show
 from megarl.plan.from_config import job_of
 from megarl.plan.job import Role
 from megarl.plan.memory.count import of_stage
-from megarl.plan.memory.meta import built
 from megarl.plan.predict import predict
 
 LAST = ("step_s", "tokens_per_s_per_gpu", "mfu", "bubble", "push_s")  # of the line of JSON

@@ -9,8 +9,6 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.metrics.plots import COLOURS
-
 LINES = (  # kind, what, column, name, how it is drawn
     ("ranks", "empty call", "seconds", "measured: ranks of a run, here", "o"),
     ("hollow", "empty call", "seconds", "measured: driver with hollow machines, here", "s"),
@@ -25,14 +23,14 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(10.5, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     calls, holds = figure.subplots(1, 2)
-    for colour, (kind, what, column, name, how) in zip(COLOURS, LINES, strict=False):
+    for colour, (kind, what, column, name, how) in zip(("C0", "C1", "C2", "C3", "C4"), LINES, strict=False):
         xs, ys = series(rows, kind, what, column)
         if xs:
             calls.plot(xs, ys, how, color=colour, ms=5, lw=1.6, label=name)
     calls.set(xscale="log", yscale="log", xlabel="ranks")
     calls.set_title("Seconds of a call to all ranks", fontsize=10, loc="left")
     calls.legend(fontsize=8, frameon=False)
-    for colour, column in zip(COLOURS, ("driver's MB", "sockets"), strict=False):
+    for colour, column in zip(("C0", "C1", "C2", "C3", "C4"), ("driver's MB", "sockets"), strict=False):
         xs, ys = series(rows, "model", "calls of a step", column)
         holds.plot(xs, ys, "-", color=colour, lw=1.6, label=column)
     holds.set(xscale="log", yscale="log", xlabel="ranks")

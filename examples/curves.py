@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.metrics.plots import COLOURS, read_series
+from megarl.metrics.jsonl import read_series
 
 CURVES = {  # run -> title, and the label of each metric
     "calculator": (
@@ -27,7 +27,7 @@ def main(file: str) -> None:
     FigureCanvasAgg(figure)
     for axes, (run, (title, metrics)) in zip(figure.subplots(1, len(CURVES)), CURVES.items(), strict=True):
         series = read_series(Path("runs") / run / "metrics.jsonl")
-        for colour, (name, label) in zip(COLOURS, metrics.items(), strict=False):
+        for colour, (name, label) in zip(("C0", "C1", "C2", "C3", "C4"), metrics.items(), strict=False):
             axes.plot(*series[name], color=colour, lw=1.6, label=f"{label}  {series[name][1][-1]:.2f}")
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel("iteration", fontsize=9)

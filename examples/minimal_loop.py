@@ -37,7 +37,7 @@ from megarl.mcore.setup import destroy_groups, initialize
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, forward_only, train_step
-from megarl.rollout.protocol import SamplingParams, parse_completions
+from megarl.rollout.protocol import SamplingParams, parse_replies
 from megarl.sample import Completion, Prompt, Sample
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.load import load_hf
@@ -94,7 +94,7 @@ class Generator:
         self._engine.submit(call)
         if error := self._ended.get():
             raise error
-        found = parse_completions(write_reply(call, body), n * len(prompts))
+        found = [reply.completion for reply in parse_replies(write_reply(call, body), n * len(prompts))]
         texts = self._tokenizer.batch_decode([c.token_ids for c in found], skip_special_tokens=True)
         found = [replace(completion, text=text) for completion, text in zip(found, texts, strict=True)]
         return [found[first : first + n] for first in range(0, len(found), n)]

@@ -166,10 +166,6 @@ class Group:
         self.num_replicas = len(self._first_of_replica)
         assert len(self._reporters) == self.num_replicas, "each replica has exactly one reporter"
 
-    def expect(self, seconds: Mapping[str, float]) -> None:
-        """Predicted seconds of calls, by kind: see `CallLimits`."""
-        self._limits.expect(seconds)
-
     def _welcome(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
         here: set[int] = set()

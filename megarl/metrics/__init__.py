@@ -8,27 +8,5 @@ at their end.
 
     TRACKERS   trainer.logger   console  jsonl  mlflow  prometheus  tensorboard  wandb
 
-matplotlib, wandb, MLflow and TensorBoard are imported only when they are used.
+wandb, MLflow and TensorBoard are imported only when they are used.
 """
-
-from megarl.metrics.jsonl import drop_after
-from megarl.metrics.plots import learning_curve
-from megarl.metrics.report import Answer, samples_table, write_samples, write_summary
-from megarl.metrics.stats import batch_stats, finalise
-from megarl.metrics.timer import Timer
-from megarl.metrics.trackers.trackers import TRACKERS, Trackers, make_trackers
-
-__all__ = [
-    "TRACKERS",
-    "Answer",
-    "Timer",
-    "Trackers",
-    "batch_stats",
-    "drop_after",
-    "finalise",
-    "learning_curve",
-    "make_trackers",
-    "samples_table",
-    "write_samples",
-    "write_summary",
-]

@@ -11,6 +11,8 @@ from typing import Any
 
 from megarl.durable_files import write_bytes
 
+Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
+
 log = logging.getLogger(__name__)
 
 
@@ -103,3 +105,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+def read_series(path: Path) -> Series:
+    """Each metric with its steps; nulls are left out; if a step was logged twice, the last value counts."""
+    found: dict[str, dict[int, float]] = {}
+    for row in read_lines(path):
+        for name, value in row.items():
+            if name not in ("step", "time") and value is not None:
+                found.setdefault(name, {})[row["step"]] = value
+    return {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in found.items()}

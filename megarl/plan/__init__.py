@@ -11,5 +11,5 @@
     command/     report.py is `trainer.check_only`; request.py, command.py and show.py are `megarl plan`; cluster.py
                  selects its GPUs
 
-The package starts no process and reads no weights; only memory/meta.py needs torch.
+The package starts no process, reads no weights and needs no torch.
 """

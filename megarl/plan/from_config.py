@@ -13,7 +13,7 @@ from megarl.config.validate.models import group_of, model_of
 from megarl.layout import can_share_prefixes, shares_prefixes
 from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
-from megarl.plan.job import Job, Role, TimeLimits
+from megarl.plan.job import Job, Role
 from megarl.plan.memory.count import check, whole
 from megarl.plan.memory.memory import bucket_bytes_of
 
@@ -94,22 +94,9 @@ def job_of(
         push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
         bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(own.hf)),
         async_save=config.trainer.async_save and config.trainer.saves,
-        time_limits=_time_limits(config),
     )
     read = server_args.read(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
     return replace(job, **read | {"not_modelled": (*_not_modelled(config), *read["not_modelled"])})
-
-
-def _time_limits(config: Config) -> TimeLimits:
-    rollout, trainer = config.rollout, config.trainer
-    return TimeLimits(
-        request_s=rollout.request_timeout_s,
-        piece_tokens=rollout.piece_tokens,
-        start_s=rollout.start_timeout_s,
-        call_s=trainer.call_timeout_s,
-        loads_servers=not rollout.urls and not config.first_push_is_whole,
-        saves=trainer.saves,
-    )
 
 
 def _most_drawn(config: Config, vocab_size: int) -> int:

@@ -42,18 +42,6 @@ class Role:
 
 
 @dataclass(frozen=True)
-class TimeLimits:
-    """Limits of a configuration, in seconds."""
-
-    request_s: float  # rollout.request_timeout_s
-    piece_tokens: int  # rollout.piece_tokens: of a request; 0: a whole completion
-    start_s: float  # rollout.start_timeout_s
-    call_s: float  # trainer.call_timeout_s
-    loads_servers: bool  # servers read the weights from disk: else the first push brings them
-    saves: bool  # checkpoints
-
-
-@dataclass(frozen=True)
 class Job:
     """A run on a cluster.  Example: Job(hf, find("h100"), layout=Layout(tp=4), num_ranks=64, num_servers=16, ...)."""
 
@@ -128,7 +116,6 @@ class Job:
     bucket_bytes: int = 2**26
 
     async_save: bool = False  # checkpoints are copied to host memory, and written while the training goes on
-    time_limits: TimeLimits | None = None  # None: of no configuration
 
     @property
     def actor(self) -> Role:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megarl.plan.job import Job
-from megarl.plan.limits import Limit, limits
 from megarl.plan.memory.gpu_budget import GpuBudget, fullest, gpu_budgets, local_totals
 from megarl.plan.memory.host import host_budget
 from megarl.plan.time import serving, transfers
@@ -41,7 +40,6 @@ class Prediction:
     computed_tokens: dict[str, float]  # of the STAGES that the trainer's models run
     micro_batches: int  # of each replica in an optimizer step
     concurrency: float  # concurrent completions of a server
-    limits: list[Limit]  # times of the stages against the configuration's limits
     why: list[str] = field(default_factory=list)  # reasons: memory that does not fit, slow stages
 
 
@@ -54,14 +52,12 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
     step_s = _step(job, stages, written, constants)
     too_small, local = list(_misfits(job, memory, constants)), local_totals(job)
     too_small_local = list(_local_misfits(job, local))
-    times = limits(job, stages, written, constants)
-    too_long, cut = ([str(limit) for limit in times if limit.state == state] for state in ("exceeded", "cut"))
     share = trained.mfu * trained.seconds * job.num_ranks / (step_s * job.num_gpus)
     return Prediction(
-        fits=not too_small and not too_long,
+        fits=not too_small,
         memory=memory,
         local_totals=local,
-        fits_local=not too_small and not too_long and not too_small_local,
+        fits_local=not too_small and not too_small_local,
         stages=stages,
         step_s=step_s,
         tokens_per_s_per_gpu=job.tokens / step_s / job.num_gpus,
@@ -72,8 +68,7 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
         computed_tokens=computed_tokens(job),
         micro_batches=trained.micro_batches,
         concurrency=written.concurrency,
-        limits=times,
-        why=[*too_small, *too_long, *too_small_local, *cut, *_slow(job, stages, trained, written, step_s)],
+        why=[*too_small, *too_small_local, *_slow(job, stages, trained, written, step_s)],
     )
 
 
@@ -81,21 +76,6 @@ def step_time(job: Job, constants: Constants = CONSTANTS) -> float:
     """Seconds of a whole step, without a check of memory."""
     written = serving.rollout(job, constants)
     return _step(job, stage_times(job, training(job, None, constants), written, constants), written, constants)
-
-
-def training_time(job: Job, constants: Constants = CONSTANTS) -> float:
-    """Seconds of update_actor alone."""
-    return training(job, None, constants).seconds
-
-
-def rollout_time(job: Job, constants: Constants = CONSTANTS) -> float:
-    """Seconds of gen alone."""
-    return serving.rollout(job, constants).seconds
-
-
-def push_time(job: Job, constants: Constants = CONSTANTS) -> float:
-    """Seconds of update_weights alone."""
-    return transfers.push(job, constants)
 
 
 def stage_times(job: Job, trained: Training, written: Rollout, constants: Constants) -> dict[str, float]:

@@ -232,11 +232,6 @@ def parse_replies(
         raise ValueError(f"a completion of {Route.GENERATE} cannot be read: {error!r}") from error
 
 
-def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> list[Completion]:
-    """The completions alone of `parse_replies`."""
-    return [parsed.completion for parsed in parse_replies(reply, n, num_asked=num_asked)]
-
-
 def _reply(item: Any, num_asked: int | None, columns: Sequence[EngineColumn], num_known: int) -> Reply:
     completion, meta = _completion(item, num_asked, columns, num_known), item["meta_info"]
     cached, read, rid = meta.get("cached_tokens"), meta.get("prompt_tokens"), meta.get("id")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from megarl.config.validate.rewards import trained_names
 from megarl.durable_files import write_text
 from megarl.metrics.evaluation.audit import outcome
 from megarl.metrics.evaluation.evaluation import Mean
-from megarl.metrics.evaluation.verdict import sentences, verdict
-from megarl.metrics.plots import learning_curve
 from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
 from megarl.metrics.trackers.console import warn
 from megarl.projections import chosen, projections_of
@@ -36,7 +33,6 @@ PAGE = """# {name}
 | --- | --- |
 | `summary.json` | the result in numbers |
 | `report.html` | the run as a page for a browser: curves, times, answers, settings |
-| `learning_curve.png` | the run as a picture |
 | `answers.md` | held-out prompts with the answers before and after |
 | `hf/` | the trained model, a folder that `transformers` and servers load |
 {more}| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
@@ -48,9 +44,7 @@ PAGE = """# {name}
 | `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
 | `logs/` | what ranks, servers and the collector wrote |
 
-{answers}
-![learning curve](learning_curve.png)
-"""
+{answers}"""
 
 MORE = {  # files that only some runs have
     "adapter": "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n",
@@ -80,9 +74,6 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
         )
     is_checked = run.val_prompts and run.config.trainer.check_export and after.groups
     again = _score_of_export(run) if is_checked else None
-    metrics = run.dir / "metrics.jsonl"
-    if metrics.exists():  # drawn while transformers answers
-        learning_curve(metrics, run.dir / "learning_curve.png", title=run.config.trainer.experiment_name)
     summary: dict[str, Any] = {"steps": run.num_steps}
     summary |= {"prompts_filtered": run.num_filtered, "prompts_cut": run.num_cut}
     before_file = run.dir / BEFORE
@@ -104,11 +95,6 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
         if has_score and after.accuracy is not None and is_known and (is_share or after.has_acc):
             summary |= _compared("accuracy", before, after.accuracy)
         summary["evaluated_version"] = after.version
-        if found := _verdict(run, summary, len(after.scores)):
-            summary["verdict"] = found
-            markdown += "".join(f"{sentence}  \n" for sentence in sentences(found)) + "\n"
-            for sentence in sentences(found):
-                console.print(sentence, style="bold")
         if again is not None:
             summary[f"{name}_transformers"] = score = _checked(again, run)
             if score is not None and abs(score - after.mean.value) > 1.5 / len(run.val_prompts):
@@ -141,18 +127,6 @@ def _compared(name: str, before: dict[str, Any] | None, after: Mean | None) -> d
     """`after`: None if no reward could score the answers."""
     found = {f"{name}_before": before[name] if before else None, f"{name}_after": after.value if after else None}
     return found | ({f"{name}_after_stderr": after.stderr} if after and math.isfinite(after.stderr) else {})
-
-
-def _verdict(run: Run, summary: Mapping[str, Any], questions: int) -> dict[str, Any] | None:
-    """Beside the figures of trainer.published; None if there are none."""
-    named = run.config.trainer.published
-    published = {name: share for name, share in (("before", named.before), ("after", named.after)) if share is not None}
-    if not published or not questions:
-        return None
-    measured = {name: summary.get(f"accuracy_{name}") for name in published}
-    found = {name: share for name, share in measured.items() if share is not None}
-    grading = "the environment" if run.config.has_agents else ", ".join(trained_names(run.config))
-    return verdict(found, published, questions=questions, of_questions=named.questions or questions, grading=grading)
 
 
 def _is_partly_loaded(run: Run) -> bool:

@@ -60,7 +60,7 @@ from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.observed.call_times import lost_at_an_end, predicted_s
+from megarl.trainer.observed.lost_work import lost_at_an_end
 from megarl.trainer.observed.profile import check_profile
 from megarl.trainer.observed.step_metrics import StepMetrics
 from megarl.trainer.reward_model import check_reward_model
@@ -292,7 +292,6 @@ class Run:
         """Start the ranks, and load what they train."""
         for group in self._groups.values():
             group.start()
-            group.expect(predicted_s(self.config, group.device_name))
         self.trackers.stage("loading models")
         resumes = self.resumed_from is not None
         load_roles(self.roles, self.config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)

@@ -21,7 +21,7 @@ from megarl.data.sft import SftExamples
 from megarl.durable_files import write_text
 from megarl.group import Group, RankError
 from megarl.machines import NodeLost
-from megarl.metrics.plots import Series, learning_curve, read_series
+from megarl.metrics.jsonl import Series, read_series
 from megarl.metrics.report import write_summary
 from megarl.metrics.stats import finalise
 from megarl.metrics.timer import Timer
@@ -82,10 +82,8 @@ def _sft(config: Config) -> dict[str, Any]:
         with watched(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
             summary = _trained(config, examples, held_out, num_steps, signals, infrastructure)
     metrics = trainer.run_dir / "metrics.jsonl"
-    if metrics.exists():
-        learning_curve(metrics, trainer.run_dir / "learning_curve.png", title=trainer.experiment_name)
-        if sentence := hardly_moved(read_series(metrics), config.actor.optim.lr):
-            warn(sentence)
+    if metrics.exists() and (sentence := hardly_moved(read_series(metrics), config.actor.optim.lr)):
+        warn(sentence)
     write_summary(trainer.run_dir / "summary.json", summary)
     return summary
 

@@ -7,7 +7,3 @@ of `verify/`). It does not know losses, optimizers, prompts, or what a server do
 call it on every rank. Only `push/receiver.py` runs inside the servers, so this file and its imports need nothing but
 torch.
 """
-
-from megarl.weights.mapping.families import FAMILIES, table_for
-
-__all__ = ["FAMILIES", "table_for"]

@@ -1,6 +1,6 @@
 """Writes a verifiable task: sums such as "12+34=" with the answer "46", and flawed demonstrations for the cold start.
 
-`python -m megarl.data.examples.arithmetic FOLDER` writes these files, in the format of a user's data:
+`write_task` writes these files, in the format of a user's data:
     sft.jsonl     {"prompt": "17+25=", "response": "32"}                                       the cold start
     train.jsonl   {"prompt": "56+78=", "ground_truth": "134", "data_source": "arithmetic"}     reinforcement learning
     test.jsonl    the same                                                                     evaluation
@@ -11,14 +11,11 @@ answers have the right format and are often wrong; the rewards of reinforcement 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
 from pathlib import Path
 from typing import Any
-
-from megarl.terminal import sentences
 
 
 def write_task(
@@ -103,20 +100,3 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> dict[str, Any]:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path.write_bytes(content)
     return {"rows": len(rows), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def main() -> None:
-    """The command line: a folder, the seed and the sizes."""
-    parser = argparse.ArgumentParser(description="Write a verifiable arithmetic task as JSONL files.")
-    parser.add_argument("folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-sft", type=int, default=2700)
-    parser.add_argument("--num-test", type=int, default=256)
-    arguments = parser.parse_args()
-    manifest = write_task(arguments.folder, seed=arguments.seed, num_sft=arguments.num_sft, num_test=arguments.num_test)
-    sizes = ", ".join(f"{name} {entry['rows']}" for name, entry in manifest["files"].items())
-    sentences().print(f"{arguments.folder}: {sizes} rows")
-
-
-if __name__ == "__main__":
-    main()

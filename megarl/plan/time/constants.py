@@ -55,7 +55,6 @@ class Constants:
 
     # colocation, disks and the driver
     host: float = 0.60  # share of the bandwidth to host memory
-    disk: float = 1e9  # B/s at which a machine reads and writes models and checkpoints: depends on the file system
     sleep_s: float = 1.0  # a server releases its memory
     wake_s: float = 1.5  # a server resumes its memory
     step_s: float = 2.0  # driver, rewards, advantages, logs, each step

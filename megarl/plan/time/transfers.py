@@ -19,7 +19,6 @@ from megarl.layout import Layout
 from megarl.plan.job import Job, Role
 from megarl.plan.memory.count import num_experts, of_stage, sparse_layers, whole
 from megarl.plan.memory.memory import Memory
-from megarl.plan.time import mapped_push
 from megarl.plan.time.constants import CONSTANTS, Constants
 from megarl.plan.time.links import Links
 
@@ -36,9 +35,23 @@ def push(job: Job, constants: Constants = CONSTANTS) -> float:
         return fixed + max(received, sent) / (job.gpu.nic_bandwidth * constants.push_nic)
     gather_s = _gather(job, num_bytes, constants)
     if job.shared:
-        return fixed + mapped_push.seconds(job, num_bytes, gather_s, constants)
+        return fixed + mapped_push(job, num_bytes, gather_s, constants)
     fixed += ceil(num_bytes / job.bucket_bytes) * constants.bucket_s
     return fixed + gather_s + num_bytes / (job.gpu.nic_bandwidth * constants.broadcast)
+
+
+def mapped_push(job: Job, num_bytes: int, gather_s: float, constants: Constants) -> float:
+    """Seconds of a push through buckets that servers on the trainer's GPUs map (transport `shared`).
+
+    Every rank gathers whole tensors into a bucket while servers load the one before, so the slower of the two counts.
+    `gather_s`: of all tensors on every rank.  Rank 0 also reads all bytes once for their digests.  A server's GPU reads
+    and writes its own part of each bucket; each bucket has a fixed cost.
+    """
+    memory = job.gpu.memory_bandwidth * constants.memory
+    buckets = ceil(2 * num_bytes / job.bucket_bytes)
+    fill_s = gather_s + num_bytes / memory
+    load_s = 2 * num_bytes / job.server_gpus / memory + buckets * constants.bucket_s
+    return max(fill_s, load_s) + min(fill_s, load_s) / buckets  # nothing hides the first bucket's filling
 
 
 def tensors(job: Job) -> int:
@@ -83,14 +96,6 @@ def offload_of_update(job: Job, role: Role, held: Memory, passes_s: float, const
     back = 0 if role.lora_rank else weights  # a frozen base is not copied back; adapters are small beside it
     once = _host_link(job, weights + back + state, constants) + _waited(job, role, state, passes_s, constants)
     return (job.optimizer_steps if job.reads_heads else 1) * once
-
-
-def offload_of_first_step(job: Job, role: Role, held: Memory, passes_s: float, constants: Constants) -> float:
-    """Seconds of offload within the first optimizer step of an update: the rest comes before it, or goes after all."""
-    if job.reads_heads:
-        return offload_of_update(job, role, held, passes_s, constants) / job.optimizer_steps
-    state = held.optimizer if role.optimizer_offload or job.shared else 0
-    return _waited(job, role, state, passes_s, constants)
 
 
 def onload_of_push(job: Job, held: Memory, constants: Constants) -> float:

@@ -7,7 +7,6 @@ import errno
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -38,7 +37,7 @@ class ServiceError(Exception):
 
 
 class Limit:
-    """At most `concurrency` calls at once, and at most `per_minute` begun a minute; failed ones are tried again.
+    """At most `concurrency` calls at once, and `per_minute` begun a minute, evenly; failed ones are tried again.
 
     A call has `timeout_s`.  Tried again, `retries` times, are calls that take longer, that lose their connection, or
     that raise a ServiceError that passes or an HTTP error of the usual clients (aiohttp, httpx, openai) with the status
@@ -68,18 +67,10 @@ class Limit:
         assert concurrency >= 1 and (per_minute is None or per_minute > 0), "a limit of nothing lets no call through"
         self._slots, self._retries, self._timeout_s = asyncio.Semaphore(concurrency), retries, timeout_s
         self._clock, self._sleep, self._draw = clock, sleep, draw
-        self._window_s, self._begun = 0.0, deque[float](maxlen=1)
-        if per_minute is not None:  # a half call a minute is one in two minutes
-            self._begun = deque[float](maxlen=max(1, int(per_minute)))
-            self._window_s = MINUTE_S * max(1, int(per_minute)) / per_minute
-        self._not_before = 0.0
+        self._gap_s = 0.0 if per_minute is None else MINUTE_S / per_minute
+        self._next = 0.0  # when the next call may begin
         self._away_s = away_s
         self._away_since: float | None = None  # when it was found to be away; None: it was there
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the service is away."""
-        return self._away_since is not None
 
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, or its last exception."""
@@ -112,7 +103,7 @@ class Limit:
             log.warning("a service of rewards is away, and is waited for, %g s at most: %s", self._away_s, error)
         if now - self._away_since >= self._away_s:
             return False
-        self._not_before = max(self._not_before, now + KNOCK_S)
+        self._next = max(self._next, now + KNOCK_S)
         return True
 
     async def _within(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -126,14 +117,9 @@ class Limit:
 
     async def _turn(self) -> None:
         """Wait until one more call may begin."""
-        while (now := self._clock()) < self._next():
-            await self._sleep(self._next() - now)
-        self._begun.append(now)
-
-    def _next(self) -> float:
-        """When the next call may begin."""
-        is_full = len(self._begun) == self._begun.maxlen
-        return max(self._not_before, self._begun[0] + self._window_s if is_full else 0.0)
+        while (now := self._clock()) < self._next:
+            await self._sleep(self._next - now)
+        self._next = now + self._gap_s
 
     def _wait_s(self, error: Exception, tried: int) -> float | None:
         """Seconds before the next try; None if there is none."""
@@ -144,7 +130,7 @@ class Limit:
             return 2.0**tried * (1 - 0.5 * self._draw())
         if asked_s > LONGEST_WAIT_S:
             return None
-        self._not_before = max(self._not_before, self._clock() + asked_s)
+        self._next = max(self._next, self._clock() + asked_s)
         return asked_s
 
 

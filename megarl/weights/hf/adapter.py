@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,9 +16,8 @@ from megarl.mcore.models.lora import LoraSettings, adapted, settings_in
 from megarl.mcore.models.model import Model
 from megarl.projections import LINEARS, chosen, projections_of
 from megarl.weights.hf.export import BUFFER_BYTES
-from megarl.weights.hf.folder import HFFolder, write_whole
+from megarl.weights.hf.folder import write_whole
 from megarl.weights.hf.gather import ModelParallel, whole_tensors
-from megarl.weights.hf.load import check_names, fill
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import Op, Rename
@@ -27,20 +25,6 @@ from megarl.weights.mapping.names import Op, Rename
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's wrapper around the model
-
-# PEFT's kinds of adapters that are more than B A: key of its config -> values that mean it is not used.
-OTHER_KINDS: dict[str, tuple[Any, ...]] = {
-    "use_rslora": (None, False),
-    "use_dora": (None, False),
-    "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
-    "bias": (None, "none"),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
-}
 
 
 def adapter_table(hf_config: HFConfig, settings: LoraSettings) -> list[Op]:
@@ -142,44 +126,6 @@ def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_mod
             write_whole(folder / CONFIG, lambda path: path.write_text(config))
     finally:
         deque(stream, maxlen=0)  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
-
-
-def read_peft_settings(folder: str | Path, hf_config: HFConfig) -> LoraSettings:
-    """Rank, alpha and targets of an adapter for this model.  ValueError if there is none or it is not plain LoRA."""
-    file = Path(folder) / CONFIG
-    if not file.is_file():
-        raise ValueError(f"{folder}: there is no {CONFIG}; expected the folder of a PEFT adapter")
-    config = json.loads(file.read_text())
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type={config.get('peft_type')!r} is not supported; expected LORA")
-    for key, plain in OTHER_KINDS.items():
-        if config.get(key) not in plain:
-            raise ValueError(f"{file}: {key}={config[key]!r} is not supported; expected {plain[1]!r}")
-    targets, known = config.get("target_modules"), module_names(hf_config, LoraSettings(1, 1.0))
-    if not isinstance(targets, list):
-        raise ValueError(f"{file}: target_modules={targets!r} is not supported; expected a list of projections")
-    if strange := [target for target in targets if target not in known]:
-        raise ValueError(
-            f"{file}: target_modules names {', '.join(strange)}, which this model does not have; expected some of "
-            f"{', '.join(known)}"
-        )
-    return LoraSettings(config["r"], config["lora_alpha"], tuple(dict.fromkeys(known[target] for target in targets)))
-
-
-def load_peft(model: Model, hf_config: HFConfig, folder: str | Path) -> None:
-    """Load the adapters of this rank from a PEFT folder; no communication.  Load before the optimizer is made.
-
-    ValueError if rank, alpha or targets differ from the model's, or for missing, unknown or wrongly shaped tensors.
-    """
-    own, theirs = settings_in(model), read_peft_settings(folder, hf_config)
-    if (own.rank, own.alpha, set(own.targets)) != (theirs.rank, theirs.alpha, set(theirs.targets)):
-        raise ValueError(f"{folder}: this adapter has {theirs}, the model has {own}; expected the same")
-    table = adapter_table(hf_config, own)
-    path = Path(folder) / WEIGHTS
-    with safe_open(path, framework="pt", device="cpu") as file:
-        stored = HFFolder(Path(folder), {path: file})
-        check_names(stored, table, set())
-        fill(adapter_parameters(model), table, stored, ModelParallel.current().coordinate)
 
 
 def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,15 +117,6 @@ class Op(ABC):
     @abstractmethod
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
         """The pieces that rank `tp_rank` owns; shard rows in no piece are padding."""
-
-    def to_megatron(self, tensors: Mapping[str, Tensor], tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """Whole HF tensors -> a rank's shard, padding zero; tp_size=1 gives the whole parameter."""
-        for name, shape in self.hf_shapes.items():
-            assert tensors[name].shape == shape, f"{name} has shape {tuple(tensors[name].shape)}, expected {shape}"
-        shard = next(iter(tensors.values())).new_zeros(self.shard_shape(tp_size))
-        for piece in self.pieces(tp_rank, tp_size):
-            piece.of_shard(shard).copy_(piece.of_hf(tensors[piece.hf_name]))
-        return shard
 
     def to_hf(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
         """The shards of all tensor-parallel ranks (a single one if not sharded) -> whole HF tensors, contiguous.

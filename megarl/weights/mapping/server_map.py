@@ -122,7 +122,7 @@ def _latents(q_a: str, shapes: Shapes, _: HFConfig) -> Op:
     """Latent attention's two down projections, whole on every rank."""
     kv_a = q_a.replace(".q_a_proj.", ".kv_a_proj_with_mqa.")
     rows = ((q_a, shapes[q_a][0]), (kv_a, shapes[kv_a][0]))
-    return StackedRows(q_a.replace(".q_a_proj.", ".fused_qkv_a_proj_with_mqa."), rows, shapes[q_a][1], is_cut=False)
+    return StackedRows(q_a.replace(".q_a_proj.", ".fused_qkv_a_proj_with_mqa."), rows, shapes[q_a][1])
 
 
 def _experts(prefix: str, kind: str, shapes: Shapes) -> Op | None:

@@ -64,40 +64,31 @@ class KeyHeads(Op):
 
 @dataclass(frozen=True)
 class StackedRows(Op):
-    """Several tensors stacked by rows, e.g. q_a_proj above kv_a_proj_with_mqa.
+    """Several tensors stacked by rows, q_a_proj above kv_a_proj_with_mqa; every rank holds all rows.
 
-    `parts`: (HF name, rows) from top to bottom.  If `is_cut`, a rank holds its share of the rows of each part, else
-    every rank holds all rows.  `hidden` is None for a bias.
+    `parts`: (HF name, rows) from top to bottom.
     """
 
     parts: tuple[tuple[str, int], ...]
-    hidden: int | None
-    is_cut: bool = True
+    hidden: int
 
     @property
     def is_sharded(self) -> bool:
-        return self.is_cut
+        return False
 
     @property
     def hf_shapes(self) -> dict[str, Shape]:
-        return {name: self._shape(rows) for name, rows in self.parts}
+        return {name: (rows, self.hidden) for name, rows in self.parts}
 
     def shard_shape(self, tp_size: int) -> Shape:
-        return self._shape(sum(self._rows(rows, tp_size) for _, rows in self.parts))
+        return (sum(rows for _, rows in self.parts), self.hidden)
 
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
         found, at = [], 0
-        for name, whole in self.parts:
-            rows = self._rows(whole, tp_size)
-            found.append(Piece(name, 0, tp_rank * rows if self.is_cut else 0, at, rows))
+        for name, rows in self.parts:
+            found.append(Piece(name, 0, 0, at, rows))
             at += rows
         return found
-
-    def _shape(self, rows: int) -> Shape:
-        return (rows,) if self.hidden is None else (rows, self.hidden)
-
-    def _rows(self, whole: int, tp_size: int) -> int:
-        return self._share(whole, tp_size) if self.is_cut else whole
 
 
 @dataclass(frozen=True)
