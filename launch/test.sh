@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Makes the same environment and runs the tests: all but the slow and long ones, those for GPUs, those that want SGLang
-# (they need `bash launch/sglang_cpu.sh` and `bash launch/sglang_cpu.sh 0.5.17`) and those that want agents' packages (they
-# need `bash launch/agents.sh` and `bash launch/verifiers.sh`) or a browser (`apt-get install chromium`).
-# Further words go to pytest:  bash launch/test.sh -m slow   bash launch/test.sh -m sglang   bash launch/test.sh tests/algo
+# Makes the same environment and runs the tests that prove each capability once; words go to pytest.
+#
+#   bash launch/test.sh --core            those for a change, in 90 s
+#   bash launch/test.sh tests/algo        those of one folder
+#   bash launch/test.sh -m full           those that show the same in other ways, or take longer
+#
+# Tests marked sglang, agents or browser run where -m names their mark. They need `bash launch/sglang_cpu.sh` and
+# `bash launch/sglang_cpu.sh 0.5.17`, `bash launch/agents.sh` and `bash launch/verifiers.sh`, or the program chromium.
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
 make_environment
-if [ $# -eq 0 ]; then
-    set -- -m "not slow and not long and not gpu and not sglang and not agents and not browser"
+if [ "${1:-}" = --core ]; then
+    set -- tests/algo tests/data tests/roles tests/weights/mapping tests/weights/reshard tests/config/test_config.py \
+        tests/config/test_config_layouts.py tests/trainer/test_train_step.py tests/rollout/test_prefetch.py \
+        tests/dist/test_parity.py tests/ring/test_ring.py tests/test_floors.py "${@:2}"
 fi
 mkdir -p runs
 say "tests: pytest $* (report: runs/tests.xml)"

@@ -40,11 +40,12 @@ settings.register_profile("steady", deadline=None, derandomize=True, print_blob=
 settings.load_profile("steady")
 
 LONGEST_OF_A_SAMPLE_S = 1800.0  # a test with a longer limit is not drawn
+# A test with one of these marks runs where `-m` names the mark, or where the test itself is named (FILE::TEST).
+ONLY_IF_NAMED = ("full", "long", "browser", "gpu", "agents", "sglang")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sample", metavar="COUNT:SEED", help="run so many of the chosen tests, drawn by the seed")
-    parser.addoption("--half", metavar="SEED", help="run the chosen tests of half of their files, drawn by the seed")
 
 
 def _limit_s(item: pytest.Item) -> float:
@@ -68,15 +69,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByServer:
 @pytest.hookimpl(trylast=True)  # of those that -m has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that start ranks and servers take longest: first, so that no worker ends with one while others idle."""
+    if not any("::" in word for word in config.args):
+        named = re.findall(r"\w+", config.option.markexpr)
+        unnamed = set(ONLY_IF_NAMED).difference(named)
+        _keep(config, items, [unnamed.isdisjoint(mark.name for mark in item.iter_markers()) for item in items])
     if (sample := config.getoption("--sample")) is not None:
         count, _, seed = sample.partition(":")
         short = [at for at, item in enumerate(items) if _limit_s(item) <= LONGEST_OF_A_SAMPLE_S]
         drawn = set(random.Random(seed).sample(short, min(int(count), len(short))))
         _keep(config, items, [at in drawn for at in range(len(items))])
-    if (seed := config.getoption("--half")) is not None:
-        files = sorted({item.path for item in items})
-        chosen = set(random.Random(seed).sample(files, (len(files) + 1) // 2))
-        _keep(config, items, [item.path in chosen for item in items])
     items.sort(key=lambda item: item.get_closest_marker("dist") is None)
 
 
