@@ -27,21 +27,15 @@ def test_the_overlong_penalty_by_hand():
     assert stats["reward/overlong_share"].result() == pytest.approx(4 / 6)
 
 
-def test_a_response_runs_from_its_first_trainable_token_to_the_end_with_the_tools_output():
-    batch = batch_of([5, 5, 5, 2], [0, 1, 0, 0, 0] + [0, 1, 0, 1, 1] + [1, 0, 0, 0, 0] + [0, 0], score=[0.0] * 4)
-    out, _ = overlong_penalty(batch, max_response_length=4, buffer_length=4)
-    assert out.per_sequence["score"].tolist() == [-1, -1, -1.25, 0]  # 4 tokens, 4, 5, and none at all
-
-
-@pytest.mark.parametrize("buffer_length", [0, -1, 9])
-def test_a_buffer_outside_the_limit_is_refused(buffer_length):
-    with pytest.raises(ValueError, match=f"overlong_buffer.len={buffer_length}: expected a number from 1 to .*=8"):
-        overlong_penalty(batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=buffer_length)
-
-
-def test_a_penalty_that_would_reward_is_refused():
-    with pytest.raises(ValueError, match=r"overlong_buffer.penalty_factor=-1.0: expected a number of at least 0"):
-        overlong_penalty(batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=4, factor=-1.0)
+@pytest.mark.parametrize(
+    ("buffer_length", "factor", "sentence"),
+    [*((n, 1.0, f"len={n}: expected a number from 1 to .*=8") for n in (0, 9)), (4, -1.0, "penalty_factor=-1.0: .* 0")],
+)
+def test_a_buffer_outside_the_limit_and_a_penalty_that_would_reward_are_refused(buffer_length, factor, sentence):
+    with pytest.raises(ValueError, match=f"overlong_buffer.{sentence}"):
+        overlong_penalty(
+            batch_of([1], [1], score=[0.0]), max_response_length=8, buffer_length=buffer_length, factor=factor
+        )
 
 
 @given(packs, st.integers(1, 6), st.integers(0, 3))
@@ -70,9 +64,7 @@ def test_the_filter_takes_truncated_samples_out_and_leaves_the_rest_as_it_was():
 
 def test_a_group_teaches_where_its_scores_differ():
     assert is_informative([1.0, 0.0, 1.0])
-    assert not is_informative([0.5, 0.5, 0.5])
-    assert not is_informative([1.0])
-    assert not is_informative([])
+    assert not any(is_informative(scores) for scores in ([0.5, 0.5, 0.5], [1.0], []))
 
 
 def test_the_lengths_of_the_rows_of_a_sample_add_up():

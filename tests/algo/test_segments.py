@@ -26,13 +26,6 @@ def test_sums_counts_and_means_by_hand():
     assert count_segments(SEGMENTS[:0]) == 0
 
 
-def test_first_last_and_previous_unmasked_by_hand():
-    assert last_unmasked(MASK, SEGMENTS, 3).tolist() == [2, -1, 4]
-    mask = torch.tensor([False, True, False, False, True])
-    assert previous_unmasked(mask, SEGMENTS).tolist() == [-1, 1, 1, -1, 4]
-    assert previous_unmasked(mask[:0], SEGMENTS[:0]).tolist() == []
-
-
 def test_clean_keeps_nan_out_of_the_gradient_and_widens_half_precision():
     x = X.clone().requires_grad_()
     clean(x, MASK).square().sum().backward()

@@ -1,7 +1,5 @@
 """Limits of spikes, worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque
@@ -18,19 +16,15 @@ def series(*values: float, sigma: float = 3.0, scale: float = 0.0) -> Series:
     return found
 
 
-def test_the_limit_is_so_many_deviations_above_the_mean() -> None:
+def test_the_limit_is_so_many_deviations_above_the_mean_after_the_warm_up() -> None:
     """Eight times 1 and eight times 3: the mean is 2, the squares sum to 16, s = sqrt(16 / 15) = 1.0328."""
-    found = series(*[1.0, 3.0] * 8)
-    assert found.moments == (2.0, pytest.approx(1.0327956))
-    assert found.limit == pytest.approx(2 + 3 * 1.0327956)
-    assert series(*[1.0, 3.0] * 8, sigma=0.5).limit == pytest.approx(2.5163978)
-
-
-def test_there_is_no_limit_before_the_warm_up_or_without_any_difference() -> None:
     values = [1.0, 3.0] * 8
     assert len(values) == WARMUP
     assert math.isinf(series(*values[:-1]).limit)
-    assert math.isinf(series(*[2.0] * 50).limit)
+    assert series(*values).moments == (2.0, pytest.approx(1.0327956))
+    assert series(*values).limit == pytest.approx(2 + 3 * 1.0327956)
+    assert series(*values, sigma=0.5).limit == pytest.approx(2.5163978)
+    assert math.isinf(series(*[2.0] * 50).limit), "nothing differs"
 
 
 def test_the_deviation_counts_as_a_hundredth_of_the_mean_or_of_the_scale_at_least() -> None:

@@ -35,12 +35,6 @@ def test_keep_leaves_numerators_and_denominators_alike():
     assert made.columns["weight"].tolist() == [0.0, 0.125, 0.0, 0.125, 0.0, 0.0]
 
 
-def test_a_step_that_rejection_emptied_has_no_weight():
-    made = step_columns(step(keep=[0.0] * 6), loss=ActorLoss("clip_cov"), agg_mode="token-mean")
-    assert not made.columns["weight"].any()
-    assert not made.columns["selected"].any()
-
-
 def test_a_critic_needs_no_more_than_weights():
     made = step_columns(step(), loss=CriticLoss(), agg_mode="token-sum", bypass=True, normalize=True)
     assert made.columns["old_log_probs"][1:].tolist() == [-1.0, -3.0, -1.0, -3.0, -2.0]

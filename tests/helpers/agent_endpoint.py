@@ -1,7 +1,5 @@
 """An endpoint over a server that writes given texts, a letter per token: ids that no tokenizer would choose."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -9,12 +7,12 @@ from typing import Any
 
 from aiohttp import web
 from chat_templates import template_of, tokenizer_of
-from fake_servers import reply_to, serving
+from fake_servers import reply_to
+from pools import pool_of
 
 from megarl.agents.answer import hermes
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.session import Policy
-from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 
 TOKEN = "token-of-the-endpoint"
@@ -56,15 +54,9 @@ async def endpoint_of(
     *servers: Any, style: str = "qwen3", params: SamplingParams | None = None, **options: Any
 ) -> AsyncIterator[tuple[Endpoint, list[list[Any]]]]:
     """Yields (endpoint, list of bodies of /generate of each server); `options`: of the policy."""
-    async with serving(*servers) as (urls, seen), EnginePool(urls, "", timeout_s=60, rest_s=0.001, retries=1) as pool:
-        settings: dict[str, Any] = {"max_tokens": 4096, "history": "generated", "tool_parser": hermes, **options}
-        policy = Policy(
-            "policy",
-            tokenizer_of(style),
-            template_of(style),
-            pool,
-            params or SamplingParams(max_new_tokens=256, sampling_seed=3),
-            **settings,
-        )
+    settings: dict[str, Any] = {"max_tokens": 4096, "history": "generated", "tool_parser": hermes, **options}
+    params = params or SamplingParams(max_new_tokens=256, sampling_seed=3)
+    async with pool_of(*servers, timeout_s=60, rest_s=0.001, retries=1) as (pool, _, seen):
+        policy = Policy("policy", tokenizer_of(style), template_of(style), pool, params, **settings)
         async with Endpoint(policy, token=TOKEN) as endpoint:
             yield endpoint, seen

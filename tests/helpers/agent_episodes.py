@@ -1,19 +1,19 @@
 """Episodes in this process, over a server that writes given texts."""
 
-from __future__ import annotations
-
+import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agent_endpoint import Scripted
 from chat_templates import tokenizer_of
-from fake_servers import serving
+from pools import pool_of
 
 from megarl.agents.episodes import Episodes, Settings
 from megarl.agents.process import Job
+from megarl.rewards.result import RewardResult
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Prompt
@@ -21,11 +21,24 @@ from megarl.sample import Prompt
 PARAMS = SamplingParams(max_new_tokens=256, sampling_seed=3)
 
 
-@dataclass(frozen=True)
-class Result:
-    reward: float
-    extra: dict[str, float] = field(default_factory=dict)
-    pred: str | None = None
+# What the source of every agent begins with.
+HTTP = """
+import json
+import urllib.request
+
+
+def ask(base_url, path="/chat/completions", key="-", **body):
+    request = urllib.request.Request(base_url + path, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)
+
+
+def say(base_url, text, key="-"):
+    messages = [{"role": "user", "content": text}]
+    return ask(base_url, key=key, model="policy", messages=messages)["choices"][0]["message"]["content"]
+
+
+"""
 
 
 class Scored:
@@ -34,9 +47,9 @@ class Scored:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    async def __call__(self, prompt: Prompt, completions: list[Any]) -> list[Result]:
+    async def __call__(self, prompt: Prompt, completions: list[Any]) -> list[RewardResult]:
         self.seen += [completion.text for completion in completions]
-        return [Result(float(len(completion.text))) for completion in completions]
+        return [RewardResult(float(len(completion.text))) for completion in completions]
 
 
 @dataclass
@@ -54,19 +67,19 @@ class Stage:
 
 @asynccontextmanager
 async def stage_of(
-    agent: str | list[str], *texts: str, folder: Path, server: Callable[..., Any] | None = None, **settings: Any
+    agent: str | list[str], *texts: str, server: Callable[..., Any] | None = None, **settings: Any
 ) -> AsyncIterator[Stage]:
-    """`agent`: the source of a function `episode`, or a command; `settings`: of the episodes."""
+    """`agent`: the source of a function `episode`, for the working folder, or a command; `settings`: of episodes."""
     scored, arguments = Scored(), settings.pop("args", {})
     if isinstance(agent, str):
-        (folder / "agent.py").write_text(agent)
-        job = Job(f"{folder}/agent.py:episode", (), arguments)
+        file = Path("agent.py").absolute()
+        file.write_text(HTTP + textwrap.dedent(agent))
+        job = Job(f"{file}:episode", (), arguments)
     else:
         job = Job(None, tuple(agent))
     writer = server or Scripted("qwen3", texts)
     async with (
-        serving(writer) as (urls, seen),
-        EnginePool(urls, "", timeout_s=60, rest_s=0.001, retries=1) as pool,
+        pool_of(writer, timeout_s=60, rest_s=0.001, retries=1) as (pool, (url,), (bodies,)),
         Episodes(Settings(job, **settings), pool, tokenizer_of("qwen3"), scored, 0) as episodes,
     ):
-        yield Stage(episodes, pool, writer, urls[0], seen[0], scored)
+        yield Stage(episodes, pool, writer, url, bodies, scored)

@@ -1,10 +1,10 @@
 """Slow and obvious: every formula per sequence and per token, in plain Python numbers."""
 
-from __future__ import annotations
-
 import math
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -87,13 +87,140 @@ def ratio(new: float, old: float) -> float:
     return math.exp(min(max(new - old, -LIMIT), LIMIT))
 
 
-def ppo_token(new: float, old: float, a: float, low: float = 0.2, high: float = 0.2, c: float | None = 3.0) -> float:
-    r = ratio(new, old)
-    loss = max(-a * r, -a * min(max(r, 1 - low), 1 + high))
-    return min(loss, -c * a) if c is not None and a < 0 else loss
+Token = tuple[float, dict[str, bool]]  # the loss, and its statistics
 
 
-def policy_sequence(
+@dataclass(frozen=True)
+class LossReference:
+    """A policy loss, slowly: the token losses of one sequence and their statistics, from its trainable tokens only.
+
+    `tokens`: f(new, old, advantages, *, still, selected, hyperparameters); `still` is l where the formula has sg(l).
+    """
+
+    tokens: Callable[..., list[Token]]
+    settings: tuple[dict[str, Any], ...] = ({},)  # hyperparameters to compare with
+    has_stop_gradient: bool = False  # its gradient is not that of its value
+
+
+def of_tokens(one: Callable[..., Token]) -> Callable[..., list[Token]]:
+    """A loss of each token by itself: one(l, l_old, A, sg(l), is selected, hyperparameters)."""
+
+    def tokens(new, old, advantages, *, still, selected, **how) -> list[Token]:
+        return [one(*columns, **how) for columns in zip(new, old, advantages, still, selected, strict=True)]
+
+    return tokens
+
+
+def surrogate(r: float, a: float, low: float, high: float) -> Token:
+    plain, clipped = -a * r, -a * min(max(r, 1 - low), 1 + high)
+    return max(plain, clipped), {"pg_clipfrac": clipped > plain}
+
+
+def ppo(new, old, a, still, selected, clip_low=0.2, clip_high=0.2, clip_c: float | None = 3.0) -> Token:
+    loss, info = surrogate(ratio(new, old), a, clip_low, clip_high)
+    if clip_c is None:
+        return loss, info
+    bounded = a < 0 and ratio(new, old) > clip_c
+    return min(loss, -clip_c * a) if a < 0 else loss, info | {"pg_clipfrac_lower": bounded}
+
+
+def reinforce(new, old, a, still, selected) -> Token:
+    return -a * new, {}
+
+
+def cispo(new, old, a, still, selected, clip_low=0.2, clip_high=0.2) -> Token:
+    r = ratio(still, old)
+    return -min(max(r, 1 - clip_low), 1 + clip_high) * a * new, {"pg_clipfrac": not 1 - clip_low <= r <= 1 + clip_high}
+
+
+def sapo(new, old, a, still, selected, tau_pos=1.0, tau_neg=1.05) -> Token:
+    tau = tau_pos if a > 0 else tau_neg
+    z = tau * (ratio(new, old) - 1)
+    return -a * (1 / (1 + math.exp(-z)) if z > -700 else 0.0) * 4 / tau, {}
+
+
+def trusted(new: float, old: float, a: float, still: float, cap: float, *, inside: bool) -> Token:
+    return -a * min(ratio(still, old), cap) * new * inside, {"pg_clipfrac": not inside and a != 0}
+
+
+def dppo_tv(new, old, a, still, selected, clip_low=0.15, clip_high=0.15, dppo_ratio_cap=20.0) -> Token:
+    moved = math.exp(min(still, 0.0)) - math.exp(min(old, 0.0))
+    inside = moved <= clip_high if a > 0 else moved >= -clip_low
+    return trusted(new, old, a, still, dppo_ratio_cap, inside=inside)
+
+
+def dppo_kl(new, old, a, still, selected, clip_low=0.05, clip_high=0.05, dppo_ratio_cap=20.0) -> Token:
+    p, p_old = math.exp(min(still, 0.0)), math.exp(min(old, 0.0))
+    k = p_old * (old - still) + (1 - p_old) * math.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+    inside = k <= clip_high or p <= p_old if a > 0 else k <= clip_low or p >= p_old
+    return trusted(new, old, a, still, dppo_ratio_cap, inside=inside)
+
+
+def dro(new, old, a, still, selected, beta) -> Token:
+    return -(new * a - beta / 2 * (new - old) ** 2), {}
+
+
+def clip_cov(new, old, a, still, selected, clip_low=0.2, clip_high=0.2) -> Token:
+    loss, info = surrogate(ratio(new, old), a, clip_low, clip_high)
+    chosen = bool(selected)
+    return 0.0 if chosen else loss, {"pg_clipfrac": info["pg_clipfrac"] and not chosen, "cov_selected": chosen}
+
+
+def kl_cov(new, old, a, still, selected, ppo_kl_coef=0.1) -> Token:
+    return -a * ratio(new, old) + (ppo_kl_coef * abs(new - old) if selected else 0.0), {"cov_selected": bool(selected)}
+
+
+def gspo(new, old, advantages, *, still, selected, clip_low=3e-4, clip_high=4e-4) -> list[Token]:
+    if not new:
+        return []
+    mean = sum(x - o for x, o in zip(still, old, strict=True)) / len(new)
+    ratios = [math.exp(min(x - s + mean, 10.0)) for x, s in zip(new, still, strict=True)]
+    return [surrogate(r, a, clip_low, clip_high) for r, a in zip(ratios, advantages, strict=True)]
+
+
+def gmpo(new, old, advantages, *, still, selected, clip_low=0.4, clip_high=0.4) -> list[Token]:
+    if not new:
+        return []
+    mean = sum(advantages) / len(advantages)
+    pick = min if mean > 0 else max
+    moved = [x - o for x, o in zip(new, old, strict=True)]
+    kept = [pick(d, min(max(d, -clip_low), clip_high)) for d in moved]
+    loss = -mean * math.exp(min(max(sum(kept) / len(kept), -LIMIT), LIMIT)) if mean else 0.0
+    return [(loss, {"pg_clipfrac": bool(mean) and k != d}) for k, d in zip(kept, moved, strict=True)]
+
+
+# By the first of a loss's names; each built-in loss needs an entry.
+POLICY_LOSSES = {
+    "ppo": LossReference(of_tokens(ppo), ({}, {"clip_low": 0.1, "clip_high": 0.4, "clip_c": 1.3}, {"clip_c": None})),
+    "reinforce": LossReference(of_tokens(reinforce)),
+    "gpg": LossReference(of_tokens(reinforce)),
+    "gspo": LossReference(gspo, ({}, {"clip_low": 0.3, "clip_high": 0.3}), has_stop_gradient=True),
+    "gmpo": LossReference(gmpo, ({}, {"clip_low": 0.1, "clip_high": 2.0})),
+    "cispo": LossReference(of_tokens(cispo), ({}, {"clip_low": 1.0}), has_stop_gradient=True),
+    "sapo": LossReference(of_tokens(sapo), ({}, {"tau_pos": 3.0, "tau_neg": 0.5})),
+    "dppo_tv": LossReference(
+        of_tokens(dppo_tv), ({}, {"clip_low": 0.02, "clip_high": 0.01, "dppo_ratio_cap": 1.1}), has_stop_gradient=True
+    ),
+    "dppo_kl": LossReference(of_tokens(dppo_kl), ({}, {"clip_low": 0.001, "clip_high": 0.002}), has_stop_gradient=True),
+    "dro": LossReference(of_tokens(dro), ({"beta": 0.5},)),
+    "clip_cov": LossReference(of_tokens(clip_cov), ({}, {"clip_low": 0.1})),
+    "kl_cov": LossReference(of_tokens(kl_cov), ({"ppo_kl_coef": 0.7},)),
+}
+
+
+def first_names(table: Mapping[str, object]) -> list[str]:
+    """The names of a table of choices without aliases: of equal entries, the first."""
+    return [name for i, (name, entry) in enumerate(table.items()) if entry not in list(table.values())[:i]]
+
+
+def missing(table: Mapping[str, object], references: Mapping[str, object]) -> str:
+    """What a table of choices has and no reference, or the other way round; empty where they agree."""
+    names = first_names(table)
+    lacking = [f"reference missing: {name}" for name in names if name not in references]
+    return ", ".join(lacking + [f"no longer built in: {name}" for name in references if name not in names])
+
+
+def policy_tokens(
     name: str,
     new: list[float],
     old: list[float],
@@ -101,154 +228,65 @@ def policy_sequence(
     *,
     selected: list[float] | None = None,
     constant: list[float] | None = None,
-    **hyperparameters,
-) -> list[float]:
-    """The token losses of one sequence, its trainable tokens only; `constant`: l where the formula has sg(l)."""
+    **hyperparameters: Any,
+) -> list[Token]:
+    """Of one sequence, its trainable tokens only; `constant`: l where the formula has sg(l)."""
     still = new if constant is None else constant
-    n = len(new)
-    if name in ("gmpo", "geo_mean"):
-        return [
-            gmpo_sequence(
-                new, old, advantages, hyperparameters.get("clip_low", 0.4), hyperparameters.get("clip_high", 0.4)
-            )
-        ] * n
-    out = []
-    for t in range(n):
-        x, o, a, s = new[t], old[t], advantages[t], still[t]
-        if name in ("ppo", "vanilla", "grpo", "clip_cov"):
-            c = None if name == "clip_cov" else hyperparameters.get("clip_c", 3.0)
-            loss = ppo_token(x, o, a, hyperparameters.get("clip_low", 0.2), hyperparameters.get("clip_high", 0.2), c)
-            out.append(0.0 if name == "clip_cov" and selected[t] else loss)
-        elif name in ("reinforce", "gpg"):
-            out.append(-a * x)
-        elif name == "gspo":
-            mean = sum(i - j for i, j in zip(still, old, strict=True)) / n
-            r = math.exp(min(x - s + mean, 10.0))
-            low, high = 1 - hyperparameters.get("clip_low", 3e-4), 1 + hyperparameters.get("clip_high", 4e-4)
-            out.append(max(-a * r, -a * min(max(r, low), high)))
-        elif name == "cispo":
-            low, high = 1 - hyperparameters.get("clip_low", 0.2), 1 + hyperparameters.get("clip_high", 0.2)
-            out.append(-min(max(ratio(s, o), low), high) * a * x)
-        elif name == "sapo":
-            tau = hyperparameters.get("tau_pos", 1.0) if a > 0 else hyperparameters.get("tau_neg", 1.05)
-            z = tau * (ratio(x, o) - 1)
-            out.append(-a * (1 / (1 + math.exp(-z)) if z > -700 else 0.0) * 4 / tau)
-        elif name in ("dppo_tv", "dppo_kl"):
-            weight = min(ratio(s, o), hyperparameters.get("dppo_ratio_cap", 20.0))
-            out.append(-a * weight * x * dppo_inside(name, s, o, a, hyperparameters))
-        elif name == "dro":
-            out.append(-(x * a - hyperparameters["beta"] / 2 * (x - o) ** 2))
-        elif name == "kl_cov":
-            pull = hyperparameters.get("ppo_kl_coef", 0.1) * abs(x - o) if selected[t] else 0.0
-            out.append(-a * ratio(x, o) + pull)
-    return out
+    chosen = [0.0] * len(new) if selected is None else selected
+    return POLICY_LOSSES[name].tokens(new, old, advantages, still=still, selected=chosen, **hyperparameters)
 
 
-def gmpo_sequence(new: list[float], old: list[float], advantages: list[float], low: float, high: float) -> float:
-    if not new:
-        return 0.0
-    mean = sum(advantages) / len(advantages)
-    if mean > 0:
-        moved = [min(x - o, min(max(x - o, -low), high)) for x, o in zip(new, old, strict=True)]
-    else:
-        moved = [max(x - o, min(max(x - o, -low), high)) for x, o in zip(new, old, strict=True)]
-    return -mean * math.exp(min(max(sum(moved) / len(moved), -LIMIT), LIMIT)) if mean else 0.0
+def value_token(value: float, old: float, target: float, cliprange: float | None) -> float:
+    """The critic's loss."""
+    near = value if cliprange is None else old + min(max(value - old, -cliprange), cliprange)
+    return max((value - target) ** 2, (near - target) ** 2) / 2
 
 
-def dppo_inside(name: str, new: float, old: float, a: float, hyperparameters: dict) -> bool:
-    p, p_old = math.exp(min(new, 0.0)), math.exp(min(old, 0.0))
-    if name == "dppo_tv":
-        return (
-            p - p_old <= hyperparameters.get("clip_high", 0.15)
-            if a > 0
-            else p - p_old >= -hyperparameters.get("clip_low", 0.15)
-        )
-    k = p_old * (old - new) + (1 - p_old) * math.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
-    if a > 0:
-        return k <= hyperparameters.get("clip_high", 0.05) or p <= p_old
-    return k <= hyperparameters.get("clip_low", 0.05) or p >= p_old
-
-
-def kl_token(name: str, new: float, ref: float) -> float:
-    x = new - ref
-    if name in ("kl", "k1"):
-        return x
-    if name in ("mse", "k2"):
-        return x * x / 2
-    if name == "abs":
-        return abs(x)
+def k3(x: float) -> float:
     start = 2.610868638149876
     return math.exp(-x) + x - 1 if -x <= start else 10 + (10 + start) * (-x - start)
 
 
-def weights(
-    mode: str, masks: list[list[bool]], groups: list[int] | None = None, scale: float | None = None
-) -> list[float]:
+# Of x = l - l_ref, by the first of an estimator's names.
+KL_ESTIMATORS: dict[str, Callable[[float], float]] = {
+    "kl": lambda x: x,
+    "mse": lambda x: x * x / 2,
+    "low_var_kl": k3,
+    "abs": abs,
+}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What an aggregation looks at: of the token's sequence, of its prompt group, and of the step."""
+
+    own: int  # trainable tokens of the sequence
+    of_group: int
+    tokens: int
+    sequences: int  # with a trainable token
+    groups: int  # with a trainable token
+    scale: float  # loss_scale_factor
+
+
+# The weight of a trainable token, by the first of an aggregation's names.
+AGG_MODES: dict[str, Callable[[Counts], float]] = {
+    "token-mean": lambda c: 1 / c.tokens,
+    "token-sum": lambda c: 1.0,
+    "seq-mean-token-sum": lambda c: 1 / c.sequences,
+    "seq-mean-token-mean": lambda c: 1 / (c.sequences * c.own),
+    "seq-mean-token-sum-norm": lambda c: 1 / (c.sequences * c.scale),
+    "token-sum-norm": lambda c: 1 / c.scale,
+    "prompt-mean-token-mean": lambda c: 1 / (c.groups * c.of_group),
+}
+
+
+def weights(mode: str, masks: list[list[bool]], groups: list[int], scale: float) -> list[float]:
     """The weight of every token of the step, flat."""
     n = [sum(m) for m in masks]
-    num_sequences = sum(k > 0 for k in n)
-    group_tokens: dict[int, int] = {}
-    for g, k in zip(groups or [], n, strict=False):
-        group_tokens[g] = group_tokens.get(g, 0) + k
-    num_groups = sum(k > 0 for k in group_tokens.values())
+    of_group = {g: sum(k for h, k in zip(groups, n, strict=True) if h == g) for g in groups}
+    live = (sum(k > 0 for k in n), sum(k > 0 for k in of_group.values()))
     out = []
     for b, mask in enumerate(masks):
-        for m in mask:
-            if not m:
-                out.append(0.0)
-            elif mode == "token-mean":
-                out.append(1 / sum(n))
-            elif mode == "token-sum":
-                out.append(1.0)
-            elif mode == "seq-mean-token-sum":
-                out.append(1 / num_sequences)
-            elif mode == "seq-mean-token-mean":
-                out.append(1 / (num_sequences * n[b]))
-            elif mode == "seq-mean-token-sum-norm":
-                out.append(1 / (num_sequences * scale))
-            elif mode == "token-sum-norm":
-                out.append(1 / scale)
-            elif mode == "prompt-mean-token-mean":
-                out.append(1 / (num_groups * group_tokens[groups[b]]))
+        counts = Counts(n[b], of_group[groups[b]], sum(n), *live, scale)
+        out += [AGG_MODES[mode](counts) if m else 0.0 for m in mask]
     return out
-
-
-def gae_sequence(
-    rewards: list[float], values: list[float], mask: list[bool], gamma: float, lam: float
-) -> tuple[list[float], list[float]]:
-    """One sequence, backwards, one token at a time."""
-    pending, moved = 0.0, [0.0] * len(mask)
-    for t in range(len(mask) - 1, -1, -1):  # a reward waits until a trainable token takes it
-        pending += rewards[t]
-        if mask[t]:
-            moved[t], pending = pending, 0.0
-    next_value = next_advantage = 0.0
-    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
-    for t in range(len(mask) - 1, -1, -1):
-        if mask[t]:
-            delta = moved[t] + gamma * next_value - values[t]
-            next_advantage = delta + gamma * lam * next_advantage
-            next_value = values[t]
-            advantages[t], returns[t] = next_advantage, next_advantage + values[t]
-    return advantages, returns
-
-
-def grpo_samples(scores: list[float], groups: list[int], norm_by_std: bool = True) -> list[float]:
-    out = []
-    for score, g in zip(scores, groups, strict=True):
-        peers = [s for s, h in zip(scores, groups, strict=True) if h == g]
-        if len(peers) < 2:
-            out.append(0.0)
-            continue
-        mean = sum(peers) / len(peers)
-        std = math.sqrt(sum((p - mean) ** 2 for p in peers) / (len(peers) - 1))
-        out.append((score - mean) / (std + 1e-6) if norm_by_std else score - mean)
-    return out
-
-
-def whiten(xs: list[float]) -> list[float]:
-    if len(xs) < 2:
-        return xs
-    mean = sum(xs) / len(xs)
-    var = sum((x - mean) ** 2 for x in xs) / (len(xs) - 1)
-    return [(x - mean) / math.sqrt(var + 1e-8) for x in xs]

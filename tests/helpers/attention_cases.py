@@ -3,8 +3,6 @@
 tests/gpu runs rows of 32k tokens by our module and Transformer-Engine's; a test on the CPU runs short ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +25,7 @@ class Heads:
     key_size: int
     value_size: int
     window: int | None = None  # tokens that a token sees, itself among them
+    has_sinks: bool = False
 
 
 KINDS = {

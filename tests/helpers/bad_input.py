@@ -1,17 +1,22 @@
 """How a refusal of bad input must read, and the count of the cases that tests tried."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 from megarl.config import ConfigError
 
 PROPERTY = "bad_input"
 LONGEST = 4000  # characters of a sentence: it may quote a value or a path
+
+
+def examples(count: int) -> settings:
+    """So many of hypothesis', not made shorter, which takes minutes here: an example is short anyway."""
+    phases = (Phase.explicit, Phase.generate)
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.function_scoped_fixture], phases=phases)
 
 
 def read_refusal(error: ValueError, *named: str) -> list[str]:

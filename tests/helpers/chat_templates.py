@@ -1,7 +1,5 @@
 """Fifteen chat templates in the styles of well-known models, each with a tiny tokenizer that has its tokens."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path
@@ -63,18 +61,8 @@ def byte_tokenizer(template: str, eos: str = "<|im_end|>", *, special_tags: bool
     """Bytes, a few merges, and the template's own tokens.  A text has many tokenizations, of which it makes one."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary, merges = {letter: i for i, letter in enumerate(letters)}, []
-    for word in (
-        "user",
-        "assistant",
-        "hello",
-        "answer",
-        "\u010a\u010a",
-        "\u0120the",
-        "12",
-        ">\u010a",
-        "}\u010a",
-        ",\u0120",
-    ):
+    words = ("user", "assistant", "hello", "answer", "\u010a\u010a", "\u0120the", "12")
+    for word in (*words, ">\u010a", "}\u010a", ",\u0120"):
         for i in range(1, len(word)):
             if (pair := (word[:i], word[i])) not in merges:
                 merges.append(pair)

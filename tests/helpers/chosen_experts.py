@@ -1,7 +1,5 @@
 """What transformers' routers choose for a sequence, in one pass or in several with different weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

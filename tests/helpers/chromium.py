@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -85,12 +84,6 @@ class Chromium:
         """The addresses that the page has asked for, itself the first."""
         sent = [event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [request["request"]["url"] for request in sent]
-
-    def screenshot(self, target: Path) -> None:
-        size = self.value("[innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
-        found = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        target.write_bytes(base64.b64decode(found["data"]))
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         message: dict[str, Any] = {"id": next(self._ids), "method": method, "params": params}

@@ -1,7 +1,5 @@
 """A model's parameters over all its chunks, and its gradients put together as if they were its weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ gets a group for each line that it reads, and then prints the collector's pid an
 printing it, as a run would finish its step.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

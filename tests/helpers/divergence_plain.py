@@ -1,7 +1,5 @@
 """The divergence from teachers by its definition: whole logits in float64, one token at a time, autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Servers whose replies do not end, over plain sockets: one byte now and then, or as many as the caller takes."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """What runs on the ranks in test_engine.py: a few optimizer steps under a layout and an engine."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,10 +3,9 @@
 Everywhere: rewards, masks and other columns are lists of one list per sample, groups and scores one number per sample.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 Columns = list[list[float]]
 Masks = list[list[bool]]
@@ -120,28 +119,63 @@ def by_group(rule: GroupRule, scores: list[float], groups: list[int], masks: Mas
     return out
 
 
-def gpg_scale(scores: list[float], groups: list[int], masks: Masks) -> float:
-    unequal = [m for m in members_of(groups, masks) if len({scores[i] for i in m}) > 1]
-    return sum(any(mask) for mask in masks) / sum(map(len, unequal)) if unequal else 1.0
-
-
 def compared(groups: list[int], masks: Masks) -> Masks:
     """The trainable tokens of samples that have somebody to compare with."""
     together = {i for members in members_of(groups, masks) if len(members) > 1 for i in members}
     return [[m and i in together for m in mask] for i, mask in enumerate(masks)]
 
 
-def token_baseline(
-    rewards: Columns, masks: Masks, groups: list[int], old: Columns, squares: Columns, gamma: float
-) -> Columns:
+@dataclass(frozen=True)
+class Data:
+    """What an estimator may ask for besides rewards."""
+
+    gamma: float
+    lam: float
+    by_std: bool
+    values: Columns
+    old: Columns
+    squares: Columns
+    greedy: list[float]  # this and what follows: per sample
+    raw: list[float]
+    parts: list[list[float]]
+    part_weights: Sequence[float]
+
+
+# (rewards, masks, groups, data) -> (advantages, returns)
+Estimator = Callable[[Columns, Masks, list[int], Data], tuple[Columns, Columns]]
+
+
+def returns_to_go(rewards: Columns, masks: Masks, gamma: float) -> Columns:
+    return [to_go(r, m, gamma) for r, m in zip(rewards, masks, strict=True)]
+
+
+def on_tokens(per_sample: list[float], masks: Masks) -> Columns:
+    return [[x if m else 0.0 for m in mask] for x, mask in zip(per_sample, masks, strict=True)]
+
+
+def gae(rewards: Columns, masks: Masks, groups: list[int], data: Data) -> tuple[Columns, Columns]:
+    pairs = [gae_sequence(*x, data.gamma, data.lam) for x in zip(rewards, data.values, masks, strict=True)]
+    return whiten_columns([a for a, _ in pairs], masks), [r for _, r in pairs]
+
+
+def reinforce_plus_plus(rewards: Columns, masks: Masks, groups: list[int], data: Data) -> tuple[Columns, Columns]:
+    returns = returns_to_go(rewards, masks, data.gamma)
+    return whiten_columns(returns, masks), returns
+
+
+def remax(rewards: Columns, masks: Masks, groups: list[int], data: Data) -> tuple[Columns, Columns]:
+    returns, greedy = returns_to_go(rewards, masks, 1.0), on_tokens(data.greedy, masks)
+    return [[g - b for g, b in zip(*rows, strict=True)] for rows in zip(returns, greedy, strict=True)], returns
+
+
+def token_baseline(rewards: Columns, masks: Masks, groups: list[int], data: Data) -> tuple[Columns, Columns]:
     """Group by group, step by step."""
-    out = []
     returns, sums = [], []
     for i, mask in enumerate(masks):
         live = [t for t, m in enumerate(mask) if m]
-        energies = [1 - 2 * math.exp(old[i][t]) + squares[i][t] for t in live]
+        energies = [1 - 2 * math.exp(data.old[i][t]) + data.squares[i][t] for t in live]
         sums.append([sum(energies[: k + 1]) for k in range(len(live))])
-        returns.append([to_go(rewards[i], mask, gamma)[t] for t in live])
+        returns.append([to_go(rewards[i], mask, data.gamma)[t] for t in live])
     steps = [[0.0] * len(r) for r in returns]
     for members in members_of(groups, masks):
         for k in range(max((len(returns[i]) for i in members), default=0)):
@@ -150,52 +184,50 @@ def token_baseline(
             for i in here:
                 baseline = top / (bottom + 1e-8) if len(here) > 1 else 0.0
                 steps[i][k] = returns[i][k] - baseline if len(members) > 1 else 0.0
-    for row, mask in zip(steps, masks, strict=True):
-        out.append(spread(row, mask))
-    return out
+    advantages = [spread(row, mask) for row, mask in zip(steps, masks, strict=True)]
+    return advantages, returns_to_go(rewards, masks, data.gamma)
 
 
-def advantages(
-    name: str, rewards: Columns, masks: Masks, groups: list[int], *, gamma: float, lam: float, by_std: bool, **data
-) -> tuple[Columns, Columns]:
-    """Any estimator.  data: values, old, squares [per token]; greedy, score, raw [per sample]; parts, part_weights."""
+def of_groups(rule_of: Callable[[Data], GroupRule], *, whitened: bool = False, scaled: bool = False) -> Estimator:
+    """The samples of a prompt compared by a rule; `scaled`: by the share of samples whose group has a difference."""
+
+    def estimator(rewards: Columns, masks: Masks, groups: list[int], data: Data) -> tuple[Columns, Columns]:
+        scores = [sum(row) for row in rewards]
+        per_sample = by_group(rule_of(data), scores, groups, masks)
+        unequal = [m for m in members_of(groups, masks) if len({scores[i] for i in m}) > 1]
+        if scaled and unequal:
+            alpha = sum(any(mask) for mask in masks) / sum(map(len, unequal))
+            per_sample = [alpha * a for a in per_sample]
+        columns = on_tokens(per_sample, masks)
+        return whiten_columns(columns, compared(groups, masks)) if whitened else columns, on_tokens(scores, masks)
+
+    return estimator
+
+
+def gdpo(rewards: Columns, masks: Masks, groups: list[int], data: Data) -> tuple[Columns, Columns]:
     scores = [sum(row) for row in rewards]
-    returns = [[to_go(r, m, gamma if name != "remax" else 1.0), m] for r, m in zip(rewards, masks, strict=True)]
-    G = [row for row, _ in returns]
-    on_all = [[scores[i] if m else 0.0 for m in mask] for i, mask in enumerate(masks)]
-    if name == "gae":
-        pairs = [gae_sequence(*x, gamma, lam) for x in zip(rewards, data["values"], masks, strict=True)]
-        return whiten_columns([a for a, _ in pairs], masks), [r for _, r in pairs]
-    if name == "reinforce_plus_plus":
-        return whiten_columns(G, masks), G
-    if name == "remax":
-        return [
-            [g - data["greedy"][i] if m else 0.0 for g, m in zip(G[i], masks[i], strict=True)] for i in range(len(G))
-        ], G
-    if name == "optimal_token_baseline":
-        return token_baseline(rewards, masks, groups, data["old"], data["squares"], gamma), G
-    if name == "gdpo":
-        extra = [r - s for r, s in zip(scores, data["raw"], strict=True)]
-        per_sample = by_group(grpo_rule(False), extra, groups, masks)
-        for k, weight in enumerate(data["part_weights"]):
-            part = by_group(grpo_rule(by_std), [p[k] for p in data["parts"]], groups, masks)
-            per_sample = [a + weight * b for a, b in zip(per_sample, part, strict=True)]
-    else:
-        rule = {
-            "grpo": grpo_rule(by_std),
-            "grpo_passk": passk_rule(by_std),
-            "rloo": rloo_rule,
-            "reinforce_plus_plus_baseline": grpo_rule(False),
-            "opo": opo_rule,
-            "gpg": grpo_rule(False),
-        }[name]
-        per_sample = by_group(rule, scores, groups, masks)
-    if name == "gpg":
-        per_sample = [gpg_scale(scores, groups, masks) * a for a in per_sample]
-    columns = [[per_sample[i] if m else 0.0 for m in mask] for i, mask in enumerate(masks)]
-    if name in ("gdpo", "reinforce_plus_plus_baseline"):
-        columns = whiten_columns(columns, compared(groups, masks))
-    return columns, on_all
+    per_sample = by_group(grpo_rule(False), [r - s for r, s in zip(scores, data.raw, strict=True)], groups, masks)
+    for k, weight in enumerate(data.part_weights):
+        part = by_group(grpo_rule(data.by_std), [p[k] for p in data.parts], groups, masks)
+        per_sample = [a + weight * b for a, b in zip(per_sample, part, strict=True)]
+    return whiten_columns(on_tokens(per_sample, masks), compared(groups, masks)), on_tokens(scores, masks)
+
+
+# Each built-in estimator needs an entry.
+ESTIMATORS: dict[str, Estimator] = {
+    "none": lambda rewards, masks, groups, data: (on_tokens([0.0] * len(masks), masks),) * 2,
+    "gae": gae,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "remax": remax,
+    "optimal_token_baseline": token_baseline,
+    "grpo": of_groups(lambda data: grpo_rule(data.by_std)),
+    "grpo_passk": of_groups(lambda data: passk_rule(data.by_std)),
+    "gdpo": gdpo,
+    "rloo": of_groups(lambda data: rloo_rule),
+    "opo": of_groups(lambda data: opo_rule),
+    "gpg": of_groups(lambda data: grpo_rule(False), scaled=True),
+    "reinforce_plus_plus_baseline": of_groups(lambda data: grpo_rule(False), whitened=True),
+}
 
 
 def bounded_exp(x: float) -> float:

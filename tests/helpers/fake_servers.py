@@ -1,7 +1,5 @@
 """Servers of a few lines of aiohttp: some misbehave, and `Writer` writes as a real engine does, but at once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -125,6 +123,17 @@ class Writer:
         for name, event in self.ended.items():
             if name.startswith(rid):
                 event.set()
+
+
+class Telling(Writer):
+    """Answers one route with what `say` returns, as JSON; None in its place: with nothing, for ever."""
+
+    def __init__(self, route: Route, say: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.routes, self.say = (route,), say
+
+    async def __call__(self, request: web.Request) -> Any:
+        return await silent(request) if self.say is None else web.json_response(self.say())
 
 
 class AdapterWriter(Writer):
@@ -251,24 +260,11 @@ def serving_in_a_process(count: int) -> Iterator[tuple[list[str], Callable[[], d
 
 def _serve(pipe: Any, count: int, parent_pid: int) -> None:
     die_with_parent(parent_pid)
-    asyncio.run(_serve_until_killed(pipe, [_Counting() for _ in range(count)]))
+    asyncio.run(_serve_until_killed(pipe, [Writer() for _ in range(count)]))
 
 
-class _Counting(Writer):
-    """Keeps no bodies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requests = 0
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        self.requests += 1
-        self.bodies.clear()
-        return await super().__call__(request)
-
-
-async def _serve_until_killed(pipe: Any, writers: Sequence[_Counting]) -> None:
+async def _serve_until_killed(pipe: Any, writers: Sequence[Writer]) -> None:
     async with serving(*writers) as (urls, seen):
         pipe.send(urls)
         while await asyncio.to_thread(pipe.recv):
-            pipe.send({"requests": [writer.requests for writer in writers], "most": [w.most for w in writers]})
+            pipe.send({"requests": [len(bodies) for bodies in seen], "most": [writer.most for writer in writers]})

@@ -3,15 +3,13 @@
 On CPUs torch's own definition of it is computed, forwards and backwards, by the calls that are made on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from attention_cases import Heads
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
@@ -83,29 +81,17 @@ def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tenso
     return torch.einsum("qnk,knd->qnd", scores.softmax(-1)[..., : len(k)], v)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The sizes of an attention."""
-
-    queries: int
-    pairs: int  # of keys and values
-    key_size: int
-    value_size: int
-    window: int | None = None
-    has_sinks: bool = False
-
-
 KINDS = {
-    "grouped queries": Kind(8, 2, 128, 128),
-    "latent": Kind(4, 4, 192, 128),
-    "windows and sinks": Kind(8, 1, 64, 64, window=100, has_sinks=True),
-    "uneven groups": Kind(6, 2, 80, 80, window=100),
-    "narrow": Kind(4, 2, 8, 8),
+    "grouped queries": Heads(8, 2, 128, 128),
+    "latent": Heads(4, 4, 192, 128),
+    "windows and sinks": Heads(8, 1, 64, 64, window=100, has_sinks=True),
+    "uneven groups": Heads(6, 2, 80, 80, window=100),
+    "narrow": Heads(4, 2, 8, 8),
 }
 
 
 def inputs_of(
-    kind: Kind, tree: PrefixTree, dtype: torch.dtype, device: torch.device
+    kind: Heads, tree: PrefixTree, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], Tensor | None]:
     """q, k and v of a row of whole blocks, parts of one tensor as Megatron's layers have them, and sinks."""
     g = torch.Generator().manual_seed(1)
@@ -118,7 +104,7 @@ def inputs_of(
     return inputs, sinks
 
 
-def errors(kind: Kind, tree: PrefixTree, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+def errors(kind: Heads, tree: PrefixTree, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     """|got - exact| / |exact| of the outputs and of all gradients; exact: the definition, in float64."""
     inputs, sinks = inputs_of(kind, tree, dtype, device)
     leaves = [*inputs, *([sinks] if sinks is not None else [])]

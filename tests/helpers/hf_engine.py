@@ -1,7 +1,5 @@
 """The batching engine of the hf server in this process, without HTTP."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

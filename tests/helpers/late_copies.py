@@ -1,7 +1,5 @@
 """Copies to the device that come as late as they may: what does not wait for them reads no numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from unittest import mock

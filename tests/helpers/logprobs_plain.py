@@ -1,7 +1,5 @@
 """The columns by their definitions: whole logits in float64, log_softmax, autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ The system kills this process when a text takes more than so many seconds of pro
 ends itself when it has taken more than two GiB of memory.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import resource
@@ -15,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from megarl.rewards import load_reward
+from megarl.rewards import load_reward, surroundings
 from megarl.sample import Completion, Prompt
 
 BEGINS = ("", "answer", "\\boxed{", "#### ", "$")
@@ -61,6 +59,7 @@ def texts(size: int) -> Iterator[tuple[str, str]]:
 
 
 def main(size: int, seconds: int, rewards: list[str]) -> None:
+    surroundings._Process.timeout_s = 1.0  # of a sample, in which `math` gives up what it cannot calculate
     prompt = Prompt("0-0", [1], "question", "7")
     for reward, (name, text) in itertools.product(rewards, texts(size)):
         judge = load_reward(reward)

@@ -1,7 +1,5 @@
 """Optimizer steps on a model of three numbers, for test_optimizer.py; run on a rank, where Megatron has its shims."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Our own server, but for each token it reports the experts behind those that its layers chose."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What runs on the ranks of the parity tests: columns, loss, gradient and a few optimizer steps under a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace

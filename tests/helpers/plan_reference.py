@@ -1,7 +1,5 @@
 """A plan carried out by hand in one process, and what every rank must hold afterwards, cut from whole tensors."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """The README and the book in docs/ as data: fenced blocks, commands and tables."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

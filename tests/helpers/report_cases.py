@@ -1,7 +1,5 @@
 """Folders of runs as `megarl report` reads them, with text that would like to be HTML."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

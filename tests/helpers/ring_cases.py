@@ -1,7 +1,5 @@
 """A small run through the real parts, for tests: its settings, and what it left behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A fake server that reports experts as SGLang does: those of a token are told by its position alone."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from collections.abc import Callable
 from typing import Any

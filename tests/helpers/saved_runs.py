@@ -1,7 +1,5 @@
 """Saves of small roles with real files, for the tests of what a save is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,13 +59,8 @@ def saver_of(
     def unexpected(sentence: str) -> None:
         raise AssertionError(sentence)
 
-    how: dict[str, Any] = {
-        "in_background": in_background,
-        "limit_s": limit_s,
-        "warn": warn or unexpected,
-        "origin": origin,
-    }
-    return Saver(root, roles or {"actor": Shard()}, Retention(keep, **more), **how)
+    how: dict[str, Any] = {"in_background": in_background, "limit_s": limit_s, "origin": origin}
+    return Saver(root, roles or {"actor": Shard()}, Retention(keep, **more), warn=warn or unexpected, **how)
 
 
 def save_steps(root: Path, *steps: int, keep: int = 9, **more: Any) -> None:

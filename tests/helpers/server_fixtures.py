@@ -1,12 +1,11 @@
 """Fixtures: folders of tiny models, and one server that all tests of a folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from tiny_server import CURRENT, PARAMS, VARIANTS, Served, make_model, running, served_by
+from tiny_server import BOTH, CURRENT, PARAMS, VARIANTS, Served, make_model, running, served_by
 from transformers import Qwen3ForCausalLM
 
 from megarl.servers.supervisor import Servers
@@ -47,11 +46,11 @@ def hf_served(model_path: str, other_path: str, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session")
 def sglang_pair(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Two servers, which several variants use in turn: a start takes long."""
-    with running(VARIANTS["sglang_replicas"], model_path, tmp_path_factory.mktemp("sglang_pair")) as servers:
+    with running(VARIANTS["sglang_smg"], model_path, tmp_path_factory.mktemp("sglang_pair")) as servers:
         yield servers
 
 
-@pytest.fixture(scope="session", params=PARAMS)
+@pytest.fixture(scope="session", params=[PARAMS[name] for name in BOTH])
 def any_served(
     request: pytest.FixtureRequest, model_path: str, other_path: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -66,6 +65,13 @@ def any_served(
         else:
             servers = stack.enter_context(running(variant, model_path, logs))
         yield stack.enter_context(served_by(servers, variant, model_path, other_path, logs))
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Threads that ask while the test goes on."""
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
 
 
 @pytest.fixture

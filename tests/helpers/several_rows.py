@@ -1,21 +1,17 @@
 """Samples of several rows: trees of turns whose rows share context, and a slow account of what is learnt in them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 
 from megarl.sample import Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
-def random_sample(
-    rng: random.Random, prompt: Prompt, *, max_rows: int = 3, rewards: bool = False, vocab_size: int = 50
-) -> Sample:
-    """A sample of up to `max_rows` rows and 5 turns; a row may go on from any answer of the rows before it.
+def random_sample(rng: random.Random, prompt: Prompt, *, rewards: bool = False, vocab_size: int = 50) -> Sample:
+    """A sample of up to 3 rows and 5 turns; a row may go on from any answer of the rows before it.
 
     Such an answer is learnt in its own row and is context in the other.
     """
-    owners = [rng.randrange(max_rows) for _ in range(rng.randint(1, 5))]
+    owners = [rng.randrange(3) for _ in range(rng.randint(1, 5))]
     members = [[turn for turn, owner in enumerate(owners) if owner == row] for row in dict.fromkeys(owners)]
     rows: list[Row] = []
     for turns in members:

@@ -1,7 +1,5 @@
 """Tensors as the sender of a bucket in shared memory posts them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

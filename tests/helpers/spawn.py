@@ -3,8 +3,6 @@
 They speak over gloo on CPUs; with MEGARL_TEST_DEVICE=cuda in the environment over NCCL, each on a GPU of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 tests/gpu compares Transformer-Engine's layers and bfloat16 on a GPU; a test on the CPU runs the same functions.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

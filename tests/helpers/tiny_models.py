@@ -1,7 +1,5 @@
 """Tiny HF folders for the tests: every weight random, none at its initial 0 or 1."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,10 +4,9 @@ The contract suite knows a server only as `Served`; `VARIANTS` says which there 
 environments that launch/sglang_cpu.sh makes.  With MEGARL_TEST_DEVICE=cuda they are servers on a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from megarl.servers.supervisor import Servers
 
 VOCAB = 32
 CONTEXT = 4096
+LIMIT_S = 240.0  # of what must happen, however busy the machine is
 EOS = 1
 TOKEN = "a token of the tests"
 TRUSTED = trusted("https://127.0.0.1", TOKEN)
@@ -62,12 +62,15 @@ VARIANTS = {
     "sglang": Variant("sglang", tls="always"),
     "sglang_old": Variant("sglang", OLD, tls="always"),
     "sglang_tp2": Variant("sglang", tensor_parallel_size=2),
-    "sglang_replicas": Variant("sglang", servers=2, tls="always"),
     "sglang_smg": Variant("sglang", servers=2, router=True, tls="always"),
 }
-MARKS = dict.fromkeys(VARIANTS, [pytest.mark.sglang]) | {"hf": []}
-MARKS["sglang_replicas"] = [pytest.mark.sglang, pytest.mark.long]  # the same two servers as behind the router
-PARAMS = [pytest.param(name, id=name, marks=MARKS[name]) for name in VARIANTS]
+BOTH = ("hf", "sglang")  # a test of the contract runs against these, and against another one where that may differ
+PARAMS = {name: pytest.param(name, id=name, marks=[] if name == "hf" else [pytest.mark.sglang]) for name in VARIANTS}
+
+
+def against(*names: str) -> pytest.MarkDecorator:
+    """Marks a test of the contract: it runs against these variants.  Their name comes first in ids: put it last."""
+    return pytest.mark.parametrize("any_served", [PARAMS[name] for name in names], indirect=True)
 
 
 class EveryEngine:
@@ -97,7 +100,7 @@ class Served:
     other_path: str
     engine: EveryEngine
     variant: Variant = field(default_factory=Variant)
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=240, trust_env=False, verify=TRUSTED))
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=LIMIT_S, trust_env=False, verify=TRUSTED))
     turns: Iterator[str] = field(default=iter(()))
     check: Callable[[], None] = lambda: None  # raises where a server has died
     checksums: dict[str, str] = field(default_factory=dict)  # of the first weights
@@ -124,6 +127,16 @@ class Served:
     def num_waiting(self) -> int:
         """Requests that SGLang's servers have not begun, or have retracted."""
         return sum(load["num_waiting_reqs"] for load in self._loads())
+
+    def wait_until_writing(self, prompt_tokens: int, count: int = 1) -> None:
+        """Servers tell nobody when they begin with a request: they are asked, every 10 ms."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.num_running() < count:
+            assert time.monotonic() < deadline, "the request never began to run"
+            time.sleep(0.01)
+        while self.variant.engine == "sglang" and self.num_tokens() < 2 * prompt_tokens + 8:  # it is not only read
+            assert time.monotonic() < deadline, "the request writes nothing"
+            time.sleep(0.01)
 
     def _loads(self) -> list[dict[str, Any]]:
         headers = auth_headers(self.token)
@@ -208,7 +221,7 @@ def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Server
 def served_by(servers: Servers, variant: Variant, model_path: str, other_path: str, log_dir: Path) -> Iterator[Served]:
     """As many of these servers as the variant has, and its router."""
     urls = tuple(servers.urls[: variant.servers])
-    engine = EveryEngine([ServerClient(url, TOKEN, timeout_s=240) for url in urls])
+    engine = EveryEngine([ServerClient(url, TOKEN, timeout_s=LIMIT_S) for url in urls])
     with ExitStack() as stack:
         generate_urls = urls
         if variant.router:

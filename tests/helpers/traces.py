@@ -1,7 +1,5 @@
 """Traces of torch's profiler, as tests read them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

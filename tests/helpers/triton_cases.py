@@ -4,8 +4,6 @@ With TRITON_INTERPRET=1: the kernels of fused_triton.py against torch's operatio
 Without: the kernels compiled for an H100, which takes no GPU, {kernel: bytes of machine code}.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

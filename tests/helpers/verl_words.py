@@ -1,7 +1,5 @@
 """Words of scripts as verl's users have them, what becomes of each, and the count of all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time that passes only when everybody sleeps."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections.abc import Awaitable

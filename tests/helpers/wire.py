@@ -1,12 +1,13 @@
 """What an engine's reply looks like, written apart from the code that reads it."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from megarl.rollout.protocol import parse_replies
+from megarl.sample import Completion
 
 
 def column_on_the_wire(column: np.ndarray) -> dict[str, Any]:
@@ -26,3 +27,8 @@ def reply_item(
     meta["weight_versions"] = [{"version": str(v), "start": a, "end": b} for v, a, b in spans]
     meta["columns"] = {name: column_on_the_wire(column) for name, column in columns.items()}
     return {"output_ids": list(token_ids), "meta_info": meta}
+
+
+def parse_completions(reply: Any, n: int, *, num_asked: int | None = None) -> list[Completion]:
+    """The completions alone of `parse_replies`."""
+    return [parsed.completion for parsed in parse_replies(reply, n, num_asked=num_asked)]

@@ -4,8 +4,6 @@ With TRITON_INTERPRET=1: {case: [hash by the kernel, hash by torch's operations]
 Without: the bytes of machine code of the kernel compiled for an H100, which takes no GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from unittest import mock

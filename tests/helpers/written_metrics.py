@@ -1,18 +1,11 @@
 """Whether the package writes a metric, by its source: a constant, or an f-string and names that may fill it."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 
 from readme_blocks import ROOT
 
-_READERS = (
-    "metrics/advice/rules.py",
-    "metrics/plots.py",
-    "metrics/trackers/console.py",
-    "report/",
-)  # they only read metrics
+_READERS = ("metrics/advice/rules.py", "metrics/trackers/console.py", "report/")  # they only read metrics
 _CONSTANT = re.compile(r'"([a-z_]+(?:/[\w@]+)+)"')
 _WITH_FIELDS = re.compile(r'f"((?:[\w@/]|\{[^{}"]+\})+)"')
 _NAME = re.compile(r'"([\w@/]+)"|(\w+) ?[=:]')  # a text, a keyword, or a field of a dataclass

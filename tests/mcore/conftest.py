@@ -1,16 +1,14 @@
 """A world of one rank in the test's own process: enough for everything that only asks who its neighbours are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    """Megatron's process groups, all of size 1."""
+    """Megatron's process groups, all of size 1, for each file of this folder."""
     from megarl.layout import Layout
     from megarl.mcore.setup import destroy_groups, make_groups
 

@@ -3,8 +3,6 @@
 python shim_cases.py FILE writes {"without shims" | "with shims" | "without fixes" | "with fixes": {name: error}}.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -22,13 +20,28 @@ from megarl.layout import Layout
 from megarl.mcore import cpu, fixes
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 
+# Name -> what does it, and the error without the shim or fix.
+SHIMS: dict[str, tuple[Callable[[], None], str]] = {}
+FIXES: dict[str, tuple[Callable[[], None], str]] = {}
+NO_CUDA = "CUDA|NVIDIA"  # of a build for CUDA: that there is no driver
 
+
+def case_of(table: dict[str, Any], error: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def add(case: Callable[[], None]) -> Callable[[], None]:
+        table[case.__name__] = (case, error)
+        return case
+
+    return add
+
+
+@case_of(SHIMS, NO_CUDA)
 def current_device() -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     RotaryEmbedding(kv_channels=8, rotary_percent=1.0)(4)
 
 
+@case_of(SHIMS, NO_CUDA)
 def device_named_cuda() -> None:
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -36,6 +49,7 @@ def device_named_cuda() -> None:
     FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), OptimizerConfig(), lambda *_: None)
 
 
+@case_of(SHIMS, "AssertionError")
 def type_names() -> None:
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
@@ -44,10 +58,12 @@ def type_names() -> None:
     clip_grad_by_total_norm_fp32([param], 1.0, 2.0)
 
 
+@case_of(SHIMS, NO_CUDA)
 def tensor_cuda() -> None:
     torch.ones(2).cuda()
 
 
+@case_of(SHIMS, "pin|NVIDIA")
 def pin_memory() -> None:
     from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 
@@ -55,10 +71,12 @@ def pin_memory() -> None:
     get_pos_emb_on_this_cp_rank(torch.zeros(4, 1, 1, 2), 0, group)
 
 
+@case_of(SHIMS, NO_CUDA)
 def synchronize() -> None:
     torch.cuda.synchronize()  # Megatron's pipelines call it (p2p_communication:398)
 
 
+@case_of(SHIMS, NO_CUDA)
 def generator() -> None:
     from megatron.core.tensor_parallel.random import checkpoint, model_parallel_cuda_manual_seed
 
@@ -67,11 +85,13 @@ def generator() -> None:
     checkpoint(lambda y: y * y, False, x).sum().backward()
 
 
+@case_of(SHIMS, NO_CUDA)
 def streams() -> None:
     torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
     torch.cuda.Event().record()
 
 
+@case_of(SHIMS, "AssertionError: gloo's all-to-all takes no tensor for its splits")
 def splits_as_numbers() -> None:
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
@@ -79,6 +99,7 @@ def splits_as_numbers() -> None:
     assert not torch.is_tensor(found), "gloo's all-to-all takes no tensor for its splits"
 
 
+@case_of(SHIMS, NO_CUDA)
 def mesh_of_cuda() -> None:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from torch.distributed.tensor import DTensor, Shard
@@ -87,23 +108,20 @@ def mesh_of_cuda() -> None:
     DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
 
 
+@case_of(SHIMS, NO_CUDA)
 def number_of_the_device() -> None:
     assert torch.device(f"cuda:{torch.cuda.current_device()}").index == 0  # megatron_fsdp:184
     assert torch.zeros(1, device=torch.cuda.current_device()).device.type == "cpu"
 
 
-SHIMS = [
-    current_device, device_named_cuda, type_names, tensor_cuda, pin_memory, synchronize, generator, streams,
-    splits_as_numbers, mesh_of_cuda, number_of_the_device,
-]  # fmt: skip
-
-
+@case_of(FIXES, "NameError: name 'te_general_gemm' is not defined")
 def moe_router() -> None:
     from megatron.core.transformer.moe.moe_utils import RouterGatingLinearFunction
 
     RouterGatingLinearFunction.apply(torch.ones(2, 4), torch.ones(3, 4), None, torch.float32)
 
 
+@case_of(FIXES, r"TypeError: isinstance\(\) arg 2 must be a type")
 def latent_attention() -> None:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
@@ -115,6 +133,7 @@ def latent_attention() -> None:
     build_module(spec, config=config, layer_number=1)
 
 
+@case_of(FIXES, r"TypeError: isinstance\(\) arg 2 must be a type")
 def fsdp_linears() -> None:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
@@ -129,6 +148,7 @@ def _sharded_adam() -> tuple[Three, Any]:
     return three, Optimizer(model, OptimSettings("adamw")).inner.chained_optimizers[0]
 
 
+@case_of(FIXES, "AssertionError")
 def adam_state_to_load_into() -> None:
     _, optimizer = _sharded_adam()
     optimizer.state_dict()
@@ -142,14 +162,17 @@ def _put_moments(step: dict[str, torch.Tensor], *, grad_enabled: bool) -> None:
         optimizer._set_main_param_and_optimizer_states(three.matrix, moments | step)
 
 
+@case_of(FIXES, "KeyError: 'step'")
 def adam_state_without_a_step() -> None:
     _put_moments({}, grad_enabled=False)
 
 
+@case_of(FIXES, "a view of a leaf Variable that requires grad")
 def adam_state_outside_no_grad() -> None:
     _put_moments({"step": torch.ones(())}, grad_enabled=True)
 
 
+@case_of(FIXES, "AssertionError: 2 parameters share 1 counter")
 def adam_counts_for_each_parameter() -> None:
     _, optimizer = _sharded_adam()
     optimizer.step()
@@ -168,6 +191,7 @@ class _Slices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@case_of(FIXES, "slices for 16 sequences")
 def rope_of_many_sequences() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -177,21 +201,15 @@ def rope_of_many_sequences() -> None:
     assert slices.count < 16, f"{slices.count} slices for 16 sequences"
 
 
-FIXES = [
-    moe_router, latent_attention, fsdp_linears, adam_state_to_load_into, adam_state_without_a_step,
-    adam_state_outside_no_grad, adam_counts_for_each_parameter, rope_of_many_sequences,
-]  # fmt: skip
-
-
-def errors(cases: list[Callable[[], None]]) -> dict[str, str]:
+def errors(cases: dict[str, tuple[Callable[[], None], str]]) -> dict[str, str]:
     """Name -> what it raised; empty where it went through."""
     found = {}
-    for case in cases:
+    for name, (case, _) in cases.items():
         try:
             case()
-            found[case.__name__] = ""
+            found[name] = ""
         except Exception as error:
-            found[case.__name__] = f"{type(error).__name__}: {error}"
+            found[name] = f"{type(error).__name__}: {error}"
     return found
 
 

@@ -1,7 +1,5 @@
 """How a rank joins its world."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,12 +1,19 @@
+"""Which function a name of a reward finds, what the function is given, and which results are rewards."""
+
 import asyncio
+import math
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from megarl.plugins import is_async
 from megarl.rewards import REWARDS, load_reward, register_reward
 from megarl.rewards.functions import exact
+from megarl.rewards.result import RewardResult, to_result
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -35,20 +42,8 @@ def batch_score(data_sources, solution_strs, ground_truths, extra_infos):
     columns = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     return [{"score": float(text == truth), "level": extra["level"]} for _, text, truth, extra in columns]
 
-async def later_batch_score(solution_strs, **more):
-    return [sorted(more) for _ in solution_strs]
-
-def strange_batch_score(solution_strs, tokenizer):
-    return [0]
-
-def one_more_score(solution_strs):
-    return [0, *(1 for _ in solution_strs)]
-
-def strange_score(solution_str, tokenizer):
-    return 0
-
-def one(prompt):
-    return 0
+def told(prompt, completion, messages):
+    return [m["content"] for m in messages]
 
 async def later(prompt, completion):
     return 0
@@ -56,13 +51,19 @@ async def later(prompt, completion):
 async def later_score(solution_str):
     return solution_str
 
+async def later_batch_score(solution_strs, **more):
+    return [sorted(more) for _ in solution_strs]
+
 class Waiter:
     async def __call__(self, prompt, completion):
         return 5
 
 waiter = Waiter()
-
 number = 3
+one_more_score = lambda solution_strs: [0, *(1 for _ in solution_strs)]
+strange_score = lambda solution_str, tokenizer: 0
+strange_batch_score = lambda solution_strs, tokenizer: [0]
+one = lambda prompt: 0
 """
 
 
@@ -73,8 +74,42 @@ def path(tmp_path):
     return str(file)
 
 
-def test_a_users_function_of_prompt_and_completion(path):
-    assert load_reward(f"{path}:ours")(PROMPT, COMPLETION) == {"score": 1.0, "level": 3}
+def called(fn, prompt=PROMPT):
+    """What the reward returns, in its event loop if it is an async one."""
+    reward = load_reward(fn)
+    found = reward(prompt, COMPLETION)
+    return asyncio.run(found) if is_async(reward) else found
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ours", {"score": 1.0, "level": 3}),
+        ("compute_score", ["sums", "2", "2", {"level": 3}]),
+        ("short_score", True),
+        ("any_score", ["data_source", "extra_info", "ground_truth"]),
+        ("batch_score", {"score": 1.0, "level": 3}),  # its lists have one answer
+        ("later_batch_score", ["data_sources", "extra_infos", "ground_truths"]),
+        ("later", 0),
+        ("later_score", "2"),
+        ("waiter", 5),
+        ("told", ["1+1=", "2"]),
+    ],
+)
+def test_a_users_function_gets_what_its_parameters_name(path, name, expected):
+    """(prompt, completion), verl's signature, its batch signature, or the whole conversation; async ones too."""
+    assert called(f"{path}:{name}") == expected
+    assert is_async(load_reward(f"{path}:{name}")) == (name.startswith("later") or name == "waiter")
+
+
+def test_what_a_row_or_an_episode_has_of_its_own_is_handed_on(path):
+    """verl's column of extra information, and an agent's messages."""
+    row = replace(PROMPT, extra={"extra_info": {"index": 1}, "ability": "math"})
+    assert called(f"{path}:compute_score", row)[3] == {"index": 1}
+    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("tool", "b"), ("assistant", "c"))]
+    assert called(f"{path}:told", replace(PROMPT, extra={"conversation": messages})) == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="^returned 2 scores for a list of one answer; expected one$"):
+        called(f"{path}:one_more_score")
 
 
 def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
@@ -88,9 +123,12 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
     def as_verl(solution_str, ground_truth):
         return solution_str == ground_truth
 
+    register_reward("one")(lambda prompt: 0)
+    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected \(prompt, completion\)"):
+        load_reward("one")
     assert load_reward("short") is short
-    assert load_reward("short")(PROMPT, COMPLETION) == -1
-    assert load_reward("as_verl")(PROMPT, COMPLETION) is True
+    assert called("short") == -1
+    assert called("as_verl") is True
     with pytest.raises(ValueError, match="^reward 'short' exists already: use another name$"):
         register_reward("short")(short)
     for taken in ("gsm8k", "judge"):
@@ -98,70 +136,23 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
             register_reward(taken)(short)
 
 
-def test_a_registered_reward_of_other_arguments_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("megarl.rewards.REWARDS", dict(REWARDS))
-    register_reward("one")(lambda prompt: 0)
-    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected \(prompt, completion\)"):
-        load_reward("one")
-
-
-def test_a_path_may_be_relative(path, tmp_path, monkeypatch):
+def test_a_path_may_be_relative_and_an_installed_module_named(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_reward("mine.py:ours")(PROMPT, COMPLETION)["score"] == 1
-
-
-def test_a_function_of_verls_signature_gets_what_its_parameters_name(path):
-    assert load_reward(f"{path}:compute_score")(PROMPT, COMPLETION) == ["sums", "2", "2", {"level": 3}]
-    assert load_reward(f"{path}:short_score")(PROMPT, COMPLETION) is True
-    assert load_reward(f"{path}:any_score")(PROMPT, COMPLETION) == ["data_source", "extra_info", "ground_truth"]
-
-
-def test_a_function_of_verls_batch_signature_gets_lists_of_one(path):
-    assert load_reward(f"{path}:batch_score")(PROMPT, COMPLETION) == {"score": 1.0, "level": 3}
-    later = load_reward(f"{path}:later_batch_score")
-    assert asyncio.run(later(PROMPT, COMPLETION)) == ["data_sources", "extra_infos", "ground_truths"]
-    with pytest.raises(ValueError, match="^returned 2 scores for a list of one answer; expected one$"):
-        load_reward(f"{path}:one_more_score")(PROMPT, COMPLETION)
-
-
-def test_an_async_function_is_found_as_one_in_either_signature(path):
-    assert is_async(load_reward(f"{path}:later")) and is_async(load_reward(f"{path}:later_score"))
-    assert asyncio.run(load_reward(f"{path}:later")(PROMPT, COMPLETION)) == 0
-    assert asyncio.run(load_reward(f"{path}:later_score")(PROMPT, COMPLETION)) == "2"
-    assert is_async(load_reward(f"{path}:waiter")) and not is_async(load_reward(f"{path}:short_score"))
-    assert asyncio.run(load_reward(f"{path}:waiter")(PROMPT, COMPLETION)) == 5
-
-
-def test_verls_own_column_of_extra_information_is_handed_on(path):
-    prompt = Prompt("0-0", [1], "x", "2", "sums", {"extra_info": {"index": 1}, "ability": "math"})
-    assert load_reward(f"{path}:compute_score")(prompt, COMPLETION)[3] == {"index": 1}
-
-
-def test_an_installed_module_can_be_named():
-    assert load_reward("megarl.rewards.functions.exact:exact")(PROMPT, COMPLETION) == 1
+    assert called("mine.py:ours")["score"] == called("megarl.rewards.functions.exact:exact") == 1
 
 
 @pytest.mark.parametrize(
     ("fn", "sentence"),
     [
-        (
-            "exakt",
-            r"reward.fn=exakt: expected one of auto, choice, code, .*, or path/file.py:function",
-        ),
-        ("{path}", r"reward.fn=.*mine.py: expected one of auto, choice"),
-        ("{path}:", r"mine.py:: expected one of auto, choice"),
+        ("exakt", f"reward.fn=exakt: expected one of {', '.join(REWARDS)}, or path/file.py:function"),
+        ("{path}", r"reward.fn=.*mine.py: expected one of "),
+        ("{path}:", r"mine.py:: expected one of "),
         ("gone/mine.py:f", r"reward.fn=gone/mine.py:f: there is no file .*gone/mine.py$"),
-        ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, .*later_score$"),
+        ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, "),
         ("{path}:number", r"has no function 'number'"),
         ("{path}:one", r"it takes \(prompt\); expected \(prompt, completion\) or \(data_source, solution_str, "),
-        (
-            "{path}:strange_score",
-            r"no value for tokenizer; expected \(data_source, solution_str, ground_truth, extra_info",
-        ),
-        (
-            "{path}:strange_batch_score",
-            r"no value for tokenizer; expected \(data_sources, solution_strs, ground_truths, extra_infos",
-        ),
+        ("{path}:strange_score", r"no value for tokenizer; expected \(data_source, solution_str, "),
+        ("{path}:strange_batch_score", r"no value for tokenizer; expected \(data_sources, solution_strs, "),
         ("no.such.module:f", r"importing no.such.module failed with ModuleNotFoundError: No module named 'no'$"),
     ],
 )
@@ -170,13 +161,17 @@ def test_a_wrong_name_is_one_sentence(path, fn, sentence):
         load_reward(fn.format(path=path))
 
 
-def test_a_file_that_does_not_import_is_named_with_its_error(tmp_path):
-    (tmp_path / "bad.py").write_text("1 / 0\n")
-    with pytest.raises(ValueError, match=r"importing .*bad.py failed with ZeroDivisionError: division by zero$"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0", "failed with ZeroDivisionError: division by zero$"),
+        ("raise SystemExit(3)", "failed with SystemExit: 3"),
+    ],
+)
+def test_a_file_that_does_not_import_is_named_with_its_error(tmp_path, text, words):
+    (tmp_path / "bad.py").write_text(text)
+    with pytest.raises(ValueError, match=f"importing .*bad.py {words}"):
         load_reward(f"{tmp_path}/bad.py:f")
-    (tmp_path / "quits.py").write_text("raise SystemExit(3)\n")
-    with pytest.raises(ValueError, match="failed with SystemExit: 3"):
-        load_reward(f"{tmp_path}/quits.py:f")
 
 
 def test_a_built_in_rewards_file_may_be_named_by_its_path_or_copied(tmp_path):
@@ -188,15 +183,38 @@ def test_a_built_in_rewards_file_may_be_named_by_its_path_or_copied(tmp_path):
         assert load_reward(f"{path}:exact").__name__ == "exact"
 
 
-def test_a_function_may_ask_for_the_whole_conversation(tmp_path):
-    path = tmp_path / "told.py"
-    path.write_text("def told(prompt, completion, messages):\n    return [m['content'] for m in messages]\n")
-    told = load_reward(f"{path}:told")
-    answer = Completion([4], [-0.1], "stop", (VersionSpan(0, 0, 1),), "2")
-    assert told(PROMPT, answer) == ["1+1=", "2"]
-    episode = [
-        {"role": "user", "content": "a"},
-        {"role": "tool", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
-    assert told(replace(PROMPT, extra={"conversation": episode}), answer) == ["a", "b", "c"]
+# results
+@pytest.mark.parametrize(
+    "value", [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2), True, -3]
+)
+def test_every_kind_of_number_is_a_reward(value):
+    assert to_result(value) == RewardResult(float(value))
+
+
+def test_a_dict_gives_a_score_and_further_numbers():
+    got = to_result({"score": 1, "acc": True, "length": np.int64(7), "pred": "46", "parts": [1, 2], "none": None})
+    assert got == RewardResult(1.0, {"acc": 1.0, "length": 7.0})
+    assert got.pred == "46"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}, 1e300, {"score": -3.41e38}])
+def test_a_reward_that_is_not_finite_is_refused(value):
+    with pytest.raises(ValueError, match="expected a finite number"):
+        to_result(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (None, "returned None, a NoneType; expected a number or a dict with 'score'"),
+        ("1", "returned '1', a str; expected a number"),
+        ([1.0, 2.0], "a list; expected a number"),
+        (torch.zeros(2), "a Tensor; expected a number"),
+        (np.zeros(2), "a ndarray; expected a number"),
+        ({"acc": 1}, r"returned a dict with the keys \['acc'\]; expected 'score' among them"),
+        ({"score": "1"}, "returned '1', a str"),
+    ],
+)
+def test_what_is_no_reward_is_named(value, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        to_result(value)

@@ -6,20 +6,31 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from answers import completion
 
 import megarl
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import RewardResult
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.rewards.surroundings import Surroundings
+from megarl.sample import Prompt
 
 ROOT = Path(megarl.__file__).parent.parent
-FILE = """
-import os, signal, time
+FILE = '''
+import ctypes, os, signal, subprocess, sys, time
+
+CHILD = """
+import os, sys, time
+if os.fork(): os._exit(0)
+os.setsid()
+print(os.getpid(), flush=True)
+time.sleep(900)
+"""
 
 def by_text(prompt, completion):
     text = completion.text
@@ -38,8 +49,11 @@ def by_text(prompt, completion):
             return 1.0
     if text == "deaf":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-        open(__file__ + ".deaf", "w").close()
+        open(__file__ + ".begun", "w").close()
         time.sleep(600)
+    if text == "locked":
+        open(__file__ + ".begun", "w").close()
+        ctypes.PyDLL(None).sleep(900)  # holds the interpreter's lock: no thread of the process runs
     if text == "die":
         os._exit(7)
     if text == "exit":
@@ -52,62 +66,96 @@ def by_text(prompt, completion):
         time.sleep(0.06)
     if text == "pid":
         return os.getpid()
+    if text == "columns":
+        return float(len(completion.columns))
+    if text == "memory":
+        return len(bytearray(1500 << 20))
+    if text == "file":
+        with open(__file__ + ".big", "wb") as file:
+            file.write(bytes(2 << 20))
+    if text == "leave":  # a child of a child that has ended, in a session of its own
+        child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+        return int(child.stdout.readline())
+    if text == "killed with a child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(900)"])
+        open(__file__ + ".child", "w").write(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text in os.environ:
+        return float(os.environ[text])
     return {"score": 1.0, "length": len(text)}
-"""
+'''
 
 
-@pytest.fixture
-def fn(tmp_path):
-    (tmp_path / "mine.py").write_text(FILE)
-    return f"{tmp_path}/mine.py:by_text"
+@pytest.fixture(scope="module")
+def fn(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reward") / "mine.py"
+    path.write_text(FILE)
+    return f"{path}:by_text"
 
 
-def completion(text):
-    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
-
-
-def run(fn, groups, **settings):
-    """Score groups of texts at once."""
+@contextmanager
+def started(fn, **settings):
     pool = RewardPool([fn], **settings)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def scores(pool, fn, *groups):
+    """The outcomes of groups of texts, scored at once."""
 
     async def score_all():
+        prompts = [Prompt(f"0-{g}", [1], "x", "46") for g in range(len(groups))]
         calls = [
-            pool.score(fn, Prompt(f"0-{g}", [1], "x", "46"), [completion(text) for text in texts])
-            for g, texts in enumerate(groups)
+            pool.score(fn, prompt, [completion(text) for text in texts])
+            for prompt, texts in zip(prompts, groups, strict=True)
         ]
         return await asyncio.wait_for(asyncio.gather(*calls), timeout=240)
 
-    pool.start()
+    return asyncio.run(score_all())
+
+
+def run(fn, *groups, **settings):
+    with started(fn, **settings) as pool:
+        return scores(pool, fn, *groups)
+
+
+def until(condition, what):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def runs(pid):
+    """Whether the process lives; a zombie that nobody has collected yet does not."""
     try:
-        return asyncio.run(score_all())
-    finally:
-        pool.stop()
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it ended, perhaps while its file was read
+        return False
 
 
-def test_a_reward_process_gets_no_columns(tmp_path):
+def test_results_come_back_in_order_with_their_extra_numbers(fn):
+    groups = [["a", "bb"] * 4] * 64 + [[], ["ccc"]]
+    results = run(fn, *groups, num_workers=2)
+    assert results == [[RewardResult(1.0, {"length": len(text)}) for text in texts] for texts in groups]
+
+
+def test_a_reward_process_gets_no_columns(fn):
     """They may be a hundred times as large as the tokens, and no reward reads them."""
-    (tmp_path / "mine.py").write_text("def count(prompt, completion): return float(len(completion.columns))")
-    fn = f"{tmp_path}/mine.py:count"
-    pool = RewardPool([fn])
-    given = replace(completion("a"), columns={"routes": np.zeros((2, 4))})
-    pool.start()
-    try:
+    given = replace(completion("columns"), columns={"routes": np.zeros((2, 4))})
+    with started(fn) as pool:
         (result,) = asyncio.run(pool.score(fn, Prompt("0-0", [1], "x"), [given]))
-    finally:
-        pool.stop()
     assert result.reward == 0
     assert list(given.columns) == ["routes"], "the sample keeps them"
 
 
-def test_results_come_back_in_order_with_their_extra_numbers(fn):
-    groups = [["a", "bb"], [], ["ccc"]]
-    results = run(fn, groups, num_workers=2)
-    assert results == [[RewardResult(1.0, {"length": len(text)}) for text in texts] for texts in groups]
-
-
 def test_every_failure_is_a_sentence_and_leaves_its_neighbours_alone(fn):
+    assert run(fn, ["loop"], timeout_s=0.3) == [["no answer within 0.3 s"]]
     texts = ["a", "raise", "hurry, loop", "hurry, stubborn", "exit", "nan", "nothing", "b"]
-    (outcomes,) = run(fn, [texts], timeout_s=200)
+    (outcomes,) = run(fn, texts, timeout_s=200)
     good = RewardResult(1.0, {"length": 1.0})
     line = FILE[: FILE.index("raise KeyError")].count("\n") + 1
     assert outcomes[0] == outcomes[7] == good
@@ -118,50 +166,38 @@ def test_every_failure_is_a_sentence_and_leaves_its_neighbours_alone(fn):
     assert outcomes[6].startswith("TypeError: returned None, a NoneType; expected a number")
 
 
-def test_a_sample_has_as_long_as_the_settings_say(fn):
-    assert run(fn, [["loop"]], timeout_s=0.3) == [["no answer within 0.3 s"]]
-
-
 def test_a_process_that_dies_or_cannot_be_interrupted_costs_only_its_own_sample(fn, monkeypatch):
     monkeypatch.setattr("megarl.rewards.pool.GRACE_S", 0.3)
-    results = run(fn, [["a", "die"], ["b", "deaf"], ["c"]], timeout_s=2)  # for good ones too
+    results = run(fn, ["a", "die"], ["b", "deaf"], ["c"], timeout_s=1)  # for good ones too
     good = RewardResult(1.0, {"length": 1.0})
-    died, deaf = "its process died with exit code 7", "no answer within 2 s, and no way to interrupt it"
+    died, deaf = "its process died with exit code 7", "no answer within 1 s, and no way to interrupt it"
     assert results == [[good, died], [good, deaf], [good]]
 
 
 def test_slow_samples_run_on_all_processes_and_lose_no_answer(fn):
-    (results,) = run(fn, [["slow"] * 30 + ["pid"]], num_workers=2)
-    assert results[:30] == [RewardResult(1.0, {"length": 4.0})] * 30
-    assert results[30].reward != os.getpid()
+    (results,) = run(fn, ["slow"] * 12 + ["pid"], num_workers=2)
+    assert results[:12] == [RewardResult(1.0, {"length": 4.0})] * 12
+    assert results[12].reward != os.getpid()
 
 
 def test_an_idle_pool_whose_process_was_killed_starts_another(fn):
-    pool = RewardPool([fn])
-
-    async def kill_between():
-        (first,) = await pool.score(fn, Prompt("0-0", [1], "x"), [completion("pid")])
+    with started(fn) as pool:
+        ((first,),) = scores(pool, fn, ["pid"])
         os.kill(int(first.reward), 9)
-        while runs(int(first.reward)):
-            await asyncio.sleep(0.01)
-        (second,) = await pool.score(fn, Prompt("0-1", [1], "x"), [completion("pid")])
-        return first, second
-
-    pool.start()
-    try:
-        first, second = asyncio.run(asyncio.wait_for(kill_between(), 240))
-    finally:
-        pool.stop()
+        until(lambda: not runs(int(first.reward)), "it was killed")
+        ((second,),) = scores(pool, fn, ["pid"])
     assert first.reward != second.reward > 0
 
 
-def test_processes_that_cannot_start_stop_the_run_instead_of_waiting_for_ever(fn, monkeypatch):
+def test_processes_that_cannot_start_stop_the_run_instead_of_waiting_for_ever(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    fn = f"{tmp_path}/mine.py:by_text"
     pool = RewardPool([fn])
-    os.remove(fn.removesuffix(":by_text"))
+    (tmp_path / "mine.py").unlink()
     pool.start()
     try:
         with pytest.raises(RewardError, match="the reward processes cannot run"):
-            asyncio.run(asyncio.wait_for(pool.score(fn, Prompt("0-0", [1], "x"), [completion("a")] * 2), 240))
+            scores(pool, fn, ["a", "a"])
     finally:
         pool.stop()
 
@@ -179,7 +215,7 @@ async def main(pool):
     (pid,) = await score("pid")
     sys.stdout.write(f"{int(pid.reward)}\\n")
     sys.stdout.flush()
-    await score("deaf")
+    await score(sys.argv[2])
 
 if __name__ == "__main__":
     pool = RewardPool([sys.argv[1]], timeout_s=600)
@@ -188,33 +224,26 @@ if __name__ == "__main__":
 """
 
 
-def test_a_hanging_process_dies_with_the_program_that_started_it(fn, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command, environment = [sys.executable, str(script), fn], {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize("text", ["deaf", "locked"])
+def test_a_hanging_process_dies_with_the_program_that_started_it(text, tmp_path):
+    """Also where the function holds the interpreter's lock."""
+    (tmp_path / "mine.py").write_text(FILE)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), f"{tmp_path}/mine.py:by_text", text]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
         assert program.stdout is not None
         pid = int(program.stdout.readline())
-        while not (tmp_path / "mine.py.deaf").exists():
-            assert program.poll() is None
-            time.sleep(0.01)
+        until(lambda: (tmp_path / "mine.py.begun").exists() or program.poll() is not None, "it hangs")
+        assert program.poll() is None
         program.kill()
-    deadline = time.monotonic() + 240
-    while runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not runs(pid)
+    until(lambda: not runs(pid), "it ends with its program")
 
 
-def runs(pid):
-    """Whether the process lives; a zombie that nobody has collected yet does not."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it ended, perhaps while its file was read
-        return False
-
-
-def test_the_pool_can_be_stopped_twice_and_before_it_starts(fn):
+def test_the_pool_can_be_stopped_twice_and_before_it_starts_and_refuses_a_wrong_function(fn):
     others = set(multiprocessing.active_children())  # of tests that ran before in this process
+    with pytest.raises(ValueError, match="reward.fn=exakt: expected one of auto"):
+        RewardPool(["exakt"])
     pool = RewardPool([fn])
     pool.stop()
     pool.start()
@@ -223,22 +252,21 @@ def test_the_pool_can_be_stopped_twice_and_before_it_starts(fn):
     assert not set(multiprocessing.active_children()) - others, "its processes are gone"
 
 
-def test_a_wrong_function_is_refused_before_any_process_starts(tmp_path):
-    with pytest.raises(ValueError, match="reward.fn=exakt: expected one of auto"):
-        RewardPool(["exakt"])
+# surroundings: limits, variables and children
+def test_a_reward_has_its_limits_its_variables_and_no_children_when_it_ends(fn):
+    surroundings = Surroundings(memory_mb=1200, file_mb=1, environment={"MY_KEY": "7"})
+    texts = ["memory", "file", "MY_KEY", "leave", "leave"]
+    ((memory, file, key, first, second),) = run(fn, texts, timeout_s=100, surroundings=surroundings)
+    assert memory.startswith("MemoryError")
+    assert file.startswith("OSError: [Errno 27] File too large")
+    assert Path(fn.replace(":by_text", ".big")).stat().st_size == 1 << 20
+    assert key.reward == 7
+    assert first.reward != second.reward
+    assert not runs(int(first.reward)) and not runs(int(second.reward))
 
 
-def test_all_groups_of_a_step_are_scored_at_once():
-    pool = RewardPool(["exact"])
-    prompts = [Prompt(f"0-{g}", [1, 2, 3], "12+34=", "46") for g in range(64)]
-    group = [completion("46"), completion("64")] * 4
-
-    async def score_all():
-        return await asyncio.gather(*(pool.score("exact", prompt, group) for prompt in prompts))
-
-    pool.start()
-    try:
-        results = asyncio.run(score_all())
-    finally:
-        pool.stop()
-    assert [[result.reward for result in found] for found in results] == [[1, 0] * 4] * 64
+def test_children_end_with_a_process_that_is_killed_and_memory_has_no_limit_unless_set(fn):
+    ((_, memory),) = run(fn, ["killed with a child", "memory"], timeout_s=100)
+    assert memory.reward == 1500 << 20
+    child = int(Path(fn.replace(":by_text", ".child")).read_text())
+    until(lambda: not runs(child), "it ends with its parent")

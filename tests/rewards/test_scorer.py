@@ -1,7 +1,5 @@
 """Several rewards at once, rewards by data source, and what becomes of a sample that could not be scored."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -9,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import completion
 
 from megarl.rewards.pool import RewardError
 from megarl.rewards.result import Outcome, RewardResult
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.sample import Prompt
 
 FILE = """
 import asyncio
@@ -28,15 +27,14 @@ async def asked(prompt, completion):
     await asyncio.sleep(0)
     if completion.text == "refuse":
         raise ValueError("no")
+    if completion.text == "cancel":
+        await cancels_itself(prompt, completion)
     return {"score": 0.5, "words": 1}
 
 async def cancels_itself(prompt, completion):
     task = asyncio.ensure_future(asyncio.sleep(900))
     task.cancel()
     await task
-
-async def asked_as_in_verl(solution_str, ground_truth, extra_info):
-    return float(solution_str == ground_truth)
 """
 
 
@@ -44,10 +42,6 @@ async def asked_as_in_verl(solution_str, ground_truth, extra_info):
 def file(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(FILE)
     return f"{tmp_path}/mine.py"
-
-
-def completion(text: str) -> Completion:
-    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
 
 
 def score(rewards: Rewards, *texts: str, source: str = "", truth: str = "46") -> list[Outcome]:
@@ -67,13 +61,14 @@ def test_a_single_reward_is_passed_on_as_it_is(file: str, num_workers: int) -> N
 
 def test_a_sum_that_float32_cannot_hold_is_no_reward_and_names_its_sample(file: str) -> None:
     """Each reward alone is finite there."""
-    rewards = Rewards(["exact", f"{file}:tidy"], weights={"exact": 3e38, "tidy": 1e38}, on_error="stop")
+    rewards = [
+        Rewards(["exact", f"{file}:tidy"], weights={"exact": 3e38, "tidy": 1e38}, on_error=how)
+        for how in ("stop", "unscored")
+    ]
     with pytest.raises(RewardError, match=r"^sample 0-3#1: the weighted sum of its rewards is 5.0+5?e\+38; "):
-        score(rewards, "4", "46")
-    several = Rewards(["exact", f"{file}:tidy"], weights={"exact": 3e38, "tidy": 1e38})
-    counted, refused = score(several, "4", "46")
-    assert isinstance(counted, RewardResult)
-    assert "float32" in str(refused)
+        score(rewards[0], "4", "46")
+    counted, refused = score(rewards[1], "4", "46")
+    assert isinstance(counted, RewardResult) and "float32" in str(refused)
 
 
 def test_several_rewards_are_weighted_added_and_reported_apart(file: str) -> None:
@@ -93,16 +88,11 @@ def test_an_audit_is_scored_beside_the_reward_and_counts_for_nothing(file: str, 
     ]
 
 
-def test_a_sample_stays_where_its_audit_fails(caplog: pytest.LogCaptureFixture, file: str) -> None:
-    rewards = Rewards(["exact"], audit=f"{file}:cancels_itself", on_error="stop")
-    assert score(rewards, "46") == [RewardResult(1.0, {"audit_error": 1.0})]
-    assert rewards.num_errors == {"audit": 1} and "it has no audit" in caplog.text
-
-
 def test_errors_of_the_audit_take_no_word_of_those_of_the_reward(file: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "megarl.rewards.scorer"):
         rewards = Rewards([f"{file}:tidy"], audit=f"{file}:cancels_itself", num_workers=0)
-        score(rewards, *["a"] * 12)
+        assert score(rewards, *["a"] * 12) == [RewardResult(2.0, {"length": 1.0, "audit_error": 1.0})] * 12
+        assert "it has no audit" in caplog.text
         assert list(rewards.first_errors) == ["audit"]
         outcomes = score(rewards, "raise")
     assert rewards.num_errors == {"audit": 13, "trained": 1} and isinstance(outcomes[0], str)
@@ -118,6 +108,9 @@ def test_a_row_of_a_data_source_has_the_reward_of_that_source(file: str) -> None
     assert score(rewards, "46", source="my/other") == [RewardResult(1.0, {"exact": 1.0})]
 
 
+DAPO = ("math_dapo", "math_dapo_reasoning", "math", "aime", "aime_2024")
+
+
 @pytest.mark.parametrize(
     ("source", "text", "reward"),
     [
@@ -125,20 +118,17 @@ def test_a_row_of_a_data_source_has_the_reward_of_that_source(file: str) -> None
         ("openai/gsm8k", "so it is 46", 0.0),  # the mark is wanted, as in verl
         ("lighteval/MATH", r"\boxed{\frac{92}{2}}", 1.0),
         ("numina_olympiads", r"\boxed{\frac{92}{2}}", 1.0),
+        *((source, text, score) for source in DAPO for text, score in (("Answer: $46$", 1.0), (r"\boxed{46}", -1.0))),
         ("", "46", 1.0),
         ("arithmetic", " 46", 1.0),
         ("arithmetic", "#### 46", 0.0),
     ],
 )
 def test_auto_takes_the_built_in_reward_of_verls_data_sources(source: str, text: str, reward: float) -> None:
-    assert score(Rewards(["auto"], num_workers=0), text, source=source) == [RewardResult(reward)]
-
-
-@pytest.mark.parametrize("source", ["math_dapo", "math_dapo_reasoning", "math", "aime", "aime_2024"])
-def test_auto_has_the_rule_of_dapo_for_its_data_set_and_for_aime(source: str) -> None:
-    right, wrong = score(Rewards(["auto"], num_workers=0), "Answer: $46$", r"\boxed{46}", source=source)
-    assert (right, wrong) == (RewardResult(1.0, {"acc": 1.0}), RewardResult(-1.0, {"acc": 0.0}))
-    assert isinstance(right, RewardResult) and right.pred == "46"
+    (outcome,) = score(Rewards(["auto"], num_workers=0), text, source=source)
+    assert isinstance(outcome, RewardResult) and outcome.reward == reward
+    assert outcome.extra == ({"acc": float(reward > 0)} if source in DAPO else {})
+    assert text != "Answer: $46$" or outcome.pred == "46"
 
 
 def test_auto_scores_no_row_that_verl_scores_in_a_way_that_is_missing() -> None:
@@ -147,11 +137,7 @@ def test_auto_scores_no_row_that_verl_scores_in_a_way_that_is_missing() -> None:
     assert "no built-in reward fits data_source=codecontests; expected one in reward.by_data_source" in outcome
 
 
-def test_an_async_function_may_have_verls_signature(file: str) -> None:
-    assert score(Rewards([f"{file}:asked_as_in_verl"]), "46", "4") == [RewardResult(1.0), RewardResult(0.0)]
-
-
-@pytest.mark.parametrize(("name", "text"), [("tidy", "raise"), ("asked", "refuse")])
+@pytest.mark.parametrize(("name", "text"), [("tidy", "raise"), ("asked", "refuse"), ("asked", "cancel")])
 def test_a_failed_sample_is_unscored_named_and_leaves_its_neighbours_alone(
     file: str, name: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,11 +148,7 @@ def test_a_failed_sample_is_unscored_named_and_leaves_its_neighbours_alone(
     assert isinstance(second, str) and second.startswith(f"reward {file}:{name}, sample 0-3#1: ")
     assert rewards.num_errors == {"trained": 1}
     assert f"{second}; it leaves its group" in caplog.text
-
-
-def test_an_async_reward_that_cancels_its_own_work_has_failed(file: str) -> None:
-    (outcome,) = score(Rewards([f"{file}:cancels_itself"]), "a")
-    assert isinstance(outcome, str) and outcome.endswith("cancelled, by the reward itself")
+    assert second.endswith("cancelled, by the reward itself") == (text == "cancel")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -182,19 +164,15 @@ def test_a_file_may_look_at_the_runs_variables_when_it_is_imported(tmp_path: Pat
         os.environ.pop("MEGARL_TEST_KEY", None)
 
 
-def test_zero_counts_a_failed_sample_as_0(file: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_zero_counts_a_failed_sample_as_0_and_stop_ends_the_run(file: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "megarl.rewards.scorer"):
         rewards = Rewards([f"{file}:tidy"], on_error="zero", num_workers=0)
         assert score(rewards, *["raise"] * 12) == [RewardResult(0.0, {"reward_error": 1.0})] * 12
     assert rewards.num_errors == {"trained": 12}
     first = rewards.first_errors["trained"]
-    assert "sample 0-3#0: KeyError" in first and first.endswith("; counted as 0")
-    assert len(caplog.records) == 10, "only the first ones are written out"
-    assert "KeyError: 'gone'" in caplog.text and "; counted as 0" in caplog.text
+    assert "sample 0-3#0: KeyError: 'gone'" in first and first.endswith("; counted as 0")
+    assert len(caplog.records) == 10 and first in caplog.text, "only the first ones are written out"
     assert caplog.records[-1].message.endswith("; further errors are only counted")
-
-
-def test_a_run_that_wants_to_stop_does(file: str) -> None:
     with pytest.raises(RewardError, match=r"reward .*mine.py:tidy, sample 0-3#1: KeyError: 'gone'"):
         score(Rewards([f"{file}:tidy"], on_error="stop", num_workers=0), "a", "raise")
 

@@ -5,21 +5,20 @@ from dataclasses import replace
 import estimator_reference as ref
 import pytest
 import torch
-from algo_reference import cut_into_rows, random_packed
+from algo_reference import cut_into_rows, missing, random_packed
 from hypothesis import given
 from hypothesis import strategies as st
 from several_rows import groups_of_rows
 
 from megarl.algo.advantages.estimate import check_estimator_args, estimate, score_rewards
 from megarl.algo.finite import NonFiniteError
-from megarl.algo.registry import ADV_ESTIMATORS
+from megarl.algo.hyperparameters import keyword_names
+from megarl.algo.registry import ADV_ESTIMATORS, register_adv_est
 from megarl.batch import Batch, Stat
 from megarl.data.batch import make_batch
 
-BUILT_IN = (
-    *("gae", "grpo", "grpo_passk", "gdpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-    *("opo", "gpg", "optimal_token_baseline"),
-)
+BUILT_IN = sorted(ref.ESTIMATORS)
+COMPARING = [name for name in BUILT_IN if "group_ids" in keyword_names(ADV_ESTIMATORS[name])]
 WEIGHTS = (0.5, 2.0, -1.0)
 
 
@@ -56,20 +55,8 @@ def test_columns_that_no_estimator_reads_stay_as_they_are():
     assert out.columns["advantages"].tolist() == estimate(batch, adv_estimator="grpo")[0].columns["advantages"].tolist()
 
 
-def test_dr_grpo_leaves_the_std_out():
-    batch = batch_of([2, 2], [0, 1, 0, 1], [0.0, 4.0], [0, 0])
-    out, _ = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    assert out.columns["advantages"].tolist() == [0, -2, 0, 2]
-
-
-def test_gae_by_hand_whitens_advantages_and_not_returns():
-    batch = batch_of([3, 2], [0, 1, 1, 0, 1], [2.0, 4.0], [0, 1], values=[9.0, 1.0, 1.0, 9.0, 1.0])
-    out, stats = estimate(batch, adv_estimator="gae")
-    assert out.columns["returns"].tolist() == [0, 2, 2, 0, 4]
-    # raw advantages 1, 1, 3: mean 5/3, unbiased variance 4/3
-    z = [(x - 5 / 3) / math.sqrt(4 / 3) for x in (1, 1, 3)]
-    assert out.columns["advantages"].tolist() == pytest.approx([0, z[0], z[1], 0, z[2]], abs=1e-6)
-    assert "algorithm/groups_of_one" not in stats
+def test_every_estimator_has_a_reference():
+    assert missing(ADV_ESTIMATORS, ref.ESTIMATORS) == ""
 
 
 def test_kl_in_the_reward_by_hand():
@@ -84,33 +71,23 @@ def test_kl_in_the_reward_by_hand():
     out, stats = estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_coef=0.1)
     # KL 0.5, -1.0 | 0.25
     assert out.columns["token_level_rewards"].tolist() == pytest.approx([0, -0.05, 1.1, 0, 0, -0.025])
-    current = stats["actor/reward_kl_penalty"]
-    assert (current.result(), current.weight) == (pytest.approx((-0.25 + 0.25) / 2), 2)
+    assert stats["actor/reward_kl_penalty"] == Stat("mean", pytest.approx(-0.25 + 0.25), 2)
     assert stats["actor/reward_kl_penalty_coeff"].result() == 0.1
-    out, _ = estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_coef=0.1, kl_penalty="abs")
-    assert out.columns["token_level_rewards"].tolist() == pytest.approx([0, -0.05, 0.9, 0, 0, -0.025])
 
 
 def test_the_current_kl_counts_only_sequences_that_have_one():
     old, base = [0.0, -1.0, 0.0, 0.0], [0.0, -1.5, 0.0, 0.0]
     batch = batch_of([2, 2], [0, 1, 0, 0], [1.0, 0.0], [0, 0], old_log_probs=old, ref_log_probs=base)
     _, stats = estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_coef=0.1)
-    current = stats["actor/reward_kl_penalty"]
-    assert (current.result(), current.weight) == (0.5, 1)
-
-
-def test_a_sample_without_a_trainable_token_is_counted_and_left_out_of_its_group():
-    batch = batch_of([2, 2, 3], [0, 1, 0, 0, 0, 1, 1], [0.0, 50.0, 4.0], [0, 0, 0])
-    out, stats = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    assert out.columns["advantages"].tolist() == [0, -2, 0, 0, 0, 2, 2]
-    assert stats["algorithm/sequences_without_trainable_token"].result() == 1
+    assert stats["actor/reward_kl_penalty"] == Stat("mean", 0.5, 1)
 
 
 def test_groups_without_a_difference_are_counted():
-    # groups 0 (equal), 1, 2 (one sample), and 3, which has no trainable token and is no group
+    """Groups 0 (equal), 1, 2 (one sample), and 3, which has no trainable token and is no group."""
     batch = batch_of([1] * 6, [1] * 5 + [0], [0.3, 0.3, 1.0, 0.0, 2.0, 7.0], [0, 0, 1, 1, 2, 3])
     _, stats = estimate(batch, adv_estimator="grpo")
     assert stats["algorithm/groups_all_equal"].result() == pytest.approx(1 / 3)
+    assert stats["algorithm/sequences_without_trainable_token"].result() == 1
 
 
 def test_what_penalties_add_makes_no_difference_between_the_rewards_of_a_group():
@@ -165,31 +142,31 @@ def lists(batch: Batch, name: str) -> list[list[float]]:
 
 def by_the_reference(batch: Batch, name: str, kl_penalty: str | None, kl_coef: float, **settings):
     masks = [[m != 0 for m in row] for row in lists(batch, "response_mask")]
+    kl = {
+        None: lambda old, base, full: 0.0,
+        "kl": lambda old, base, full: old - base,
+        "abs": lambda old, base, full: abs(old - base),
+        "full": lambda old, base, full: full,
+    }[kl_penalty]
+    columns = [lists(batch, name) for name in ("old_log_probs", "ref_log_probs", "full_kl")]
     rewards = []
-    for b, mask in enumerate(masks):
-        old, base, full = (lists(batch, name)[b] for name in ("old_log_probs", "ref_log_probs", "full_kl"))
-        last = max((t for t, m in enumerate(mask) if m), default=None)
-        kl = {
-            None: [0.0] * len(mask),
-            "kl": [x - y for x, y in zip(old, base, strict=True)],
-            "abs": [abs(x - y) for x, y in zip(old, base, strict=True)],
-            "full": full,
-        }[kl_penalty]
-        row = [-kl_coef * kl[t] if m and kl_penalty else 0.0 for t, m in enumerate(mask)]
-        if last is not None:
-            row[last] += float(batch.per_sequence["score"][b])
+    for mask, score, *of_row in zip(masks, batch.per_sequence["score"].tolist(), *columns, strict=True):
+        row = [-kl_coef * kl(*token) if m else 0.0 for m, *token in zip(mask, *of_row, strict=True)]
+        if any(mask):
+            row[max(t for t, m in enumerate(mask) if m)] += score
         rewards.append(row)
-    data = {
-        "values": lists(batch, "values"),
-        "old": lists(batch, "old_log_probs"),
-        "squares": lists(batch, "sum_pi_squared"),
-        "greedy": batch.per_sequence["greedy_score"].tolist(),
-        "raw": batch.per_sequence["raw_score"].tolist(),
-        "parts": batch.per_sequence["reward_parts"].tolist(),
-        "part_weights": WEIGHTS,
-    }
+    data = ref.Data(
+        values=lists(batch, "values"),
+        old=lists(batch, "old_log_probs"),
+        squares=lists(batch, "sum_pi_squared"),
+        greedy=batch.per_sequence["greedy_score"].tolist(),
+        raw=batch.per_sequence["raw_score"].tolist(),
+        parts=batch.per_sequence["reward_parts"].tolist(),
+        part_weights=WEIGHTS,
+        **settings,
+    )
     groups = batch.per_sequence["group"].tolist()
-    return rewards, *ref.advantages(name, rewards, masks, groups, **settings, **data)
+    return rewards, *ref.ESTIMATORS[name](rewards, masks, groups, data)
 
 
 @given(
@@ -233,7 +210,7 @@ def test_the_order_of_the_samples_means_nothing(batch, name, random):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("lengths", [[], [0], [1], [2, 0]])
+@pytest.mark.parametrize("lengths", [[], [2, 0]])
 def test_nothing_to_train_on_gives_zeros(name, lengths):
     n = sum(lengths)
     nothing = {c: [math.nan] * n for c in ("values", "old_log_probs", "sum_pi_squared")}
@@ -243,7 +220,16 @@ def test_nothing_to_train_on_gives_zeros(name, lengths):
     assert all(out.columns[name].tolist() == [0.0] * n for name in ("advantages", "returns", "token_level_rewards"))
 
 
-@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"gae", "remax", "reinforce_plus_plus"}))
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
+@pytest.mark.parametrize("name", [name for name in COMPARING if name != "optimal_token_baseline"])
+def test_equal_rewards_give_exactly_nothing(name, value):
+    batch = batch_of([2, 1, 2, 1], [0, 1, 1, 1, 1, 1], [value] * 4, [0, 0, 0, 1])
+    batch = batch.with_per_sequence(reward_parts=torch.full((4, 1), value))
+    out, _ = estimate(batch, adv_estimator=name, reward_weights=(1.0,))
+    assert out.columns["advantages"].tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("name", COMPARING)
 def test_a_group_of_one_gives_zero_and_is_counted(name):
     # the first prompt has one sample, the second one sample with a token and one without, the third two
     batch = batch_of(
@@ -262,41 +248,22 @@ def test_a_group_of_one_gives_zero_and_is_counted(name):
     assert stats["algorithm/groups_all_equal"] == Stat("mean", 0, 3)
 
 
-def test_one_token_is_its_own_batch():
-    batch = batch_of([1], [1], [2.0], [0], values=[0.5]).with_per_sequence(greedy_score=torch.tensor([0.5]))
-    for name, wanted in {"gae": 1.5, "reinforce_plus_plus": 2.0, "remax": 1.5, "rloo": 0.0}.items():
-        out, _ = estimate(batch, adv_estimator=name)
-        assert out.columns["advantages"].tolist() == [wanted]  # nothing is whitened below two tokens
-
-
-def test_full_kl_in_the_reward_reads_its_column_and_needs_no_other():
-    batch = batch_of([3], [0, 1, 1], [1.0], [0], full_kl=[math.nan, 0.5, 2.0])
-    out, stats = estimate(
-        batch, adv_estimator="reinforce_plus_plus", use_kl_in_reward=True, kl_penalty="full", kl_coef=0.1
-    )
-    assert out.columns["token_level_rewards"].tolist() == pytest.approx([0, -0.05, 0.8])
-    assert stats["actor/reward_kl_penalty"].result() == 1.25
-    with pytest.raises(ValueError, match="kl_penalty=full needs the column full_kl"):
-        estimate(batch_of([1], [1], [0.0], [0]), adv_estimator="grpo", use_kl_in_reward=True, kl_penalty="full")
-
-
-def test_a_users_estimator_gets_its_own_arguments(monkeypatch):
+def test_a_users_estimator_gets_its_own_arguments(tables):
     def scaled_return(rewards, mask, segment_ids, *, group_ids, scale, shift=0.0):
         return rewards * scale + shift, rewards
 
-    monkeypatch.setitem(ADV_ESTIMATORS, "scaled_return", scaled_return)
+    register_adv_est("scaled_return")(scaled_return)
     batch = batch_of([1, 1], [1, 1], [1.0, 3.0], [0, 0])
     out, stats = estimate(batch, adv_estimator="scaled_return", adv_estimator_args={"scale": 2.0})
     assert out.columns["advantages"].tolist() == [2, 6]
     assert "algorithm/groups_of_one" in stats
-    with pytest.raises(
-        ValueError, match="adv_estimator=scaled_return: expected a value in algorithm.adv_estimator_args.scale"
-    ):
+    needs = "adv_estimator=scaled_return: expected a value in algorithm.adv_estimator_args.scale, it has no default"
+    with pytest.raises(ValueError, match=needs):
         estimate(batch, adv_estimator="scaled_return")
+    with pytest.raises(ValueError, match=needs):
+        check_estimator_args("scaled_return", {"shift": 1})
     with pytest.raises(ValueError, match=r"adv_estimator_args.beta=1: .*scaled_return takes scale, shift$"):
         check_estimator_args("scaled_return", {"beta": 1})
-    with pytest.raises(ValueError, match=r"expected a value in algorithm.adv_estimator_args.scale, it has no default"):
-        check_estimator_args("scaled_return", {"shift": 1})
     check_estimator_args("scaled_return", {"scale": 1})
 
 
@@ -304,42 +271,36 @@ def test_arguments_that_an_estimator_has_not_are_refused():
     for name in BUILT_IN:
         check_estimator_args(name, {})
     for name in ("beta", "gamma", "group_ids"):  # gamma has a key of its own, group_ids is data
-        with pytest.raises(
-            ValueError,
-            match=rf"adv_estimator_args.{name}=0.5: algorithm.adv_estimator=grpo takes no values of its own$",
-        ):
+        with pytest.raises(ValueError, match=rf"adv_estimator_args.{name}=0.5: .*=grpo takes no values of its own$"):
             check_estimator_args("grpo", {name: 0.5})
-    with pytest.raises(ValueError, match="adv_estimator='rlo': expected one of grpo, grpo_passk"):
+    with pytest.raises(ValueError, match="adv_estimator='rlo': expected one of grpo, "):
         check_estimator_args("rlo", {})
 
 
-def test_refusals_are_one_sentence():
-    batch = batch_of([1], [1], [0.0], [0])
-    with pytest.raises(ValueError, match="adv_estimator='rlo': expected one of grpo, grpo_passk"):
-        estimate(batch, adv_estimator="rlo")
-    with pytest.raises(ValueError, match="adv_estimator=gae needs values"):
-        estimate(batch, adv_estimator="gae")
-    with pytest.raises(ValueError, match="adv_estimator=remax needs greedy_score"):
-        estimate(batch, adv_estimator="remax")
-    with pytest.raises(NonFiniteError, match="greedy_score is inf for sequence 0"):
-        estimate(batch.with_per_sequence(greedy_score=torch.tensor([math.inf])), adv_estimator="remax")
-    with pytest.raises(NonFiniteError, match="reward_parts is nan for sequence 0"):
-        estimate(batch.with_per_sequence(reward_parts=torch.tensor([[1.0, math.nan]])), adv_estimator="gdpo")
-    with pytest.raises(ValueError, match="needs the column old_log_probs"):
-        estimate(batch, adv_estimator="grpo", use_kl_in_reward=True)
-    with pytest.raises(ValueError, match="a reward has none"):
-        estimate(batch, adv_estimator="grpo", use_kl_in_reward=True, kl_penalty="k3+")
-    with pytest.raises(NonFiniteError, match="score is nan for sequence 0"):
-        estimate(batch.with_per_sequence(score=torch.tensor([math.nan])), adv_estimator="grpo")
+GDPO = {"adv_estimator": "gdpo"}
 
 
-def test_a_number_that_is_not_finite_names_its_sequence():
-    batch = random_packed([3, 4], 0, poison=False).batch
-    broken = batch.columns["values"].clone()
-    broken[4] = math.inf
-    batch = batch.with_columns(values=broken, response_mask=torch.ones(7))
-    with pytest.raises(NonFiniteError, match="values is inf at token 1 of sequence 1"):
-        estimate(batch, adv_estimator="gae")
+@pytest.mark.parametrize(
+    ("rows", "settings", "sentence"),
+    [
+        ({}, {"adv_estimator": "rlo"}, "adv_estimator='rlo': expected one of grpo, "),
+        ({}, {"adv_estimator": "gae"}, "adv_estimator=gae needs values"),
+        ({}, {"adv_estimator": "remax"}, "adv_estimator=remax needs greedy_score"),
+        ({"greedy_score": [math.inf]}, {"adv_estimator": "remax"}, "greedy_score is inf for sequence 0"),
+        ({"reward_parts": [[1.0, math.nan]]}, GDPO, "reward_parts is nan for sequence 0"),
+        ({"reward_parts": [[1.0, 2.0]]}, GDPO | {"reward_weights": (1.0,)}, "reward_weights has 1 weights .* needs"),
+        ({"reward_parts": [1.0]}, GDPO | {"reward_weights": (1.0,)}, "reward_weights has 1 weights .* needs"),
+        ({"reward_parts": [[]]}, GDPO, "reward_weights has 0 weights .* needs"),
+        ({"score": [math.nan]}, {}, "score is nan for sequence 0"),
+        ({}, {"use_kl_in_reward": True}, "needs the column old_log_probs"),
+        ({}, {"use_kl_in_reward": True, "kl_penalty": "k3+"}, "kl_penalty='k3[+]': .* a reward has none"),
+        ({}, {"use_kl_in_reward": True, "kl_penalty": "full"}, "kl_penalty=full needs the column full_kl"),
+    ],
+)
+def test_what_an_estimate_needs(rows, settings, sentence):
+    batch = batch_of([1], [1], [0.0], [0]).with_per_sequence(**{name: torch.tensor(x) for name, x in rows.items()})
+    with pytest.raises((ValueError, NonFiniteError), match=sentence):
+        estimate(batch, **{"adv_estimator": "grpo"} | settings)
 
 
 def test_the_reward_of_a_turn_is_on_its_last_token_and_the_rest_on_the_samples_last():
@@ -353,18 +314,7 @@ def test_the_reward_of_a_turn_is_on_its_last_token_and_the_rest_on_the_samples_l
     assert out.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 0, 0, 2, 0, -1]
 
 
-def test_turns_of_an_agent_and_its_helper_follow_each_other_in_time():
-    """Turns 0 and 2 are in the first row, turn 1 in the second; the reward is on turn 2, not on the last row."""
-    batch = batch_of([8], [0, 1, 0, 1, 1, 0, 0, 1], [1.0], [0])
-    batch = replace(batch, lengths=torch.tensor([5, 3]), rows=torch.tensor([2]))
-    batch = batch.with_columns(turn=torch.tensor([-1, 0, -1, 2, 2, -1, -1, 1], dtype=torch.int32))
-    out, _ = estimate(batch, adv_estimator="reinforce_plus_plus", gamma=0.5)
-    assert out.columns["token_level_rewards"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
-    assert out.columns["returns"].tolist() == [0, 0.125, 0, 0.5, 1, 0, 0, 0.25]
-    assert torch.equal(out.lengths, batch.lengths) and torch.equal(out.columns["turn"], batch.columns["turn"])
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_gae_in_the_order_of_turns_equals_samples_laid_out_in_that_order(seed):
     """The slow way: each sample's learnt tokens in a list, sorted by turn, as one row without any context."""
     rng = random.Random(seed)
@@ -414,19 +364,13 @@ def test_token_rewards_with_those_of_turns_add_up_to_the_score(seed):
         assert sum(part.tolist()) == (score if has.any() else 0)
 
 
-def test_a_group_counts_samples_and_not_rows():
-    """Two samples, one of three rows: the mean of their rewards is 0.5, and opo weighs 4 tokens against 1."""
-    batch = batch_of([8, 2], [0, 1, 0, 0, 1, 0, 1, 1, 0, 1], [1.0, 0.0], [0, 0])
-    batch = replace(batch, lengths=torch.tensor([2, 3, 3, 2]), rows=torch.tensor([3, 1]))
-    out, stats = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
-    assert out.columns["advantages"].tolist() == [0, 0.5, 0, 0, 0.5, 0, 0.5, 0.5, 0, -0.5]
-    assert stats["algorithm/groups_of_one"].result() == 0
-    out, _ = estimate(batch, adv_estimator="opo")
-    assert out.columns["advantages"].tolist() == pytest.approx([0, 0.2, 0, 0, 0.2, 0, 0.2, 0.2, 0, -0.8])
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_the_reward_of_a_turn_is_finite(value):
-    batch = batch_of([2], [0, 1], [0.0], [0]).with_columns(turn_rewards=torch.tensor([0, value]))
-    with pytest.raises(NonFiniteError, match="turn_rewards is"):
-        estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
+@pytest.mark.parametrize(
+    ("name", "value", "adv_estimator"),
+    [("values", math.inf, "gae"), ("turn_rewards", math.nan, "grpo"), ("turn_rewards", math.inf, "grpo")],
+)
+def test_a_number_that_is_not_finite_names_its_sequence(name, value, adv_estimator):
+    batch = batch_of([3, 4], [1] * 7, [0.0, 0.0], [0, 0]).with_columns(
+        **{name: torch.tensor([0.0] * 4 + [value, 0, 0])}
+    )
+    with pytest.raises(NonFiniteError, match=f"{name} is {value} at token 1 of sequence 1"):
+        estimate(batch, adv_estimator=adv_estimator)

@@ -66,12 +66,7 @@ def test_grpo_compares_rewards_within_groups():
     rewards = torch.tensor([1.0, 0.0, 3.0, 2.0])
     mean = {group: rewards[group == GROUPS].mean() for group in (0, 1)}
     relative = executed("grpo", rewards=rewards, group_mean=lambda r: torch.stack([mean[int(g)] for g in GROUPS]))
-    batch = Batch(
-        torch.arange(N),
-        torch.tensor(LENGTHS),
-        {"response_mask": torch.ones(N), "old_log_probs": torch.zeros(N)},
-        {"group": GROUPS, "score": rewards},
-    )
+    batch = batch_of(columns()).with_per_sequence(score=rewards)
     found, _ = estimate(batch, adv_estimator="grpo", norm_adv_by_std_in_grpo=False)
     of_samples = [part[0].item() for part in found.split(found.columns["advantages"])]
     assert of_samples == pytest.approx(relative["relative_rewards"].tolist())
@@ -139,9 +134,7 @@ def test_the_printed_loss_with_a_printed_modification(name, mode, tmp_path):
 
 
 def test_every_block_is_executed_by_a_test():
-    elsewhere = {
-        "entropy_from_logits",
-        "monitoring",
-    }  # tests/mcore/logprobs/test_logprobs.py, tests/metrics/advice/test_advice.py
+    # tests/mcore/logprobs/test_logprobs.py, tests/metrics/advice/test_advice.py
+    elsewhere = {"entropy_from_logits", "monitoring"}
     here = {"ppo", "reinforce", "grpo", "surrogate", "entropy_loss", "kl_loss", "value_loss", *MODIFIED}
     assert set(BLOCKS) == here | elsewhere

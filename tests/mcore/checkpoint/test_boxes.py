@@ -1,35 +1,12 @@
 """Runs of a flat tensor as boxes, and what two boxes share."""
 
-from __future__ import annotations
-
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.mcore.checkpoint.boxes import boxes_of, overlap, slices
-
-
-def test_a_run_of_a_matrix_is_the_rest_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
-    found = list(boxes_of((3, 4), 2, 9))
-    assert found == [(2, ((0, 2), (1, 2))), (4, ((1, 0), (1, 4))), (8, ((2, 0), (1, 1)))]
-
-
-@pytest.mark.parametrize(
-    ("shape", "start", "stop", "expected"),
-    [
-        ((6,), 1, 4, [(1, ((1,), (3,)))]),
-        ((3, 4), 4, 12, [(4, ((1, 0), (2, 4)))]),  # whole rows alone
-        ((3, 4), 5, 7, [(5, ((1, 1), (1, 2)))]),  # within a row
-        ((3, 4), 3, 5, [(3, ((0, 3), (1, 1))), (4, ((1, 0), (1, 1)))]),  # an end and a beginning
-        ((3, 4), 7, 7, []),
-        ((), 0, 1, [(0, ((), ()))]),
-    ],
-)
-def test_boxes_worked_out_by_hand(shape: tuple, start: int, stop: int, expected: list) -> None:
-    assert list(boxes_of(shape, start, stop)) == expected
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4), data=st.data())

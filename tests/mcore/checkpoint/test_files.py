@@ -1,12 +1,11 @@
 """The files of a checkpoint: written by each rank alone, read in other boxes, refused when something is missing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,46 +67,34 @@ def test_rows_of_padding_that_were_not_saved_keep_their_values(folder: Path) -> 
     assert (beyond.memory == -1).all()
 
 
-def test_a_tensor_of_another_shape_or_name_is_refused(folder: Path) -> None:
-    reader = Reader(folder, 2)
-    with pytest.raises(ValueError, match=r"a was saved with shape \[6, 4\]; expected \[6, 5\]$"):
-        reader.fill([empty((0, 0), (6, 5), whole=(6, 5))])
-    with pytest.raises(ValueError, match=r"it has no b; expected a checkpoint of the same model$"):
-        reader.fill([empty((0, 0), (6, 4), name="b")])
-
-
-def test_a_rank_that_never_finished_is_named(folder: Path) -> None:
-    (folder / "rank_00001.json").unlink()
-    with pytest.raises(ValueError, match=r"rank_00001.json: missing; expected one for each of the 2 ranks that saved$"):
-        Reader(folder, 2)
-
-
-def test_a_box_that_is_missing_from_the_lists_is_noticed(folder: Path) -> None:
-    file = folder / "rank_00001.json"
+def without_a_box(file: Path) -> None:
     content = json.loads(file.read_text())
     content["tensors"]["a"]["boxes"].pop()
     file.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="a was not saved as a whole"):
-        Reader(folder, 2).fill([empty((0, 0), (6, 4))])
 
 
-def test_a_file_that_was_cut_short_is_named(folder: Path) -> None:
-    file = folder / "rank_00000.0000.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-    with pytest.raises(ValueError, match=r"rank_00000.0000.safetensors: it cannot be read \("):
-        Reader(folder, 2).fill([empty((0, 0), (6, 4))])
+LIST, TENSORS = "rank_00001.json", "rank_00000.0000.safetensors"
 
 
-def test_a_list_that_cannot_be_read_is_named(folder: Path) -> None:
-    (folder / "rank_00001.json").write_text("{")
-    with pytest.raises(ValueError, match=r"rank_00001.json: it cannot be read \(Expecting"):
-        Reader(folder, 2)
-
-
-def test_the_file_of_another_save_is_named(folder: Path) -> None:
-    save_file({"b@0,0": torch.zeros(3, 4)}, folder / "rank_00000.0000.safetensors")
-    with pytest.raises(ValueError, match=r"rank_00000.0000.safetensors: it cannot be read \("):
-        Reader(folder, 2).fill([empty((0, 0), (6, 4))])
+@pytest.mark.parametrize(
+    ("name", "damage", "wanted", "sentence"),
+    [
+        (LIST, None, {"shape": (6, 5), "whole": (6, 5)}, r"a was saved with shape \[6, 4\]; expected \[6, 5\]$"),
+        (LIST, None, {"name": "b"}, r"it has no b; expected a checkpoint of the same model$"),
+        (LIST, Path.unlink, {}, f"{LIST}: missing; expected one for each of the 2 ranks that saved$"),
+        (LIST, lambda file: file.write_text("{"), {}, rf"{LIST}: it cannot be read \(Expecting"),
+        (LIST, without_a_box, {}, "a was not saved as a whole"),
+        (TENSORS, lambda file: file.write_bytes(file.read_bytes()[:50]), {}, rf"{TENSORS}: it cannot be read \("),
+        (TENSORS, lambda file: save_file({"b@0,0": torch.zeros(3, 4)}, file), {}, rf"{TENSORS}: it cannot be read \("),
+    ],
+)
+def test_what_is_damaged_or_of_another_model_is_named(
+    folder: Path, name: str, damage: Any, wanted: dict[str, Any], sentence: str
+) -> None:
+    if damage is not None:
+        damage(folder / name)
+    with pytest.raises(ValueError, match=sentence):
+        Reader(folder, 2).fill([empty((0, 0), **{"shape": (6, 4)} | wanted)])
 
 
 def test_files_have_a_bounded_size(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Every file of a sharded checkpoint is checked by one rank, and what is damaged is named."""
+"""Files of a checkpoint, damaged or from somebody else: one rank checks each, and nothing in it runs."""
 
-from __future__ import annotations
-
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megarl.mcore.checkpoint import intact
 from megarl.mcore.checkpoint.files import write
 from megarl.mcore.checkpoint.held import Piece
 from megarl.mcore.checkpoint.intact import faults_of_share
+from megarl.mcore.checkpoint.torch_dist import METADATA, TorchDistReader
 from megarl.rank_files import facts_under
 
 NUM_RANKS = 3
@@ -57,3 +59,23 @@ def test_what_a_rank_wrote_and_is_not_there_is_named(folder: Path) -> None:
     (folder / "rank_00002.0000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"rank_00002.0000.safetensors is missing; expected one file system"):
         facts_under(folder, "")
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+def test_what_the_list_of_a_megatron_checkpoint_would_run_does_not_run(tmp_path: Path) -> None:
+    """It is a pickle."""
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(ValueError, match=r"\.metadata: it cannot be read \(.*\); expected an unchanged folder$"):
+        TorchDistReader(tmp_path)
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1})[:-3]])
+def test_a_damaged_list_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / METADATA).write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata: it cannot be read"):
+        TorchDistReader(tmp_path)

@@ -1,7 +1,5 @@
 """Columns of chunks of logits, against whole logits and log_softmax in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,21 +26,6 @@ from torch import Tensor
 from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs import token_statistics as ts
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
-
-pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def test_three_tokens_by_hand() -> None:
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e4, -1e4], [0.0, 0.0, 0.0, 0.0]])
-    ref_logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, -1e4, -1e4], [math.log(5), 0.0, 0.0, 0.0]])
-    labels = torch.tensor([2, 1, 0])
-    found = fused_columns(*logits_as(logits), labels, 4, reference=logits_as(ref_logits))
-    # Four equal chances; three quarters and one quarter; four equal ones, of which the reference makes 5/8 and 1/8s.
-    assert found["log_probs"].tolist() == pytest.approx([-math.log(4), -math.log(4), -math.log(4)])
-    assert found["entropy"].tolist() == pytest.approx([math.log(4), math.log(4) - 0.75 * math.log(3), math.log(4)])
-    assert found["sum_pi_squared"].tolist() == pytest.approx([1 / 4, 10 / 16, 1 / 4])
-    kl = [0.0, 0.75 * math.log(1.5) + 0.25 * math.log(0.5), 0.25 * math.log(0.4) + 0.75 * math.log(2)]
-    assert found["full_kl"].tolist() == pytest.approx(kl, abs=1e-6)
 
 
 def test_the_entropy_is_that_of_the_documents() -> None:
@@ -73,20 +56,6 @@ def test_values_and_gradients_are_those_of_log_softmax(case: Case) -> None:
     case.check_gradients(found, gradients(expected, factors, *sides), [*expected.values()])
 
 
-def test_gradients_are_finite_differences() -> None:
-    g = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(n, 3, generator=g, dtype=torch.float64, requires_grad=True) for n in (5, 11))
-    reference = [torch.randn(n, 2, generator=g, dtype=torch.float64) for n in (5, 11)]
-    labels = torch.tensor([0, 8, 3, 3, 7])
-
-    def columns(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = fused_columns(hidden, weight, labels, 9, 0.7, reference)
-        return tuple(found[name] for name in ALL)
-
-    with chunks_of(16, 2):
-        assert torch.autograd.gradcheck(columns, (hidden, weight))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_column_alone_is_that_of_all_together(name: str) -> None:
     g = torch.Generator().manual_seed(4)
@@ -109,26 +78,6 @@ def test_sums_that_nobody_asked_for_are_not_made() -> None:
     assert not found[[ts.X_SUM, ts.SQUARES, ts.REF_SUM, ts.DIFF]].any()
 
 
-def test_rows_that_pad_the_vocabulary_have_no_probability_and_no_gradient() -> None:
-    hidden, weight = logits_as(torch.tensor([[1.0, 2.0, 50.0, 60.0]]))
-    weight.requires_grad_()
-    found = fused_columns(hidden, weight, torch.tensor([1]), 2)
-    assert found["log_probs"].item() == pytest.approx(-math.log(1 + math.exp(-1)))
-    (gradient,) = gradients(found, torch.ones(3, 1), weight)
-    assert gradient[2:].tolist() == [[0], [0]]
-    assert gradient[:2].abs().min() > 0
-
-
-def test_a_label_in_the_last_row_of_the_vocabulary() -> None:
-    hidden, weight = logits_as(torch.tensor([[0.0, 0.0, 1.0, 9.0]]))
-    weight.requires_grad_()
-    log_probs = fused_columns(hidden, weight, torch.tensor([2]), 3)["log_probs"]
-    z = 2 + math.e
-    assert log_probs.item() == pytest.approx(1 - math.log(z))
-    (gradient,) = torch.autograd.grad(log_probs.sum(), weight)
-    assert gradient[:, 0].tolist() == pytest.approx([-1 / z, -1 / z, 1 - math.e / z, 0.0])
-
-
 @pytest.mark.parametrize("elements", [8, 2**26])  # 8: a chunk holds the largest logit, or none near it
 def test_large_logits_stay_finite_and_entropy_near_zero_is_not_negative(elements: int) -> None:
     logits = torch.full((3, 24), -3e4)
@@ -143,14 +92,6 @@ def test_large_logits_stay_finite_and_entropy_near_zero_is_not_negative(elements
     assert found["sum_pi_squared"].tolist() == pytest.approx([1.0, 1 / 24, 1.0])
     assert found["full_kl"].tolist() == pytest.approx([6e4, 0.0, 4e4], abs=1e-2)
     assert all(slope.isfinite().all() for slope in slopes)
-
-
-def test_a_policy_that_is_its_reference_is_at_distance_zero() -> None:
-    g = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(7, 16, generator=g), 3 * torch.randn(200, 16, generator=g)
-    with chunks_of(256, 4):
-        found = fused_columns(hidden, weight, torch.zeros(7, dtype=torch.int64), 200, reference=(hidden, weight))
-    assert found["full_kl"].abs().max() < 1e-6
 
 
 def test_bf16_gives_float32_columns_and_bf16_gradients() -> None:

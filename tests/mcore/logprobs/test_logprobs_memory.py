@@ -1,7 +1,5 @@
 """What a pass takes beyond its inputs: chunks, whatever the number of tokens and the size of the vocabulary."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from unittest import mock
 
@@ -13,7 +11,6 @@ from tensor_memory import TensorMemory
 from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 
-pytestmark = pytest.mark.usefixtures("one_rank")
 CHUNK, BLOCK, HIDDEN = 2**12, 2**10, 4
 
 
@@ -38,17 +35,16 @@ def measured(
     return memory, num_tokens * 4
 
 
-@pytest.mark.parametrize("names", [("log_probs",), ALL[:3], ALL])
+@pytest.mark.parametrize("names", [("log_probs",), ALL])
 def test_the_peak_is_a_chunk_and_a_few_numbers_for_each_token(names: tuple[str, ...]) -> None:
-    memory, column_bytes = measured(512, 1024, names)
-    assert memory.largest_elements <= CHUNK, "no tensor is larger than a chunk"
-    assert memory.largest_elements < 512 * 1024 / 100
+    memory, column_bytes = measured(256, 1024, names)
+    assert memory.largest_elements <= CHUNK < 256 * 1024 / 50, "no tensor is larger than a chunk"
     # The chunk, the blocks in float32 that are read from it, the products of a chunk, and columns of the tokens.
     products = (64 + CHUNK // 64) * HIDDEN * 4
     assert memory.peak_bytes < 4 * CHUNK + 6 * 4 * BLOCK + products + 80 * column_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_peak_does_not_grow_with_the_vocabulary() -> None:
     small, large = (measured(512, vocab_size, ALL)[0].peak_bytes for vocab_size in (1024, 4096))
     assert large <= 1.01 * small

@@ -1,7 +1,5 @@
 """The Triton kernels without a GPU: Triton's interpreter runs them as torch's operations would, and they compile."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -29,7 +27,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     return run("1", tmp_path_factory.mktemp("triton"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """The interpreter takes more than the compiler does."""
     sizes = run("0", tmp_path)
@@ -37,6 +35,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert min(sizes.values()) > 1000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_give_what_torch_gives(cases: dict[str, dict[str, float]], dtype: str) -> None:
     mine = {name: case for name, case in cases.items() if name.startswith(dtype)}

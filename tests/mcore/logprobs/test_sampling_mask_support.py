@@ -1,11 +1,8 @@
 """Columns over the tokens that could be drawn, against softmaxes of whole logits with the others at minus infinity."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from logprobs_plain import ALL, Case, cases, chunks_of, gradients, masked_columns
@@ -19,8 +16,6 @@ from megarl.mcore.logprobs.support import Support
 from megarl.mcore.training.packed_rows import make_row
 from megarl.ragged import COUNTS, Ragged
 from megarl.sample import SUPPORT
-
-pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def supports(labels: Tensor, vocab_size: int, seed: int) -> list[list[int]]:
@@ -68,26 +63,6 @@ def test_values_and_gradients_are_those_of_a_masked_softmax(case: Case) -> None:
     case.check_gradients(found, gradients(expected, factors, *sides), [*expected.values()])
 
 
-def test_a_token_without_a_support_is_as_if_none_had_one() -> None:
-    g = torch.Generator().manual_seed(1)
-    hidden, weight, labels = torch.randn(6, 3, generator=g), torch.randn(16, 3, generator=g), torch.arange(6)
-    job = Job(ALL[:3], 13, 0.9)
-    lists = [[0, 7], [], [2], [], [12, 4], []]
-    narrowed, whole = (columns_of_chunks(job, hidden, weight, labels, support=s) for s in (as_support(lists), None))
-    for name in ALL[:3]:
-        assert torch.equal(narrowed[name][1::2], whole[name][1::2])
-    assert narrowed["log_probs"][2] == narrowed["entropy"][2] == 0.0, "only one token could be drawn"
-    assert (narrowed["log_probs"][::2] > whole["log_probs"][::2]).all()
-
-
-def test_the_gradient_of_a_token_that_could_not_be_drawn_is_zero() -> None:
-    hidden, weight = torch.ones(2, 3), torch.randn(8, 3, requires_grad=True)
-    job, support = Job(ALL[:3], 8), as_support([[1, 2], [2, 5]])
-    columns = columns_of_chunks(job, hidden, weight, torch.tensor([1, 5]), support=support)
-    (found,) = torch.autograd.grad(sum(column.sum() for column in columns.values()), weight)
-    assert found.abs().sum(1).gt(0).tolist() == [False, True, True, False, False, True, False, False]
-
-
 def test_tokens_that_are_computed_together_have_few_ids() -> None:
     """3 ids for each place of 9 and at most 5 in a lot, but for those of its last place: 2 places."""
     lists = [[place, 10, 11] for place in range(9)]
@@ -101,18 +76,6 @@ def test_tokens_that_are_computed_together_have_few_ids() -> None:
     whole = columns_of_chunks(job, hidden, weight, labels, support=as_support(lists))
     for name in ALL[:3]:
         torch.testing.assert_close(got[name], whole[name])
-
-
-def test_a_row_waits_for_its_turn_with_its_support_in_host_memory() -> None:
-    lengths = torch.tensor([2])
-    places, counts = Ragged.of([[], [7]]).spread(lengths.numpy())
-    batch = Batch(torch.tensor([1, 7]), lengths, {SUPPORT: places, SUPPORT + COUNTS: counts})
-    row = make_row(MicroBatch(batch), Layout(), torch.device("meta"))
-    assert row.support is not None
-    assert row.labels.is_meta
-    assert {part.device.type for part in (row.support.starts, row.support.counts, row.support.ids)} == {"cpu"}
-    moved = row.support.to(torch.device("meta"))
-    assert {part.device.type for part in (moved.starts, moved.counts, moved.ids)} == {"meta"}
 
 
 def test_a_packed_row_has_the_support_of_what_each_place_predicts() -> None:
@@ -130,3 +93,7 @@ def test_a_packed_row_has_the_support_of_what_each_place_predicts() -> None:
     ]
     assert found == [[7], [8, 9], [], [5, 6, 7], []]
     assert make_row(MicroBatch(batch.keep_columns()), Layout(), torch.device("cpu")).support is None
+    waiting = make_row(MicroBatch(batch), Layout(), torch.device("meta"))
+    assert waiting.labels.is_meta
+    for support, device in ((waiting.support, "cpu"), (waiting.support.to(torch.device("meta")), "meta")):
+        assert {part.device.type for part in (support.starts, support.counts, support.ids)} == {device}

@@ -1,9 +1,9 @@
 """Packed attention against one sequence at a time, and the pad plan that makes it fast."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -17,27 +17,20 @@ from torch import Tensor
 from megarl.mcore.models import attention as attention_module
 from megarl.mcore.models.attention import PackedParams, SDPAttention, pad_plan
 
-pytestmark = pytest.mark.usefixtures("one_rank")
 HEADS, DIM = 4, 8
 
 
-@pytest.fixture(scope="module")
-def attention(one_rank: None) -> SDPAttention:
-    config = TransformerConfig(num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, attention_dropout=0.0)
-    return SDPAttention(config, 1, AttnMaskType.causal, "self")
+def core_of(window: int | None = None, layer: int = 1, **how: Any) -> SDPAttention:
+    """The core attention of a layer; with a window a token sees itself and the window - 1 before it."""
+    sizes = {"num_layers": 2, "hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "attention_dropout": 0.0}
+    size = None if window is None else (window - 1, 0)
+    config = TransformerConfig(**sizes | {"window_size": size, "window_attn_skip_freq": [1, 0]} | how)
+    return SDPAttention(config, layer, AttnMaskType.causal, "self")
 
 
-@pytest.fixture(scope="module", params=[1, 3, 16])
-def windowed(one_rank: None, request: pytest.FixtureRequest) -> SDPAttention:
-    """A token sees itself and the window - 1 before it."""
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        window_size=(request.param - 1, 0),
-    )
-    return SDPAttention(config, 1, AttnMaskType.causal, "self")
+@pytest.fixture
+def attention() -> SDPAttention:
+    return core_of()
 
 
 def slow_attention(
@@ -59,52 +52,33 @@ def slow_attention(
     return out.flatten(1)
 
 
-@pytest.fixture(scope="module", params=[None, 3])
-def sinking(one_rank: None, request: pytest.FixtureRequest) -> SDPAttention:
-    """With a sink for each head; of two layers only the first has the window."""
-    window = None if request.param is None else (request.param - 1, 0)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HEADS * DIM,
-        num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        window_size=window,
-        window_attn_skip_freq=[1, 0],
-        softmax_type="learnable",
-    )
-    assert SDPAttention(config, 2, AttnMaskType.causal, "self").window is None
-    core = SDPAttention(config, 1, AttnMaskType.causal, "self")
-    torch.nn.init.normal_(core.softmax_offset, generator=torch.Generator().manual_seed(2))
-    return core
+ROWS = [[5], [3, 17, 1, 4, 16]]
 
 
-@pytest.mark.parametrize("lengths", [[5], [3, 17, 1, 4, 16], [2, 40, 3]])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_a_sink_takes_its_part_of_the_softmax_and_gets_its_gradient(
-    sinking: SDPAttention, lengths: list[int], kv_heads: int
+@pytest.mark.parametrize("lengths", ROWS)
+@pytest.mark.parametrize(
+    ("window", "kv_heads", "has_sinks"),
+    [(None, HEADS, True), (None, 2, True), (3, 2, True), (1, 2, False), (3, 2, False), (16, 2, False)],
+)
+def test_a_window_hides_what_lies_further_back_and_a_sink_takes_its_part_of_the_softmax(
+    window: int | None, kv_heads: int, has_sinks: bool, lengths: list[int]
 ) -> None:
-    qkv, sinks = random_qkv(sum(lengths), kv_heads, seed=3), sinking.softmax_offset
+    """Of layers without a window there is every second.  Sinks get their gradient."""
+    assert core_of(window, layer=2).window is None
+    core = core_of(window, softmax_type="learnable" if has_sinks else "vanilla")
+    qkv = random_qkv(sum(lengths), kv_heads, seed=3)
+    sinks = [torch.nn.init.normal_(core.softmax_offset)] if has_sinks else []
     up = torch.randn(sum(lengths), HEADS * DIM, generator=torch.Generator().manual_seed(4))
-    expected = slow_attention(*qkv, lengths, sinking.window or 10**6, sinks)
-    got = sinking(*qkv, packed_seq_params=packed_row(lengths))
+    expected = slow_attention(*qkv, lengths, window or 10**6, *sinks)
+    got = core(*qkv, packed_seq_params=packed_row(lengths))
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
-    ours = torch.autograd.grad((got * up).sum(), [*qkv, sinks])
-    theirs = torch.autograd.grad((expected * up).sum(), [*qkv, sinks])
+    ours = torch.autograd.grad((got * up).sum(), [*qkv, *sinks])
+    theirs = torch.autograd.grad((expected * up).sum(), [*qkv, *sinks])
     for gradient, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-4, rtol=0)
     if len(lengths) == 1:
-        batched = sinking(*(x[:, None] for x in qkv))[:, 0]
+        batched = core(*(x[:, None] for x in qkv))[:, 0]
         torch.testing.assert_close(batched.double(), expected, atol=1e-5, rtol=0)
-
-
-def test_a_sink_by_hand() -> None:
-    """Two equal scores of 0 beside a sink of log 2: a quarter, a quarter, and a half to nobody."""
-    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1, softmax_type="learnable")
-    core = SDPAttention(config, 1, AttnMaskType.causal, "self", attention_dropout=0.0)
-    torch.nn.init.constant_(core.softmax_offset, math.log(2))
-    values = torch.tensor([[[4.0, 0.0]], [[0.0, 8.0]]])
-    got = core(torch.zeros(2, 1, 2), torch.ones(2, 1, 2), values, packed_seq_params=packed_row([2]))
-    torch.testing.assert_close(got, torch.tensor([[4.0 / 3, 0.0], [1.0, 2.0]]))
 
 
 def random_qkv(num_tokens: int, kv_heads: int, seed: int) -> list[Tensor]:
@@ -118,24 +92,10 @@ def packed_row(lengths: list[int], *, with_plan: bool = True) -> PackedParams:
     return PackedParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest, pad=pad)
 
 
-@pytest.mark.parametrize("lengths", [[5], [3, 17, 1, 4, 16], [2, 40, 3]])
-def test_a_window_hides_what_lies_further_back(windowed: SDPAttention, lengths: list[int]) -> None:
-    assert windowed.window is not None
-    qkv = random_qkv(sum(lengths), 2, seed=7)
-    expected = slow_attention(*qkv, lengths, windowed.window)
-    torch.testing.assert_close(
-        windowed(*qkv, packed_seq_params=packed_row(lengths)).double(), expected, atol=1e-5, rtol=0
-    )
-    if len(lengths) == 1:
-        batched = windowed(*(x[:, None] for x in qkv))[:, 0]
-        torch.testing.assert_close(batched.double(), expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("with_plan", [True, False])
-@pytest.mark.parametrize("kv_heads", [HEADS, 2, 1])
 @pytest.mark.parametrize("lengths", [[5], [1, 1], [3, 17, 1, 4, 16], [2, 40, 3]])
+@pytest.mark.parametrize(("with_plan", "kv_heads"), [(True, HEADS), (True, 2), (False, 1)])
 def test_packed_sequences_do_not_see_each_other(
-    attention: SDPAttention, lengths: list[int], kv_heads: int, with_plan: bool
+    attention: SDPAttention, with_plan: bool, kv_heads: int, lengths: list[int]
 ) -> None:
     qkv = random_qkv(sum(lengths), kv_heads, seed=len(lengths))
     got = attention(*qkv, packed_seq_params=packed_row(lengths, with_plan=with_plan))
@@ -148,10 +108,9 @@ def test_packed_sequences_do_not_see_each_other(
         torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_dense_batches_are_causal_too(attention: SDPAttention, kv_heads: int) -> None:
+def test_dense_batches_are_causal_too(attention: SDPAttention) -> None:
     """sbhd: [s, b, n, d] -> [s, b, n * d]; two sequences of 6."""
-    flat = random_qkv(12, kv_heads, seed=7)
+    flat = random_qkv(12, 2, seed=7)
     dense = [x.unflatten(0, (2, 6)).transpose(0, 1) for x in flat]
     got = attention(*dense)
     assert got.shape == (6, 2, HEADS * DIM)
@@ -169,14 +128,10 @@ def test_what_it_cannot_do_is_an_error(attention: SDPAttention) -> None:
         SDPAttention(attention.config, 1, AttnMaskType.causal, "self", attention_dropout=0.1)
 
 
-def test_the_example_of_the_pad_plan() -> None:
-    plan = pad_plan([2, 40, 3])
-    assert plan.buckets == ((2, 3), (1, 40))
-    assert plan.slots.tolist() == [0, 1, *range(6, 46), 3, 4, 5]
-    assert plan.num_slots == 46
-
-
 def test_sequences_of_like_length_share_one_call() -> None:
+    plan = pad_plan([2, 40, 3])
+    assert (plan.buckets, plan.num_slots) == (((2, 3), (1, 40)), 46)
+    assert plan.slots.tolist() == [0, 1, *range(6, 46), 3, 4, 5]
     assert pad_plan([10] * 7).buckets == ((7, 10),)
     assert [pad_plan(lengths).in_place for lengths in ([10] * 7, [2, 2, 40], [2, 40, 3], [9, 10])] == [1, 1, 0, 0]
     assert pad_plan([100, 138, 139]).buckets == ((2, 138), (1, 139)), "138 = 1.3 * 100 + 8"
@@ -192,24 +147,15 @@ def test_a_pad_plan_gives_each_token_a_slot_and_wastes_little(lengths: list[int]
     assert max(slots) < plan.num_slots
     assert plan.num_slots <= sum(waste * length + 8 for length in lengths)
     assert sorted(lengths)[-1] == max(length for _, length in plan.buckets)
-    rows = [(first, length) for first, length in _rows_of(plan.buckets)]
+    room = [length for count, length in plan.buckets for _ in range(count)]
+    rows = dict(zip(accumulate(room, initial=0), room, strict=False))  # first slot of a row of a bucket -> its length
     used = set()
     for part in torch.tensor(slots).split(lengths):
-        first, room = max(row for row in rows if row[0] <= int(part[0]))
-        assert int(part[0]) == first, "a sequence begins where a row of its bucket does"
+        first = int(part[0])
+        assert len(part) <= rows[first], "a sequence begins where a row of its bucket does"
         assert part.tolist() == list(range(first, first + len(part)))
-        assert len(part) <= room
         used.add(first)
     assert len(used) == len(lengths), "no two sequences share a row"
-
-
-def _rows_of(buckets: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """(first slot, length) of each row of each bucket."""
-    out, offset = [], 0
-    for count, length in buckets:
-        out += [(offset + n * length, length) for n in range(count)]
-        offset += count * length
-    return out
 
 
 @pytest.mark.parametrize("kind", KINDS)

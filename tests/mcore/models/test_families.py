@@ -1,130 +1,112 @@
 """What Megatron is told about a model of each family, and what is refused."""
 
-from __future__ import annotations
-
+import math
 from typing import Any
 
 import pytest
 import torch
+from hf_configs import hf_of
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from tiny_models import FAMILIES as TINY
 
 from megarl.layout import Layout
-from megarl.mcore.models.families import family_of, sparse_layers
+from megarl.mcore.models.families import FAMILIES, family_of, sparse_layers
 from megarl.mcore.models.layers import block_spec, check_trainable, layers_with_experts
-from megarl.mcore.models.model import transformer_config
+from megarl.mcore.models.model import check_layout, transformer_config
 from megarl.mcore.training import execution
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+ABSENT = "absent"
+QWEN3_MOE = hf_of("qwen3_moe", mlp_only_layers=[])
+YARN = hf_of("deepseek_v3")["rope_parameters"]
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 45,
-}
-LLAMA = SIZES | {"model_type": "llama", "attention_bias": False, "mlp_bias": False}
-MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": 4096, "head_dim": 16}
-MIXTRAL = SIZES | {"model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3_MOE = SIZES | {
-    "model_type": "qwen3_moe",
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-GLM = SIZES | {
-    "model_type": "glm4_moe",
-    "head_dim": 16,
-    "attention_bias": True,
-    "use_qk_norm": True,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-}
-MINIMAX = SIZES | {
-    "model_type": "minimax_m2",
-    "head_dim": 16,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "rotary_dim": 8,
-    "attn_type_list": [1, 1, 1, 1],
-    "use_qk_norm": True,
-    "qk_norm_type": "per_layer",
-    "use_routing_bias": True,
-    "scoring_func": "sigmoid",
-    "shared_intermediate_size": 0,
-    "sliding_window": None,
-}
+
+def test_every_family_has_a_tiny_model_for_the_comparisons_with_transformers() -> None:
+    """tests/dist compares log-probs and weights of each; a family without one is compared nowhere."""
+    tiny = {hf_of(name)["model_type"] for name in TINY}
+    assert sorted(set(FAMILIES) - tiny) == [], "parity case missing in tests/helpers/tiny_models.py"
+    assert sorted(tiny - set(FAMILIES)) == []
 
 
 def settings(hf: dict[str, Any]) -> dict[str, Any]:
     return family_of(hf).settings(hf)
 
 
-def test_llama_has_neither_biases_nor_norms_on_q_and_k() -> None:
-    found = settings(LLAMA)
-    assert (found["add_qkv_bias"], found["qk_layernorm"], found["kv_channels"]) == (False, False, 8)
-    assert found["num_query_groups"] == 2
-    assert "window_size" not in found
-    assert settings({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"})["num_query_groups"] == 4
+def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """`...` takes a key out."""
+    return {key: value for key, value in (hf_of(family) | changes).items() if value is not ...}
 
 
-def test_mistral_sees_a_window_that_counts_the_token_itself() -> None:
-    assert settings(MISTRAL)["window_size"] == (4095, 0)
-    assert "window_size" not in settings(MISTRAL | {"sliding_window": None})
-    assert settings(MISTRAL)["kv_channels"] == 16, "not hidden_size / num_attention_heads"
+PLAIN = {"add_qkv_bias": False, "qk_layernorm": False, "window_size": ABSENT, "softmax_scale": None}
+EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 24}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
+FULL = ["full_attention"] * 4
 
 
-def test_mixtral_renormalises_its_choice_and_has_experts_everywhere() -> None:
-    found = settings(MIXTRAL)
-    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (4, 2, 48)
-    assert (found["moe_router_pre_softmax"], found["moe_layer_freq"]) == (False, 1)
-    assert found["moe_router_load_balancing_type"] == "none", "no loss beside the user's"
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama3", {}, PLAIN | {"kv_channels": 8, "num_query_groups": 2}),
+        ("llama3", {"num_key_value_heads": ...}, {"num_query_groups": 4}),
+        ("qwen2", {}, PLAIN | {"add_qkv_bias": True}),
+        ("qwen3", {}, PLAIN | {"qk_layernorm": True, "kv_channels": 16}),  # not hidden_size / num_attention_heads
+        # A window of 4 counts the token itself.
+        ("mistral", {}, PLAIN | {"window_size": (3, 0)}),
+        ("mistral_nemo", {}, PLAIN | {"kv_channels": 16}),
+        ("mixtral", {}, {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_layer_freq": 1}),
+        ("mixtral", {}, {"moe_router_pre_softmax": False, "moe_router_load_balancing_type": "none"}),
+        ("qwen3_moe", {}, EXPERTS | {"moe_router_topk": 2, "ffn_hidden_size": 48, "qk_layernorm": True}),
+        ("qwen3_moe", {}, {"moe_router_pre_softmax": False, "moe_layer_freq": [1, 0, 1, 1]}),
+        ("qwen3_moe", {"norm_topk_prob": False}, {"moe_router_pre_softmax": True}),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": ...}, EXPERTS | {"moe_router_topk": 2}),  # transformers 4
+        ("glm4_moe", {}, EXPERTS | SIGMOID | {"moe_router_topk_scaling_factor": 2.5, "num_query_groups": 2}),
+        ("glm4_moe", {}, {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1, 1, 1]}),
+        ("glm4_moe", {}, {"add_qkv_bias": True, "qk_layernorm": True}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": None}, {"add_qkv_bias": False, "qk_layernorm": False}),
+        ("minimax_m2", {}, EXPERTS | SIGMOID | {"moe_router_topk_scaling_factor": 1.0, "qk_layernorm": False}),
+        ("minimax_m2", {}, {"moe_layer_freq": ABSENT, "moe_shared_expert_intermediate_size": ABSENT}),
+        ("deepseek_v3", {}, {"q_lora_rank": 12, "kv_lora_rank": 20, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}),
+        ("deepseek_v3", {}, {"v_head_dim": 6, "moe_layer_freq": [0, 1, 1, 1], "moe_router_topk": 4}),
+        ("deepseek_v3", {}, {"moe_shared_expert_intermediate_size": 48, "moe_router_topk_scaling_factor": 2.5}),
+        ("deepseek_v3", {}, {"moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+        *(  # all groups or one are no limit
+            ("deepseek_v3", {"n_group": n, "topk_group": n}, {"moe_router_num_groups": ABSENT}) for n in (1, 8)
+        ),
+        ("deepseek_v3", {}, {"rope_type": "yarn", "rotary_scaling_factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.3}),
+        ("deepseek_v3_plain", {}, {"rope_type": "rope", "rotary_base": 10000.0, "q_lora_rank": None}),
+        (  # YaRN without mscale sharpens by its factor alone
+            "deepseek_v3",
+            {"rope_parameters": {key: value for key, value in YARN.items() if "mscale" not in key}},
+            {"mscale": 1.0, "mscale_all_dim": 0.0},
+        ),
+        ("gpt_oss", {}, EXPERTS | {"moe_router_pre_softmax": False, "add_bias_linear": True}),
+        ("gpt_oss", {}, {"window_size": (3, 0), "window_attn_skip_freq": [1, 0, 1, 0], "softmax_type": "learnable"}),
+        ("gpt_oss", {"layer_types": ...}, {"window_attn_skip_freq": [1, 0, 1, 0]}),
+        ("gpt_oss", {"layer_types": FULL}, {"window_attn_skip_freq": [0, 0, 0, 0]}),
+        ("gpt_oss", {}, {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5}),
+        ("gpt_oss", {}, {"softmax_scale": pytest.approx((0.1 * math.log(8) + 1) ** 2 / 4)}),  # YaRN's factor is 8
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, EXPERTS),
+    ],
+)
+def test_megatrons_settings(family: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = settings(changed(family, changes))
+    assert {key: found.get(key, None if expected[key] is None else ABSENT) for key in expected} == expected
 
 
-def test_qwen3_moe_by_its_keys() -> None:
-    found = settings(QWEN3_MOE)
-    assert (found["num_moe_experts"], found["moe_ffn_hidden_size"], found["ffn_hidden_size"]) == (8, 24, 48)
-    assert (found["moe_router_pre_softmax"], found["qk_layernorm"]) == (False, True)
-    assert settings(QWEN3_MOE | {"norm_topk_prob": False})["moe_router_pre_softmax"]
-    as_transformers_5_writes_it = {("num_local_experts" if k == "num_experts" else k): v for k, v in QWEN3_MOE.items()}
-    assert settings(as_transformers_5_writes_it) == found
-
-
-def test_glm_has_grouped_queries_and_the_experts_of_deepseek() -> None:
-    found = settings(GLM)
-    assert (found["add_qkv_bias"], found["qk_layernorm"], found["num_query_groups"]) == (True, True, 2)
-    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (8, 3, 24)
-    assert (found["moe_shared_expert_intermediate_size"], found["moe_layer_freq"]) == (48, [0, 1, 1, 1])
-    assert (found["moe_router_score_function"], found["moe_router_topk_scaling_factor"]) == ("sigmoid", 2.5)
-    air = settings(GLM | {"use_qk_norm": False, "attention_bias": None})
-    assert (air["add_qkv_bias"], air["qk_layernorm"]) == (False, False)
-
-
-def test_minimax_has_experts_everywhere_and_norms_that_megatron_does_not_know() -> None:
-    found = settings(MINIMAX)
-    assert (found["num_moe_experts"], found["moe_router_topk"], found["moe_ffn_hidden_size"]) == (8, 3, 48)
-    assert (found["moe_router_score_function"], found["moe_router_topk_scaling_factor"]) == ("sigmoid", 1.0)
-    assert not found["qk_layernorm"]
-    assert "moe_layer_freq" not in found and "moe_shared_expert_intermediate_size" not in found
-    config = transformer_config(MINIMAX, Layout(), torch.float32)
-    attention = family_of(MINIMAX).layer(config, True).submodules.self_attention.submodules
-    assert [norm.params["num_heads"] for norm in (attention.q_layernorm, attention.k_layernorm)] == [4, 2]
+def test_norms_of_all_heads_that_megatron_does_not_know() -> None:
+    hf = hf_of("minimax_m2")
+    attention = family_of(hf).layer(transformer_config(hf, Layout(), torch.float32), True).submodules.self_attention
+    norms = (attention.submodules.q_layernorm, attention.submodules.k_layernorm)
+    assert [norm.params["num_heads"] for norm in norms] == [4, 2]
 
 
 def test_only_experts_are_dispatched_by_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "has_deep_ep", lambda: True)
-    for hf, layout, chosen in ((QWEN3_MOE, Layout(ep=2), "flex"), (QWEN3_MOE, Layout(), "alltoall"),
-                               (LLAMA, Layout(tp=2), "alltoall")):  # fmt: skip
+    for hf, layout, chosen in (
+        (QWEN3_MOE, Layout(ep=2), "flex"),
+        (QWEN3_MOE, Layout(), "alltoall"),
+        (hf_of("llama3"), Layout(tp=2), "alltoall"),
+    ):
         assert transformer_config(hf, layout, torch.bfloat16).moe_token_dispatcher_type == chosen
 
 
@@ -133,7 +115,6 @@ def test_only_experts_are_dispatched_by_deepep(monkeypatch: pytest.MonkeyPatch) 
     [
         ({}, [1, 1, 1, 1]),
         ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
-        ({"decoder_sparse_step": 2}, [0, 1, 0, 1]),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1]),
     ],
 )
@@ -141,68 +122,92 @@ def test_layers_without_experts_are_built_dense(change: dict[str, Any], sparse: 
     hf = QWEN3_MOE | change
     assert sparse_layers(hf) == sparse
     config = transformer_config(hf, Layout(), torch.float32)
-    assert layers_with_experts(config) == [bool(s) for s in sparse]
-    specs = block_spec(config).layer_specs
-    assert [spec.submodules.mlp.module is MoELayer for spec in specs] == [bool(s) for s in sparse]
+    assert layers_with_experts(config) == sparse
+    assert [spec.submodules.mlp.module is MoELayer for spec in block_spec(config).layer_specs] == sparse
+
+
+FP8 = {"quant_method": "fp8"}
+UNQUANTIZED = "quant_method='fp8'; expected unquantized weights"
 
 
 @pytest.mark.parametrize(
-    ("hf", "change", "sentence"),
+    ("family", "key", "value", "expected"),
     [
-        (LLAMA, {"attention_bias": True}, "attention_bias=true is not supported; expected false"),
-        (LLAMA, {"mlp_bias": True}, "mlp_bias=true is not supported; expected false"),
-        (LLAMA, {"hidden_act": "gelu"}, "hidden_act=gelu is not supported; expected silu"),
-        (LLAMA, {"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
-        (LLAMA, {"num_hidden_layers": None}, "there is no num_hidden_layers; expected the config of a llama model"),
-        (QWEN3_MOE, {"use_sliding_window": True}, "use_sliding_window=true is not supported; expected false"),
-        (QWEN3_MOE, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
-        (QWEN3_MOE, {"num_experts": None}, "there is no num_experts or num_local_experts"),
-        (QWEN3_MOE, {"num_experts_per_tok": 1}, "num_experts_per_tok=1 leaves a renormalised router no gradient"),
-        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm=false is not supported; expected true"),
-        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type=per_head is not supported; expected per_layer"),
-        (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list holds 0; expected 1 only, which is full attention"),
-        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size=64 is not supported; expected 0"),
-        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func=softmax is not supported; expected sigmoid"),
-        (GLM, {"norm_topk_prob": False}, "norm_topk_prob=false is not supported; expected true"),
-        (GLM, {"n_shared_experts": 0}, "n_shared_experts=0 is not supported; expected at least 1"),
-        (GLM, {"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'; expected unquantized weights"),
-        (QWEN3_MOE, {"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer experts; expected qwen3"),
+        ("llama3", "attention_bias", True, "expected false"),
+        ("llama3", "mlp_bias", True, "expected false"),
+        ("llama3", "hidden_act", "gelu", "expected silu"),
+        ("llama3", "rope_parameters", {"rope_type": "dynamic"}, "rope type 'dynamic' is not supported"),
+        ("llama3", "num_hidden_layers", None, "there is no num_hidden_layers; expected the config of a llama model"),
+        ("qwen2", "use_sliding_window", True, "expected false"),
+        ("qwen3_moe", "layer_types", ["full_attention", "sliding_attention"], "layer_types holds sliding_attention"),
+        ("qwen3_moe", "num_local_experts", None, "there is no num_experts or num_local_experts"),
+        ("qwen3_moe", "num_experts_per_tok", 1, "num_experts_per_tok=1 leaves a renormalised router no gradient"),
+        ("qwen3_moe", "mlp_only_layers", [0, 1, 2, 3], "leave no layer experts; expected qwen3"),
+        ("minimax_m2", "use_qk_norm", False, "expected true"),
+        ("minimax_m2", "qk_norm_type", "per_head", "expected per_layer"),
+        ("minimax_m2", "attn_type_list", [1, 0], "attn_type_list holds 0; expected 1 only, which is full attention"),
+        ("minimax_m2", "shared_intermediate_size", 64, "expected 0"),
+        ("minimax_m2", "scoring_func", "softmax", "expected sigmoid"),
+        ("glm4_moe", "norm_topk_prob", False, "expected true"),
+        ("glm4_moe", "n_shared_experts", 0, "expected at least 1"),
+        ("glm4_moe", "quantization_config", FP8, UNQUANTIZED),
+        ("deepseek_v3", "scoring_func", "softmax", "expected sigmoid"),
+        ("deepseek_v3", "topk_method", "greedy", "expected noaux_tc"),
+        ("deepseek_v3", "norm_topk_prob", False, "expected true"),
+        ("deepseek_v3", "attention_bias", True, "expected false"),
+        ("deepseek_v3", "rope_interleave", False, "expected true"),
+        ("deepseek_v3", "num_key_value_heads", 2, "expected 4"),
+        ("deepseek_v3", "head_dim", 128, "expected 4"),
+        ("deepseek_v3", "n_shared_experts", 0, "expected at least 1"),
+        ("kimi_k2", "num_experts_per_tok", 1, "num_experts_per_tok=1"),
+        ("deepseek_v3", "first_k_dense_replace", 4, "leaves none of 4 layers experts; expected less"),
+        ("deepseek_v3", "topk_group", 3, "num_experts_per_tok=4 with topk_group=3 is not supported"),
+        ("deepseek_v3", "topk_group", 1, "with topk_group=1 is not supported; expected twice topk_group"),
+        ("deepseek_v3", "rope_parameters", {"rope_type": "linear", "factor": 2.0}, "rope type 'linear'"),
+        ("deepseek_v3", "rope_parameters", YARN | {"mscale_all_dim": 0}, "both of mscale and mscale_all_dim or neit"),
+        ("deepseek_v3", "rope_parameters", YARN | {"attention_factor": 1.0}, "no attention_factor"),
+        ("deepseek_v3", "quantization_config", FP8, UNQUANTIZED),
+        ("gpt_oss", "attention_bias", False, "expected true"),
+        ("gpt_oss", "swiglu_alpha", 1.0, "expected 1.702"),
+        ("gpt_oss", "quantization_config", FP8, "quant_method='fp8'; expected mxfp4 or none"),
+        ("gpt_oss", "layer_types", ["chunked_attention"] * 4, "holds chunked_attention; expected sliding_attention"),
+        ("gpt_oss", "layer_types", ["full_attention"], "layer_types has 1 entries; expected num_hidden_layers=4"),
+        ("gpt_oss", "sliding_window", None, "there is no sliding_window; expected the config of a gpt_oss model"),
     ],
 )
-def test_other_mathematics_is_refused_in_one_sentence(
-    hf: dict[str, Any], change: dict[str, Any], sentence: str
-) -> None:
+def test_other_mathematics_is_refused_in_one_sentence(family: str, key: str, value: Any, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
-        settings(hf | change)
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
+        settings(hf_of(family) | {key: value})
+    sentence = str(caught.value)
+    if expected.startswith("expected"):
+        assert f"{key}={str(value).lower() if isinstance(value, bool) else value} is not supported" in sentence
+    assert expected in sentence and "\n" not in sentence
+
+
+def test_latents_of_queries_are_divided_too() -> None:
+    """Other layouts are in tests/test_layout.py."""
+    with pytest.raises(ValueError, match=r"^tensor_model_parallel_size=4 .* the model's q_lora_rank=10"):
+        check_layout(hf_of("deepseek_v3") | {"q_lora_rank": 10}, Layout(tp=4))
+    for family in ("deepseek_v3", "gpt_oss"):
+        check_layout(hf_of(family), Layout(tp=2, ep=4, etp=1))
 
 
 def test_layouts_of_experts_that_do_not_train_are_refused() -> None:
+    def check(hf: dict[str, Any], **layout: Any) -> None:
+        check_trainable(transformer_config(hf, Layout(**layout), torch.float32))
+
     half = QWEN3_MOE | {"mlp_only_layers": [0, 1]}
-    check_trainable(transformer_config(half, Layout(pp=2), torch.float32))
-    check_trainable(transformer_config(QWEN3_MOE, Layout(pp=2, ep=2), torch.float32))
-    check_trainable(transformer_config(LLAMA, Layout(tp=2), torch.float32))
+    check(half, pp=2)
+    check(QWEN3_MOE, pp=2, ep=2)
+    check(QWEN3_MOE, ep=2, etp=2)
+    check(hf_of("llama3"), tp=2)
     with pytest.raises(
         ValueError, match=r"^pipeline_model_parallel_size=2: stage 0 would hold no experts, which expert"
     ):
-        check_trainable(transformer_config(half, Layout(pp=2, ep=2), torch.float32))
-    with pytest.raises(
-        ValueError, match=r"^sequence_parallel=false: expected true to train experts with tensor_model_paral"
-    ):
-        check_trainable(transformer_config(QWEN3_MOE, Layout(tp=2), torch.float32))
-    for layout in (Layout(tp=2, sequence_parallel=True, etp=1), Layout(etp=2)):
-        with pytest.raises(ValueError, match=f"^expert_tensor_parallel_size={layout.etp}: .*; expected {layout.tp}, "):
-            check_trainable(transformer_config(QWEN3_MOE, layout, torch.float32))
-    check_trainable(transformer_config(QWEN3_MOE, Layout(ep=2, etp=2), torch.float32))
-
-
-def test_expert_parallelism_takes_its_ranks_from_data_parallelism() -> None:
-    assert Layout(ep=4).data_parallel_size(8) == 8
-    assert Layout(tp=2, ep=4, etp=1).data_parallel_size(8) == 4
-    assert Layout(tp=2).expert_tp == 2
-    assert Layout(tp=2, etp=1).expert_tp == 1
-    with pytest.raises(ValueError, match=r"^ep\*etp\*pp = 4\*2\*2 = 16 does not divide 8 ranks$"):
-        Layout(tp=2, pp=2, ep=4).data_parallel_size(8)
-    with pytest.raises(ValueError, match=r"^ep\*etp\*pp = 1\*4\*1 = 4 does not divide 2 ranks$"):
-        Layout(etp=4).data_parallel_size(2)
+        check(half, pp=2, ep=2)
+    with pytest.raises(ValueError, match=r"^sequence_parallel=false: expected true to train experts with tensor_model"):
+        check(QWEN3_MOE, tp=2)
+    for layout in ({"tp": 2, "sequence_parallel": True, "etp": 1}, {"etp": 2}):
+        words = f"^expert_tensor_parallel_size={layout['etp']}: .*; expected {layout.get('tp', 1)}, "
+        with pytest.raises(ValueError, match=words):
+            check(QWEN3_MOE, **layout)

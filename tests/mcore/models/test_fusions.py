@@ -1,13 +1,11 @@
 """Which fused kernels a model uses, by what the machine has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from hf_configs import hf_of
 from megatron.core.extensions import transformer_engine as te
-from tiny_models import tiny_model
 from torch import nn
 
 from megarl.layout import Layout
@@ -39,13 +37,8 @@ NAMES = {
 def test_each_fusion_where_its_kernel_is(
     gpu: bool, transformer_engine: bool, permutation: bool, accumulation: bool, latent: bool, wanted: str
 ) -> None:
-    found = fusions(
-        gpu=gpu,
-        transformer_engine=transformer_engine,
-        permutation=permutation,
-        accumulation=accumulation,
-        latent_attention=latent,
-    )
+    has = {"transformer_engine": transformer_engine, "permutation": permutation, "accumulation": accumulation}
+    found = fusions(gpu=gpu, latent_attention=latent, **has)
     assert {name for name, is_on in found.items() if is_on} == {NAMES[word] for word in wanted.split()}
     assert set(found) == set(NAMES.values())
 
@@ -59,8 +52,7 @@ def test_local_layers_with_biases_have_no_fused_activation() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_a_model_on_a_cpu_has_none(family: str) -> None:
-    hf = tiny_model(family, tied=False).config.to_dict()
-    config: Any = transformer_config(hf, Layout(), torch.float32)
+    config: Any = transformer_config(hf_of(family), Layout(), torch.float32)
     assert not any(getattr(config, name) for name in NAMES.values())
 
 
@@ -104,6 +96,5 @@ def test_only_weights_with_a_permanent_gradient_accumulate_it_in_the_product(mon
 def test_a_stage_frees_its_output_where_it_is_sent_by_then(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, layout: Layout, frees: bool
 ) -> None:
-    hf = tiny_model("qwen3", tied=False, num_hidden_layers=4).config.to_dict()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    assert transformer_config(hf, layout, torch.float32).deallocate_pipeline_outputs is frees
+    assert transformer_config(hf_of("qwen3"), layout, torch.float32).deallocate_pipeline_outputs is frees

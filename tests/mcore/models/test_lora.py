@@ -1,12 +1,11 @@
 """Adapters on one rank: where their rows go, what they refuse, and that the base stays what it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_configs import hf_of
 
 from megarl.layout import Layout
 from megarl.mcore.checkpoint.adapters import identity
@@ -14,20 +13,7 @@ from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora, attached
 from megarl.mcore.models.model import build_model
 from megarl.projections import ALL, projections_of
 
-pytestmark = pytest.mark.usefixtures("one_rank")
-
-HF: dict[str, Any] = {  # 4 heads of 16 in 2 groups
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-    "tie_word_embeddings": True,
-    "vocab_size": 45,
-}
+HF = hf_of("qwen3", num_hidden_layers=2, tie_word_embeddings=True)  # 4 heads of 16 in 2 groups
 
 
 def adapted_model(settings: LoraSettings, *, seed: int = 0, dtype: str = "float32") -> Any:
@@ -50,7 +36,8 @@ def test_a_new_adapter_adds_nothing() -> None:
 
 def test_a_projections_rows_stand_where_megatron_keeps_them() -> None:
     """In linear_qkv: q0 q1 k0 v0 | q2 q3 k1 v1, 16 rows each."""
-    linear = linears(adapted_model(LoraSettings(1, 1.0)))["decoder.layers.0.self_attention.linear_qkv"]
+    model = adapted_model(LoraSettings(1, 1.0))
+    linear = linears(model)["decoder.layers.0.self_attention.linear_qkv"]
     with torch.no_grad():
         for number, projection in enumerate(("q_proj", "k_proj", "v_proj"), start=1):
             low_rank = getattr(linear.lora, projection)
@@ -58,15 +45,12 @@ def test_a_projections_rows_stand_where_megatron_keeps_them() -> None:
             low_rank.B.copy_(100 * number + torch.arange(len(low_rank.B))[:, None] // 16)
     rows = linear.lora.merged()[::16, 0]
     assert rows.tolist() == [100, 101, 200, 300, 102, 103, 201, 301]
-
-
-def test_gate_stands_over_up() -> None:
-    linear = linears(adapted_model(LoraSettings(1, 0.5)))["decoder.layers.0.mlp.linear_fc1"]
+    linear = linears(model)["decoder.layers.0.mlp.linear_fc1"]
     with torch.no_grad():
         for projection, number in (("gate_proj", 2.0), ("up_proj", 4.0)):
             getattr(linear.lora, projection).A.fill_(1.0)
             getattr(linear.lora, projection).B.fill_(number)
-    assert linear.lora.merged()[:, 7].tolist() == [1.0] * 48 + [2.0] * 48
+    assert linear.lora.merged()[:, 7].tolist() == [2.0] * 48 + [4.0] * 48, "gate stands over up"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -123,40 +107,31 @@ def test_a_model_says_what_it_is_adapted_by_and_on_which_base() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "targets", "sentence"),
+    ("rank", "targets", "expected"),
     [
-        (0, ("q_proj",), "lora.rank=0: expected at least 1"),
+        (0, ["q_proj"], "lora.rank=0: expected at least 1"),
+        *(
+            (4, targets, f"lora.targets={targets}: expected all-linear, or some of q_proj, k_proj, v_proj, q_a_proj, ")
+            for targets in ([], ["q_proj", "lm_head"], ["q_proj", "q_proj"], ["all-linear", "q_proj"])
+        ),
         (
             4,
-            (),
-            "lora.targets=[]: expected all-linear, or some of q_proj, k_proj, v_proj, q_a_proj, q_b_proj, ",
+            ["q_a_proj", "o_proj"],
+            "lora.targets=['q_a_proj', 'o_proj']: this model has no q_a_proj; expected all-lin",
         ),
-        (4, ("q_proj", "lm_head"), "lora.targets=['q_proj', 'lm_head']: expected all-linear, or some of q_proj,"),
-        (4, ("q_proj", "q_proj"), "lora.targets=['q_proj', 'q_proj']: expected all-linear, or some of q_proj,"),
-        (4, (ALL, "q_proj"), "lora.targets=['all-linear', 'q_proj']: expected all-linear, or some of q_proj,"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(rank: int, targets: tuple[str, ...], sentence: str) -> None:
+def test_settings_that_cannot_be_are_refused(rank: int, targets: list[str], expected: str) -> None:
     with pytest.raises(ValueError) as caught:
-        LoraSettings(rank, 8.0, targets)
-    assert str(caught.value).startswith(sentence)
-
-
-def test_a_projection_that_the_model_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError) as caught:
-        adapted_model(LoraSettings(2, 4.0, ("q_a_proj", "o_proj")))
-    assert str(caught.value) == (
-        "lora.targets=['q_a_proj', 'o_proj']: this model has no q_a_proj; expected all-linear, or some of q_proj, "
-        "k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-    )
+        adapted_model(LoraSettings(rank, 8.0, tuple(targets)))
+    assert str(caught.value).startswith(expected)
 
 
 def test_all_linear_becomes_what_the_model_has() -> None:
     settings = settings_of(adapted_model(LoraSettings(2, 4.0)))
     assert settings is not None
-    assert settings.targets == projections_of(HF) == (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    )  # fmt: skip
+    assert settings.targets == projections_of(HF)
+    assert sorted(settings.targets) == sorted(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 
 
 def test_a_base_computes_with_the_set_that_is_attached_and_is_itself_without_one() -> None:

@@ -1,7 +1,5 @@
 """Megatron's config of a Hugging Face model, what is refused, and the value head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,21 +7,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_configs import hf_of
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from packaging.version import Version
+from torch import nn
 
 from megarl.layout import Layout
+from megarl.mcore.models import model as model_module
+from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.layers import layers_per_chunk
 from megarl.mcore.models.model import (
     CriticModel,
     ValueHead,
     build_model,
-    check_layout,
     read_hf_config,
     transformer_config,
     unwrap,
 )
-
-pytestmark = pytest.mark.usefixtures("one_rank")
+from megarl.mcore.training.execution import ExecutionOptions
 
 QWEN2: dict[str, Any] = {  # as transformers 4 wrote it
     "model_type": "qwen2",
@@ -40,58 +41,26 @@ QWEN2: dict[str, Any] = {  # as transformers 4 wrote it
     "tie_word_embeddings": True,
     "vocab_size": 45,
 }
-QWEN3: dict[str, Any] = {  # as transformers 5 writes it
-    **{k: v for k, v in QWEN2.items() if not k.startswith("rope")},
-    "model_type": "qwen3",
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-    "tie_word_embeddings": False,
-}
-MIXTRAL = {"model_type": "mixtral", "sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN3 = hf_of("qwen3", rms_norm_eps=1e-5)
 
 
-def test_qwen2_has_biases_and_qwen3_has_norms_and_its_own_head_dim() -> None:
+def test_qwen2_as_transformers_4_wrote_it_and_qwen3() -> None:
     qwen2 = transformer_config(QWEN2, Layout(), torch.float32)
     assert (qwen2.num_layers, qwen2.hidden_size, qwen2.ffn_hidden_size) == (4, 32, 48)
     assert (qwen2.num_attention_heads, qwen2.num_query_groups, qwen2.kv_channels) == (4, 2, 8)
     assert (qwen2.add_qkv_bias, qwen2.qk_layernorm, qwen2.layernorm_epsilon) == (True, False, 1e-6)
     assert (qwen2.normalization, qwen2.gated_linear_unit, qwen2.activation_func) == ("RMSNorm", True, F.silu)
     qwen3 = transformer_config(QWEN3, Layout(), torch.bfloat16)
-    assert (qwen3.add_qkv_bias, qwen3.qk_layernorm, qwen3.layernorm_epsilon) == (False, True, 1e-5)
-    assert qwen3.kv_channels == 16, "not hidden_size / num_attention_heads"
+    assert (qwen3.layernorm_epsilon, qwen3.kv_channels) == (1e-5, 16)
     assert (qwen3.bf16, qwen3.params_dtype, qwen3.pipeline_dtype) == (True, torch.bfloat16, torch.bfloat16)
 
 
-def test_the_config_is_one_for_packed_rl_training() -> None:
-    config = transformer_config(QWEN3, Layout(tp=2, cp=2, sequence_parallel=True), torch.float32)
-    assert config.calculate_per_token_loss
-    assert config.variable_seq_lengths
-    assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
-    assert (config.tensor_model_parallel_size, config.context_parallel_size, config.sequence_parallel) == (2, 2, True)
-
-
-@pytest.mark.parametrize(
-    ("change", "layout", "sentence"),
-    [
-        ({}, Layout(tp=3), "tensor_model_parallel_size=3 does not divide the model's num_attention_heads=4"),
-        ({}, Layout(tp=4), "tensor_model_parallel_size=4 does not divide the model's num_key_value_heads=2"),
-        ({"intermediate_size": 49}, Layout(tp=2), "tensor_model_parallel_size=2 does not divide the model's intermedi"),
-        ({}, Layout(pp=3), "pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers=4"),
-        ({"use_sliding_window": True}, Layout(), "use_sliding_window=true is not supported; expected false"),
-        ({"model_type": "gpt2"}, Layout(), "model_type 'gpt2' is not supported; expected one of ["),
-        ({}, Layout(ep=2), "expert_model_parallel_size=2: the model has no experts; expected 1"),
-        ({}, Layout(pp=2, vpp=3), "virtual_pipeline_model_parallel_size=3 does not divide the 2 layers of a pipeline"),
-        (MIXTRAL, Layout(ep=3), "expert_model_parallel_size=3 does not divide the model's number of experts=4"),
-        (MIXTRAL, Layout(etp=5), "expert_tensor_parallel_size=5 does not divide the model's intermediate size of an"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_sentence(change: dict[str, Any], layout: Layout, sentence: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        transformer_config(QWEN2 | change, layout, torch.float32)
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
-    check_layout(QWEN2, Layout(tp=2, pp=2))  # while this is fine
+def test_another_kind_of_model_and_a_layout_that_does_not_fit_are_refused() -> None:
+    """Of layouts tests/test_layout.py has them all, of settings test_families.py."""
+    with pytest.raises(ValueError, match=r"^[^\n]*model_type 'gpt2' is not supported; expected one of \[[^\n]*$"):
+        transformer_config(QWEN2 | {"model_type": "gpt2"}, Layout(), torch.float32)
+    with pytest.raises(ValueError, match="expert_model_parallel_size=2: the model has no experts; expected 1"):
+        transformer_config(QWEN2, Layout(ep=2), torch.float32)
 
 
 def test_scaled_rope_reaches_the_model() -> None:
@@ -99,13 +68,6 @@ def test_scaled_rope_reaches_the_model() -> None:
     scaled = QWEN2 | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     found = unwrap(build_model(scaled, Layout())[0]).rotary_pos_emb.inv_freq
     assert found.tolist() == pytest.approx([0.5, 0.05, 0.005, 0.0005])
-
-
-def test_yarns_factor_reaches_attention() -> None:
-    scaled = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}}
-    config = transformer_config(QWEN2 | scaled | {"max_position_embeddings": 64}, Layout(), torch.float32)
-    assert config.softmax_scale == pytest.approx(8**-0.5 * 2.25)
-    assert transformer_config(QWEN2, Layout(), torch.float32).softmax_scale is None
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
@@ -145,15 +107,6 @@ def test_interleaved_stages_do_not_batch_what_they_send() -> None:
     assert (interleaved.overlap_p2p_comm, interleaved.batch_p2p_comm) == (True, False)
 
 
-def test_an_actor_has_a_vocabulary_head_and_ties_it_as_the_config_says() -> None:
-    (tied,), (untied,) = build_model(QWEN2, Layout()), build_model(QWEN3, Layout())
-    names = {name for name, _ in tied.named_parameters()}
-    assert "output_layer.weight" not in names
-    assert "decoder.layers.3.self_attention.linear_qkv.bias" in names
-    assert dict(untied.named_parameters())["output_layer.weight"].shape == (48, 32)
-    assert "decoder.layers.0.self_attention.q_layernorm.weight" in dict(untied.named_parameters())
-
-
 def test_a_critic_starts_with_values_of_zero_in_float32() -> None:
     (critic,) = build_model(QWEN2, Layout(), role="critic", dtype="bfloat16")
     inner = unwrap(critic)
@@ -166,3 +119,37 @@ def test_a_critic_starts_with_values_of_zero_in_float32() -> None:
         values, _ = inner.output_layer(torch.ones(3, 1, 32, dtype=torch.bfloat16))
     assert values.dtype is torch.float32
     assert values.flatten().tolist() == [16.0, 16.0, 16.0]
+
+
+def test_what_every_rank_has_for_itself_is_counted_everywhere_and_summed_nowhere() -> None:
+    """Biases of experts, and sinks."""
+    model, one = nn.Module(), nn.Module()
+    model.experts, one.linear_fc2, one.linear_fc1 = nn.ModuleList([one]), nn.Linear(2, 2), nn.Linear(2, 2)
+    model.core, model.linear_fc2 = nn.Module(), nn.Linear(2, 2)
+    model.core.softmax_offset = nn.Parameter(torch.zeros(1))
+    for param in model.parameters():
+        param.sequence_parallel = True
+    holder = nn.Module()
+    holder.mlp = model
+    prepare_biases(holder)
+    marked = {n for n, p in holder.named_parameters() if getattr(p, "tensor_model_parallel", False)}
+    assert marked == {"mlp.experts.0.linear_fc2.bias", "mlp.core.softmax_offset"}
+    assert {n for n, p in holder.named_parameters() if not p.sequence_parallel} == {"mlp.experts.0.linear_fc2.bias"}
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "fits"), [("2.12.0", 91800, True), ("2.11.0", 91800, False), ("2.12.0", 91701, False)]
+)
+def test_on_a_gpu_sinks_need_versions_that_compute_them(
+    monkeypatch: pytest.MonkeyPatch, version: str, cudnn: int, fits: bool
+) -> None:
+    monkeypatch.setattr(model_module, "is_te_min_version", lambda least: Version(version) >= Version(least))
+    monkeypatch.setattr(model_module, "get_te_version", lambda: version)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(ExecutionOptions, "uses_transformer_engine", True)
+    if fits:
+        model_module._check_sinks(Layout(), ExecutionOptions())
+    else:
+        needs = f"need Transformer Engine 2.12 and cuDNN 9.18, found {version} and {cudnn};"
+        with pytest.raises(ValueError, match=needs):
+            model_module._check_sinks(Layout(), ExecutionOptions())

@@ -1,87 +1,52 @@
 """In which order a GPU is told to copy beside its work; and that without one nothing is left to wait for."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+from unittest.mock import call
 
 import pytest
 import torch
-from torch import Tensor
 
 from megarl.mcore.training import copies
 
 
-class Cuda:
-    """What is asked of CUDA, in its order."""
-
-    def __init__(self) -> None:
-        self.story: list[Any] = []
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 3
-
-    def current_stream(self) -> str:
-        return "computing"
-
-    def Stream(self, device: int) -> Cuda:  # noqa: N802
-        self.story.append(("made for", device))
-        return self
-
-    @contextmanager
-    def stream(self, stream: Cuda) -> Iterator[None]:
-        assert stream is self
-        self.story.append("inside")
-        yield
-        self.story.append("outside")
-
-    def wait_stream(self, stream: str) -> None:
-        self.story.append(("behind", stream))
-
-    def record_event(self) -> Cuda:
-        self.story.append("event")
-        return self
-
-    def synchronize(self) -> None:
-        self.story.append("waited")
-
-
-class Noting:
-    """A tensor on the GPU that notes what is copied into it."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda = cuda
-
-    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
-        assert non_blocking
-        self.cuda.story.append(("copied", source.tolist()))
-
-
-def test_a_gpu_copies_on_a_stream_of_its_own_behind_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda()
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+    """What is asked of CUDA, in its order; there is one stream, and `to` stands for all tensors on the GPU."""
+    cuda = mock.MagicMock()
+    cuda.is_available.return_value = True
+    cuda.current_device.return_value, cuda.current_stream.return_value = 3, cuda.computing
     monkeypatch.setattr(torch, "cuda", cuda)
-    copies._stream.cache_clear()
-    pairs: Any = [(Noting(cuda), torch.tensor([n])) for n in (1, 2)]
+    monkeypatch.setattr(copies, "_stream", copies._stream.__wrapped__)
+    return cuda
+
+
+def test_a_gpu_copies_on_a_stream_of_its_own_behind_what_it_was_given(cuda: mock.MagicMock) -> None:
+    of_stream = cuda.Stream.return_value
+    pairs: Any = [(cuda.to, "one"), (cuda.to, "two")]
     arrive = copies.begin(pairs)
-    begun = [("behind", "computing"), "inside", ("copied", [1]), ("copied", [2]), "event", "outside"]
-    assert cuda.story == [("made for", 3), *begun], "nobody has waited"
+    begun = [call.is_available(), call.current_device(), call.Stream(3), call.current_stream()]
+    begun += [call.Stream().wait_stream(cuda.computing), call.stream(of_stream), call.stream().__enter__()]
+    begun += [call.to.copy_(source, non_blocking=True) for source in ("one", "two")]
+    begun += [call.Stream().record_event(), call.stream().__exit__(None, None, None)]
+    assert cuda.mock_calls == begun, "nobody has waited"
     arrive()
-    copies.begin(pairs)
-    assert cuda.story == [("made for", 3), *begun, "waited", *begun], "one stream for all copies"
+    assert cuda.mock_calls == [*begun, call.Stream().record_event().synchronize()]
+
+
+def test_all_copies_to_a_gpu_are_made_on_one_stream() -> None:
+    copies._stream.cache_clear()
+    with mock.patch.object(torch.cuda, "Stream", lambda device: [device]):
+        assert copies._stream(3) is copies._stream(3)
     copies._stream.cache_clear()
 
 
-def test_what_is_waited_for_at_once_is_not_behind_what_comes_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(cuda, "current_stream", lambda: cuda)
-    pairs: Any = [(Noting(cuda), torch.tensor([n])) for n in (1, 2)]
+def test_what_is_waited_for_at_once_is_not_behind_what_comes_beside(cuda: mock.MagicMock) -> None:
+    pairs: Any = [(cuda.to, "one"), (cuda.to, "two")]
     copies.at_once(pairs)
-    assert cuda.story == [("copied", [1]), ("copied", [2]), "waited"], "on the stream that computes"
+    copied = [call.to.copy_(source, non_blocking=True) for source in ("one", "two")]
+    on_the_stream_that_computes = [call.is_available(), call.current_stream(), call.computing.synchronize()]
+    assert cuda.mock_calls == [*copied, *on_the_stream_that_computes]
 
 
 def test_without_a_gpu_all_is_copied_at_once() -> None:

@@ -1,7 +1,5 @@
 """Engines that contradict themselves are refused, and the others say what Megatron is told."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,36 +13,28 @@ LAYERS = {"recompute_granularity": "full", "recompute_method": "block", "recompu
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "expected"),
     [
         ({"strategy": "ddp"}, "strategy=ddp: expected one of megatron, fsdp, none"),
         ({"transformer_impl": "te"}, "transformer_impl=te: expected one of auto, local, transformer_engine"),
+        ({"moe_token_dispatcher_type": "allgather"}, "=allgather: expected one of auto, alltoall, flex"),
         ({"recompute_granularity": "all"}, "recompute_granularity=all: expected one of null, selective, full"),
         ({"recompute_method": "first"}, "recompute_method=first: expected one of null, uniform, block"),
-        (
-            {"recompute_granularity": "full"},
-            "recompute_granularity=full: expected recompute_method uniform or block and",
-        ),
-        ({**LAYERS, "recompute_num_layers": 0}, "at least 1, has block and 0"),
-        ({"recompute_method": "block"}, "recompute_granularity=None: recompute_method=block and recompute_num_layers="),
-        ({**LAYERS, "recompute_granularity": "selective"}, "belong to full; expected null for both"),
+        ({"recompute_granularity": "full"}, "recompute_granularity=full: expected recompute_method uniform or block"),
+        (LAYERS | {"recompute_num_layers": 0}, "at least 1, has block and 0"),
+        ({"recompute_method": "block"}, "recompute_granularity=None: recompute_method=block and .*expected"),
+        (LAYERS | {"recompute_granularity": "selective"}, "belong to full; expected null for both"),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match="expected") as error:
+def test_what_does_not_go_together_is_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         ExecutionOptions(**settings)
-    assert sentence in str(error.value)
 
 
 def test_layers_of_this_room_are_the_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: False)
-    assert ExecutionOptions().transformer_settings() == {
-        "transformer_impl": "local",
-        "moe_grouped_gemm": False,
-        "recompute_granularity": None,
-        "recompute_method": None,
-        "recompute_num_layers": None,
-    }
+    off = dict.fromkeys(LAYERS)
+    assert ExecutionOptions().transformer_settings() == {"transformer_impl": "local", "moe_grouped_gemm": False} | off
     with pytest.raises(ValueError, match="transformer_impl=transformer_engine: it cannot be imported"):
         ExecutionOptions(transformer_impl="transformer_engine").transformer_settings()
 
@@ -53,9 +43,7 @@ def test_transformer_engine_is_the_choice_where_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: True)
     for engine in (ExecutionOptions(**LAYERS), ExecutionOptions(transformer_impl="transformer_engine", **LAYERS)):
         found = engine.transformer_settings()
-        assert found == {
-            "transformer_impl": "transformer_engine", "moe_grouped_gemm": True, **LAYERS
-        }  # fmt: skip
+        assert found == {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, **LAYERS}
     assert not ExecutionOptions(transformer_impl="local").uses_transformer_engine
 
 
@@ -79,8 +67,6 @@ def test_tokens_are_dispatched_by_deepep_where_it_fits(ranks, dtype, chosen, mon
 def test_deepep_is_refused_where_it_is_not() -> None:
     with pytest.raises(ValueError, match="moe_token_dispatcher_type=flex: the package deep_ep cannot be imported"):
         ExecutionOptions(moe_token_dispatcher_type="flex").dispatcher(8, torch.bfloat16)
-    with pytest.raises(ValueError, match="expected one of auto, alltoall, flex"):
-        ExecutionOptions(moe_token_dispatcher_type="allgather")
 
 
 @pytest.mark.parametrize(

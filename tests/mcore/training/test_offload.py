@@ -1,8 +1,8 @@
 """What a night does to tensors: bytes leave and come back, and every view stays a view."""
 
-from __future__ import annotations
-
 from typing import Any
+from unittest import mock
+from unittest.mock import call
 
 import pytest
 import torch
@@ -25,36 +25,28 @@ class Views(nn.Module):
             param.main_grad = gradient  # type: ignore[attr-defined]
 
 
-class CudaRuntime:
-    """What is asked of CUDA's runtime, which answers every call with `code`."""
-
-    def __init__(self, code: int) -> None:
-        self.code, self.calls = code, list[tuple[Any, ...]]()
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        self.calls.append(("pin", address, size, flags))
-        return self.code
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        self.calls.append(("unpin", address))
-        return self.code
-
-
 @pytest.fixture
 def views() -> Views:
     return Views()
+
+
+@pytest.fixture
+def sleeper(views: Views) -> OffloadBuffer:
+    return buffer(views)
 
 
 def buffer(views: Views, **how: Any) -> OffloadBuffer:
     return OffloadBuffer([views], None, **{"parameters": True, "gradients": True, "moments": True, **how})
 
 
-def test_bytes_leave_and_come_back(views: Views) -> None:
+def test_bytes_leave_and_come_back(views: Views, sleeper: OffloadBuffer) -> None:
     a, address = views.a, id(views.a)
-    sleeper = buffer(views)
+    sleeper.onload()
     assert sleeper.offload() == Moved(parameters=48, gradients=48, optimizer=0, copied=48)
     assert views.flat.untyped_storage().nbytes() == views.gradients.untyped_storage().nbytes() == 0
     assert sleeper.is_offloaded
+    assert sleeper.offload() == Moved(0, 0, 0, 0), "a second sleep does nothing, nor does a second wake"
+    sleeper.onload()
     sleeper.onload()
     assert not sleeper.is_offloaded
     assert views.a is a
@@ -63,40 +55,21 @@ def test_bytes_leave_and_come_back(views: Views) -> None:
     assert torch.equal(views.a.detach(), torch.arange(8.0).view(2, 4))
 
 
-def test_views_stay_views_and_gradients_come_back_as_zeros(views: Views) -> None:
-    sleeper = buffer(views)
+def test_views_stay_views_and_gradients_come_back_as_zeros(views: Views, sleeper: OffloadBuffer) -> None:
+    host = []
     for _ in range(2):
         sleeper.offload()
+        host.append(sleeper._host)
         sleeper.onload()
+    assert host[0] is host[1], "host memory is used again"
     views.flat += 1
     assert views.b.tolist() == [9, 10, 11, 12]
     views.gradients += 3
     assert views.b.main_grad.tolist() == [3, 3, 3, 3]  # type: ignore[attr-defined]
 
 
-def test_a_second_sleep_and_a_second_wake_do_nothing(views: Views) -> None:
-    sleeper = buffer(views)
-    sleeper.onload()
-    sleeper.offload()
-    assert sleeper.offload() == Moved(0, 0, 0, 0)
-    sleeper.onload()
-    sleeper.onload()
-    assert views.flat.tolist() == list(range(12))
-
-
-def test_host_memory_is_used_again(views: Views) -> None:
-    sleeper = buffer(views)
-    sleeper.offload()
-    first = sleeper._host
-    sleeper.onload()
-    sleeper.offload()
-    assert sleeper._host is first
-    sleeper.onload()
-
-
-def test_tensors_that_appeared_since_the_last_sleep_sleep_too(views: Views) -> None:
+def test_tensors_that_appeared_since_the_last_sleep_sleep_too(views: Views, sleeper: OffloadBuffer) -> None:
     """The first step of an optimizer makes its moments."""
-    sleeper = buffer(views)
     sleeper.offload()
     sleeper.onload()
     views.moments = nn.Parameter(torch.arange(100.0))
@@ -106,8 +79,7 @@ def test_tensors_that_appeared_since_the_last_sleep_sleep_too(views: Views) -> N
     assert views.flat.tolist() == list(range(12))
 
 
-def test_what_was_only_read_is_not_copied_again(views: Views) -> None:
-    sleeper = buffer(views)
+def test_what_was_only_read_is_not_copied_again(views: Views, sleeper: OffloadBuffer) -> None:
     assert sleeper.offload().copied == 48
     for _ in range(2):
         sleeper.onload(to_read=True)
@@ -118,20 +90,7 @@ def test_what_was_only_read_is_not_copied_again(views: Views) -> None:
     assert sleeper.offload().copied == 48, "without a word everything may have been written"
 
 
-def test_what_was_written_is_copied_and_comes_back(views: Views) -> None:
-    sleeper = buffer(views)
-    sleeper.offload()
-    sleeper.onload(to_read=True)
-    sleeper.written()
-    views.flat += 1
-    assert sleeper.offload().copied == 48
-    sleeper.onload(to_read=True)
-    assert views.flat.tolist() == list(range(1, 13))
-    assert sleeper.offload().copied == 0, "it holds until the next write"
-
-
-def test_what_comes_beside_other_work_is_there_once_somebody_has_waited(views: Views) -> None:
-    sleeper = buffer(views)
+def test_what_comes_beside_other_work_is_there_once_somebody_has_waited(views: Views, sleeper: OffloadBuffer) -> None:
     sleeper.offload()
     with late_copies():
         sleeper.onload(beside=True)
@@ -145,8 +104,7 @@ def test_what_comes_beside_other_work_is_there_once_somebody_has_waited(views: V
         assert views.flat.tolist() == list(range(1, 13)), "it comes once"
 
 
-def test_who_does_not_ask_for_it_beside_other_work_finds_it_there(views: Views) -> None:
-    sleeper = buffer(views)
+def test_who_does_not_ask_for_it_beside_other_work_finds_it_there(views: Views, sleeper: OffloadBuffer) -> None:
     sleeper.offload()
     with late_copies():
         sleeper.onload()
@@ -157,8 +115,7 @@ def test_who_does_not_ask_for_it_beside_other_work_finds_it_there(views: Views) 
         assert views.flat.tolist() == list(range(12)), "it was on its way"
 
 
-def test_what_leaves_before_it_has_come_is_not_lost(views: Views) -> None:
-    sleeper = buffer(views)
+def test_what_leaves_before_it_has_come_is_not_lost(views: Views, sleeper: OffloadBuffer) -> None:
     sleeper.offload()
     with late_copies():
         for _ in range(2):
@@ -202,7 +159,7 @@ def test_a_parameter_with_another_storage_or_size_is_copied(views: Views) -> Non
 def test_host_memory_has_no_more_than_its_bytes_and_is_pinned_as_one_block(
     monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:
-    runtime = CudaRuntime(code=0)
+    runtime = mock.Mock(**{"cudaHostRegister.return_value": 0, "cudaHostUnregister.return_value": 0})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     memory = host_memory.HostMemory([1000, 0, 70_000])  # 2**17 bytes as torch's pinned memory for the last one alone
@@ -215,19 +172,15 @@ def test_host_memory_has_no_more_than_its_bytes_and_is_pinned_as_one_block(
         part.fill_(value)
     assert memory.parts[0].sum() == 0
     del memory, part
-    assert runtime.calls == ([("pin", address, 1024 + 70_144, 1), ("unpin", address)] if gpu else [])
+    pinned = [call.cudaHostRegister(address, 1024 + 70_144, 1), call.cudaHostUnregister(address)]
+    assert runtime.mock_calls == (pinned if gpu else [])
 
 
 def test_memory_that_cuda_does_not_pin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: CudaRuntime(code=2))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: mock.Mock(**{"cudaHostRegister.return_value": 2}))
     with pytest.raises(RuntimeError, match="256 bytes of host memory cannot be pinned: cudaHostRegister returned 2"):
         host_memory.HostMemory([100])
-
-
-def test_nothing_sleeps_unasked(views: Views) -> None:
-    assert buffer(views, parameters=False, gradients=False).offload() == Moved(0, 0, 0, 0)
-    assert views.flat.untyped_storage().nbytes() == 48
 
 
 def test_weights_wake_alone_while_their_gradients_sleep_elsewhere(views: Views) -> None:

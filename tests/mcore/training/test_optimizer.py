@@ -1,7 +1,5 @@
 """Learning rates by hand, and Megatron's optimizers against their formulas."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -78,11 +76,6 @@ def adamw(gradients: list[list[float]], s: OptimSettings) -> list[list[float]]:
             w[i] -= s.lr * (step + (s.weight_decay * w[i] if IS_MATRIX[i] else 0.0))
         out.append(list(w))
     return out
-
-
-def test_the_first_step_of_adamw_by_hand(found: dict[str, Any]) -> None:
-    # The moments cancel: a step of lr in the direction of the sign; and the matrix shrinks by lr * decay = 5 %.
-    assert found["adamw"]["weights"][0] == pytest.approx([0.95 - 0.1, -1.9 + 0.1, 3.0 - 0.1])
 
 
 @pytest.mark.parametrize("case", ["adamw", "adamw, sharded"])

@@ -1,7 +1,5 @@
 """The alignment of packed rows: labels shift left, outputs shift right, padding counts for nothing."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -16,7 +14,6 @@ from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
     PackedRow,
-    dummy,
     in_whole_turns,
     make_row,
     micro_batches,
@@ -25,7 +22,6 @@ from megarl.mcore.training.packed_rows import (
     where_gathered,
 )
 
-pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
 lengths_of_rows = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
@@ -63,6 +59,7 @@ def test_two_sequences_by_hand() -> None:
     assert row.num_own_tokens == 5
     # Output t is about token t+1; the first token of a sequence has no prediction, the last output no token.
     assert row.column(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist() == [0, 1, 2, 0, 4]
+    assert row.column(torch.arange(10.0).view(5, 2)).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
 
 
 def test_the_gradient_of_a_column_goes_to_the_output_that_made_it() -> None:
@@ -73,22 +70,21 @@ def test_the_gradient_of_a_column_goes_to_the_output_that_made_it() -> None:
     assert output.grad.tolist() == [2, 3, 0, 5, 0]
 
 
-def test_nothing_is_padded_unless_a_layout_wants_it() -> None:
-    for layout in (Layout(), Layout(tp=4), Layout(pp=2)):
-        assert padded_lengths([3, 5, 1], layout) == [3, 5, 1]
-
-
-def test_context_parallel_pads_each_sequence_to_twice_its_size() -> None:
-    assert padded_lengths([3, 5], Layout(cp=2)) == [4, 8]
-    assert padded_lengths([4, 8], Layout(cp=2)) == [4, 8]
-    assert padded_lengths([1, 7], Layout(cp=4)) == [8, 8]
-
-
-def test_sequence_parallel_pads_the_row_at_its_end() -> None:
-    assert padded_lengths([3, 5], Layout(tp=2, sequence_parallel=True)) == [3, 5]
-    assert padded_lengths([3, 4], Layout(tp=2, sequence_parallel=True)) == [3, 5]
-    assert padded_lengths([3, 5], Layout(tp=3, cp=2, sequence_parallel=True)) == [4, 8]
-    assert padded_lengths([4, 4], Layout(tp=3, cp=2, sequence_parallel=True)) == [4, 8]
+@pytest.mark.parametrize(
+    ("layout", "lengths", "padded"),
+    [
+        (Layout(tp=4), [3, 5, 1], [3, 5, 1]),
+        (Layout(pp=2), [3, 5, 1], [3, 5, 1]),
+        (Layout(cp=2), [3, 5], [4, 8]),  # each sequence to twice the context ranks
+        (Layout(cp=2), [4, 8], [4, 8]),
+        (Layout(cp=4), [1, 7], [8, 8]),
+        (Layout(tp=2, sequence_parallel=True), [3, 5], [3, 5]),  # the row at its end
+        (Layout(tp=2, sequence_parallel=True), [3, 4], [3, 5]),
+        (Layout(tp=3, cp=2, sequence_parallel=True), [3, 5], [4, 8]),
+    ],
+)
+def test_rows_are_padded_as_a_layout_wants(layout: Layout, lengths: list[int], padded: list[int]) -> None:
+    assert padded_lengths(lengths, layout) == padded
 
 
 @given(lengths_of_rows, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
@@ -99,12 +95,6 @@ def test_padded_rows_divide_as_the_layout_needs(lengths: list[int], tp: int, cp:
         assert all(length % (2 * cp) == 0 for length in padded)
     if sequence_parallel:
         assert sum(padded) % (tp * cp) == 0
-
-
-def test_zigzag_gives_a_rank_an_early_and_a_late_chunk() -> None:
-    assert own_positions([0], [8], 2, 0).tolist() == [0, 1, 6, 7]
-    assert own_positions([0], [8], 2, 1).tolist() == [2, 3, 4, 5]
-    assert own_positions([0, 4], [4, 8], 2, 1).tolist() == [1, 2, 6, 7, 8, 9]
 
 
 @given(lengths_of_rows, st.sampled_from([1, 2, 3, 4]))
@@ -144,17 +134,6 @@ def test_positions_count_from_each_sequences_start_on_every_rank() -> None:
     assert (first.num_own_tokens, second.num_own_tokens) == (4, 6)
 
 
-def test_a_dummy_has_columns_of_zeros_and_counts_no_tokens() -> None:
-    like = batch_of([3, 4]).with_columns(weight=torch.ones(7), advantages=torch.ones(7))
-    made = dummy(like)
-    assert made.is_dummy
-    assert made.batch.columns.keys() == like.columns.keys()
-    assert all(not column.any() for column in made.batch.columns.values())
-    for row in rows_of_all_ranks(made.batch, Layout(cp=2), is_dummy=True):
-        assert row.num_own_tokens == 0
-        assert row.tokens.shape == (1, 2)
-
-
 @given(lengths_of_rows, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.booleans())
 def test_a_column_that_nobody_knows_is_sliced_like_the_labels(
     lengths: list[int], cp: int, tp: int, sequence_parallel: bool
@@ -184,12 +163,6 @@ def test_a_row_that_shares_prefixes_on_a_gpu_is_whole_blocks_that_divide_over_se
     assert row.tokens.shape == (1, places)
 
 
-def test_an_output_of_several_numbers_a_token_is_a_column_of_them() -> None:
-    row = make_row(MicroBatch(batch_of([3, 2])), Layout(), CPU)
-    output = torch.arange(10.0).view(5, 2)
-    assert row.column(output).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.int32, torch.bfloat16, torch.float64])
 def test_dummies_and_micro_batches_keep_dtype_and_shape(dtype: torch.dtype) -> None:
     batch = batch_of([2, 1, 3]).with_columns(some=torch.arange(24).view(6, 2, 2).to(dtype))
@@ -201,6 +174,7 @@ def test_dummies_and_micro_batches_keep_dtype_and_shape(dtype: torch.dtype) -> N
     assert torch.equal(made[2].batch.columns["some"], batch.columns["some"][3:])
     for row in rows_of_all_ranks(made[1].batch, Layout(cp=2), is_dummy=True):
         assert not row.slice(made[1].batch.columns["some"]).any()
+        assert (row.num_own_tokens, row.tokens.shape) == (0, (1, 2)), "its tokens are not counted"
 
 
 def test_micro_batches_take_sequences_in_order() -> None:
@@ -211,18 +185,11 @@ def test_micro_batches_take_sequences_in_order() -> None:
     assert (first.is_dummy, second.is_dummy, third.is_dummy) == (False, True, False)
     assert third.batch.lengths.tolist() == [3]
     assert third.batch.columns["weight"].tolist() == [3, 4, 5]
-
-
-def test_a_rank_without_sequences_runs_dummies_only() -> None:
-    none = batch_of([2, 1]).with_columns(weight=torch.ones(3)).select([])
-    made = micro_batches(none, [0, 0])
-    assert [micro.is_dummy for micro in made] == [True, True]
-    assert list(made[0].batch.columns) == ["weight"]
-
-
-def test_micro_batches_must_hold_every_sequence() -> None:
-    with pytest.raises(AssertionError, match="1 of 2 samples are packed"):
-        micro_batches(batch_of([2, 1]), [1])
+    dummies = micro_batches(batch.select([]), [0, 0])
+    assert [micro.is_dummy for micro in dummies] == [True, True]
+    assert list(dummies[0].batch.columns) == ["weight"]
+    with pytest.raises(AssertionError, match="2 of 3 samples are packed"):
+        micro_batches(batch, [2])
 
 
 def test_interleaved_stages_run_turns_of_as_many_rows_as_there_are_pipeline_ranks() -> None:

@@ -1,7 +1,5 @@
 """One router in a pass with given experts: which it takes, when layers are computed again, and its gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -78,16 +76,6 @@ def test_layers_that_are_kept_leave_nothing_behind() -> None:
     with torch.no_grad():  # a pass without gradients is never computed again
         ask(replay)
     assert not replay.again
-
-
-def test_a_new_pass_forgets_what_an_error_left() -> None:
-    replay = RouterReplay(0)
-    replay.reset(trains=True)
-    replay.given = GIVEN
-    with torch.no_grad():
-        ask(replay)
-    replay.reset()
-    assert ask(replay)[1] == [[1, 2], [0, 3]]
 
 
 def test_the_gradient_is_that_of_the_scores_of_the_given_experts() -> None:

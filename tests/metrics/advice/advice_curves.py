@@ -5,11 +5,9 @@ prompt's target, whose last is the end.  Everything after the logits is the prod
 the two losses, the statistics.  A fault is a setting of the toy, as it is one of a run.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -114,7 +112,7 @@ def _step(
     batch, of_ages = leave_out_old(batch, version=step, max_age=toy.max_age)
     batch, found = correct(batch, toy.correction, version=step)
     stats |= of_ages | found
-    update = _Update(batch, step)
+    update = partial(_update, batch, step)
     steps = []
     for _ in range(toy.epochs):
         if toy.estimator == "gae":
@@ -179,23 +177,23 @@ def _values(state: State, batch: Batch, place: Tensor) -> Tensor:
     return state.values.reshape(-1)[place.clamp(min=0)]
 
 
-@dataclass(frozen=True)
-class _Update:
-    batch: Batch
-    seed: int
-
-    def __call__(
-        self, kind: str, loss: ActorLoss | CriticLoss, optimizer: torch.optim.Optimizer, outputs: dict[str, Tensor]
-    ) -> Stats:
-        """One optimizer step, as a role takes it."""
-        batch = step_columns(self.batch, loss=loss, agg_mode="token-mean", seed=self.seed)
-        if not batch.columns["weight"].any():
-            return {f"{kind}/skipped_steps": Stat("sum", 1.0)}
-        found = loss(batch, outputs)
-        optimizer.zero_grad()
-        found.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-        optimizer.step()
-        numbers = {"grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]}
-        means = {f"{kind}/{name}": Stat("mean", number) for name, number in numbers.items()}
-        return found.stats | means | {f"{kind}/skipped_steps": Stat("sum", 0.0)}
+def _update(
+    of_batch: Batch,
+    seed: int,
+    kind: str,
+    loss: ActorLoss | CriticLoss,
+    optimizer: torch.optim.Optimizer,
+    outputs: dict[str, Tensor],
+) -> Stats:
+    """One optimizer step, as a role takes it."""
+    batch = step_columns(of_batch, loss=loss, agg_mode="token-mean", seed=seed)
+    if not batch.columns["weight"].any():
+        return {f"{kind}/skipped_steps": Stat("sum", 1.0)}
+    found = loss(batch, outputs)
+    optimizer.zero_grad()
+    found.loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    optimizer.step()
+    numbers = {"grad_norm": float(norm), "lr": optimizer.param_groups[0]["lr"]}
+    means = {f"{kind}/{name}": Stat("mean", number) for name, number in numbers.items()}
+    return found.stats | means | {f"{kind}/skipped_steps": Stat("sum", 0.0)}

@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -16,23 +17,12 @@ import megarl
 from megarl.algo import Correction, register_policy_loss
 from megarl.batch import Batch
 from megarl.config.keys import groups, leaf_types
-from megarl.metrics import make_trackers
+from megarl.metrics.advice import signals
 from megarl.metrics.advice.advice import Advisor
 from megarl.metrics.advice.rules import RULES, Rule
-from megarl.metrics.advice.signals import (
-    above,
-    away_from_0,
-    ends,
-    falls,
-    not_falling,
-    often,
-    rise,
-    rises,
-    runs_away,
-    spikes,
-)
 from megarl.metrics.jsonl import read_lines
 from megarl.metrics.stats import batch_stats
+from megarl.metrics.trackers.trackers import make_trackers
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
 GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)
@@ -109,29 +99,22 @@ def test_a_rule_speaks_on_curves_that_have_its_fault(name):
     assert name in said(FAULTS[name], SCHEDULES.get(name))
 
 
-def test_rules_of_the_ratio_do_not_speak_where_only_teachers_teach_by_a_loss():
-    metrics = {"actor/ratio_mean": 3.0, "actor/ratio_std": 5.0}
-    alone = {"algorithm": {"adv_estimator": "none"}, "distill": {"form": "loss"}}
-    for config, speaks in ((alone, False), (alone | {"distill": {"form": "reward"}}, True), ({}, True)):
+def test_rules_are_silent_where_a_run_has_nothing_of_their_kind():
+    """No ratio where only teachers teach, and by a loss; no wait for a reward model whose pass is on ranks."""
+    ratio, slow = {"actor/ratio_mean": 3.0, "actor/ratio_std": 5.0}, {"timing_s/reward": 5.0, "timing_s/step": 10.0}
+    taught = {"algorithm": {"adv_estimator": "none"}, "distill": {"form": "loss"}}
+    silent = [(ratio, taught), (slow, {"reward": {"model": {"engine": "megatron"}}})]
+    for metrics, config in silent + [(ratio, taught | {"distill": {"form": "reward"}}), (ratio, {}), (slow, {})]:
         advisor = Advisor(config=config)
-        assert any("ratio_explodes" in line for step in range(5) for line in advisor.advise(step, metrics)) == speaks
+        spoken = any(advisor.advise(step, metrics) for step in range(10))
+        assert spoken == ((metrics, config) not in silent)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("toy", HEALTHY, ids=["ppo", "grpo", "kl_in_reward"])
 def test_a_healthy_run_gets_no_advice_at_all(toy):
     assert said(toy) == {}
     assert run(toy)[-1]["critic/score/mean"] > 3 * run(toy)[0]["critic/score/mean"], "it learns"
-
-
-def test_the_pass_of_a_reward_model_on_ranks_is_no_wait_that_advice_can_shorten():
-    metrics, on_ranks = {"timing_s/reward": 5.0, "timing_s/step": 10.0}, {"reward": {"model": {"engine": "megatron"}}}
-    for config, speaks in ((on_ranks, False), ({}, True)):
-        advisor = Advisor(config=config)
-        assert any(advisor.advise(step, metrics) for step in range(10)) == speaks
-
-
-def test_a_trainer_that_waits_without_running_ahead_is_on_policy():
-    assert not said(Toy(steps=11, schedule=(("idle_share", 0.3), ("finished_waiting", 0), ("in_flight", 0))))
 
 
 def test_advice_on_the_schedule_can_be_followed():
@@ -145,9 +128,12 @@ def test_advice_on_the_schedule_can_be_followed():
     assert not said(many, TURNS | {"order": "prompts"}) and not said(many, DRAIN)
 
 
-def test_single_requests_that_a_push_overtakes_are_no_fault():
-    for count, share in [(1, 0.08), (20, 0.04)]:
-        assert not said(Toy(steps=4, schedule=(("stale_prefix", count), ("tokens_wasted_share/stale", share))))
+def test_what_a_schedule_brings_with_it_is_no_fault():
+    """Waiting of who does not run ahead is on-policy; a push overtakes single requests."""
+    waits = (("idle_share", 0.3), ("finished_waiting", 0), ("in_flight", 0))
+    overtaken = [(("stale_prefix", n), ("tokens_wasted_share/stale", share)) for n, share in ((1, 0.08), (20, 0.04))]
+    for schedule in (waits, *overtaken):
+        assert not said(Toy(steps=11, schedule=schedule))
 
 
 def test_a_correction_that_is_on_is_not_missing():
@@ -242,10 +228,8 @@ def test_a_run_logs_all_that_the_documents_tell_to_watch_and_it_is_as_they_say()
 
 
 # how it speaks
-
-
 def rule(window=2, holds=None, looks_at=("a",)):
-    return Rule("large", looks_at, window, holds or above(1.0), "make it smaller")
+    return Rule("large", looks_at, window, holds or signals.above(1.0), "make it smaller")
 
 
 def test_a_rule_speaks_once_in_so_many_steps_while_the_fault_lasts():
@@ -254,33 +238,21 @@ def test_a_rule_speaks_once_in_so_many_steps_while_the_fault_lasts():
     assert spoken == {2: ["large: make it smaller"], 12: ["large: make it smaller"], 22: ["large: make it smaller"]}
 
 
-def test_a_rule_is_silent_until_its_window_is_full():
+def test_a_rule_is_silent_until_its_window_is_full_and_where_it_lacks_one_of_its_metrics():
     assert not rule(3).speaks({"a": [(1, 2.0), (2, 2.0)]})
     assert rule(3).speaks({"a": [(1, 0.0), (2, 2.0), (3, 2.0), (4, 2.0)]})
-    assert not rule().speaks({})
-
-
-def test_a_rule_is_silent_in_a_step_that_lacks_one_of_its_metrics():
     both = rule(2, lambda a, b: True, ("a", "b"))
     assert both.speaks({"a": [(1, 0.0), (2, 0.0)], "b": [(1, 0.0), (2, 0.0)]})
     assert not both.speaks({"a": [(1, 0.0), (2, 0.0), (3, 0.0)], "b": [(1, 0.0), (2, 0.0)]})
     advisor = Advisor([rule()])
-    assert [advisor.advise(step, metrics) for step, metrics in [(1, {"a": 2.0}), (1, {"val/score": 0.5})]] == [[], []]
-    assert advisor.advise(2, {"a": 2.0})
-    later = Advisor([rule()])
-    later.advise(1, {"a": 2.0})
-    later.advise(2, {"a": 2.0})
-    assert later.advise(200, {"b": 2.0}) == [], "what it knows of a is old"
+    steps = [(1, {"a": 2.0}), (1, {"val/score": 0.5}), (2, {"a": 2.0}), (200, {"b": 2.0})]
+    assert [bool(advisor.advise(step, metrics)) for step, metrics in steps] == [False, False, True, False]
 
 
 def test_a_number_that_is_not_finite_is_no_number():
     advisor = Advisor([rule()])
-    assert [advisor.advise(i, {"a": value}) for i, value in enumerate([2.0, float("nan"), float("inf")], 1)] == [
-        [],
-        [],
-        [],
-    ]
-    assert advisor.advise(4, {"a": 2.0})
+    values = [2.0, float("nan"), float("inf"), 2.0]
+    assert [bool(advisor.advise(step, {"a": value})) for step, value in enumerate(values)] == [False] * 3 + [True]
 
 
 def test_the_memory_is_as_long_as_the_longest_window_and_as_wide_as_the_rules():
@@ -291,65 +263,58 @@ def test_the_memory_is_as_long_as_the_longest_window_and_as_wide_as_the_rules():
     assert advisor._history.keys() == {name for r in RULES for name in r.looks_at}
 
 
-def trackers(tmp_path, text, resume_step=None):
-    console = Console(file=text, width=80)
-    return make_trackers(["jsonl"], tmp_path, "megarl", "try", {}, 10, resume_step=resume_step, console=console)
-
-
-def test_a_run_prints_its_advice_and_keeps_it_in_its_folder(tmp_path):
-    text = io.StringIO()
-    following = trackers(tmp_path, text)
-    for step, metrics in enumerate(run(FAULTS["rollouts_lost"]), 1):
-        following.log(step, metrics)
-    sentence = f"rollouts_lost: {BY_NAME['rollouts_lost'].advice}"
-    assert list(read_lines(tmp_path / "advice.jsonl")) == [{"step": 5, "advice": sentence}]
-    assert text.getvalue() == f"advice at step 5: {sentence}\n"
-    trackers(tmp_path, text, resume_step=4)
-    assert not list(read_lines(tmp_path / "advice.jsonl")), "the resumed run says again what it finds again"
-
-
-def test_a_run_gets_the_advice_of_its_own_schedule(tmp_path):
+def followed(tmp_path, toy, config, resume_step=None):
+    """What a run prints, and the lines of advice that it keeps in its folder."""
     console = Console(file=io.StringIO(), width=80)
-    following = make_trackers(["jsonl"], tmp_path, "megarl", "try", {"rollout": TURNS}, 10, console=console)
-    for step, metrics in enumerate(run(FAULTS["turn_too_long"]), 1):
+    following = make_trackers(
+        ["jsonl"], tmp_path, "megarl", "try", config, 10, resume_step=resume_step, console=console
+    )
+    for step, metrics in enumerate(run(toy), 1):
         following.log(step, metrics)
-    (found,) = read_lines(tmp_path / "advice.jsonl")
-    assert found["advice"].startswith("turn_too_long: ")
+    file = tmp_path / "advice.jsonl"
+    return console.file.getvalue(), list(read_lines(file)) if file.exists() else None
+
+
+def test_a_run_prints_the_advice_of_its_own_schedule_and_keeps_it_in_its_folder(tmp_path):
+    sentence = f"turn_too_long: {BY_NAME['turn_too_long'].advice}"
+    printed, (kept,) = followed(tmp_path, FAULTS["turn_too_long"], {"rollout": TURNS})
+    assert kept["advice"] == sentence
+    assert printed == f"advice at step {kept['step']}: {sentence}\n"
+    again = followed(tmp_path, Toy(steps=0), {"rollout": TURNS}, resume_step=kept["step"] - 1)
+    assert again == ("", []), "the resumed run says again what it finds again"
 
 
 def test_a_run_without_a_fault_has_no_advice_in_its_folder(tmp_path):
-    text = io.StringIO()
-    following = trackers(tmp_path, text)
-    for step, metrics in enumerate(run(HEALTHY[2]), 1):
-        following.log(step, metrics)
-    assert text.getvalue() == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert followed(tmp_path, HEALTHY[2], {}) == ("", None)
 
 
 # the shapes, by hand
-
-
 def test_ends_are_the_means_of_the_first_and_last_fifth():
-    assert ends([1.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 5.0, 7.0]) == (2.0, 6.0)
+    assert signals.ends([1.0, 3.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0, 5.0, 7.0]) == (2.0, 6.0)
 
 
 def test_a_rise_is_told_from_noise_by_its_standard_error():
-    change, error = rise([0.0, 2.0, 4.0, 6.0])
+    change, error = signals.rise([0.0, 2.0, 4.0, 6.0])
     assert change == 4.0
     assert error == pytest.approx(2**0.5)  # (sqrt(2)^2 / 2 + sqrt(2)^2 / 2)^(1/2)
-    assert not rises([0.0, 2.0, 4.0, 6.0])
-    assert rises([0.0, 0.5, 4.0, 4.5])
-    assert not rises([0.0, 0.5, 4.0, 4.5], by=4.0)
-    assert falls([4.0, 4.5, 0.0, 0.5]) and not falls([0.0, 0.5, 4.0, 4.5])
 
 
-def test_the_other_shapes():
-    assert not_falling([1.0, 1.0, 0.9, 0.9]) and not not_falling([1.0, 1.0, 0.8, 0.8])
-    assert often(0.5)([0.0, 1.0]) and not often(0.6)([0.0, 1.0])
-    assert above(1.0)([1.1, 2.0]) and not above(1.0)([1.0, 2.0])
-    assert away_from_0(0.1)([-0.2, 0.2]) and not away_from_0(0.1)([-0.2, 0.05])
-    assert spikes(10, at_least=0.5)([-0.1, 0.1, 0.1, -2.0]) and not spikes(10, at_least=3.0)([0.1, 0.1, 0.1, 2.0])
-    assert not spikes(10, at_least=0.5)([0.1, 2.0, 0.1, 0.1]), "it is over"
-    assert not spikes(10, at_least=0.5, how_often=2)([0.1, 0.1, 0.1, 2.0])
-    assert runs_away(to=1.0, times=2)([0.5, 2.0]) and not runs_away(to=1.0, times=2)([1.5, 2.0])
-    assert runs_away(to=1.0, times=2)([-3.0, 2.0]) and not runs_away(to=1.0, times=2)([0.1, 0.9])
+@pytest.mark.parametrize(
+    ("holds", "yes", "no"),
+    [
+        (signals.rises, [0.0, 0.5, 4.0, 4.5], [0.0, 2.0, 4.0, 6.0]),
+        (partial(signals.rises, by=4.0), [0.0, 0.0, 4.5, 4.5], [0.0, 0.5, 4.0, 4.5]),
+        (signals.falls, [4.0, 4.5, 0.0, 0.5], [0.0, 0.5, 4.0, 4.5]),
+        (signals.not_falling, [1.0, 1.0, 0.9, 0.9], [1.0, 1.0, 0.8, 0.8]),
+        (signals.often(0.5), [0.0, 1.0], [0.0, 0.0, 1.0]),
+        (signals.above(1.0), [1.1, 2.0], [1.0, 2.0]),
+        (signals.away_from_0(0.1), [-0.2, 0.2], [-0.2, 0.05]),
+        (signals.spikes(10, at_least=0.5), [-0.1, 0.1, 0.1, -2.0], [0.1, 2.0, 0.1, 0.1]),  # it is over
+        (signals.spikes(10, at_least=2.0), [0.1, 0.1, 0.1, 2.1], [0.1, 0.1, 0.1, 1.9]),
+        (signals.spikes(10, at_least=0.5, how_often=2), [0.1, 0.1, 0.1, 2.0, 2.0], [0.1, 0.1, 0.1, 0.1, 2.0]),
+        (signals.runs_away(to=1.0, times=2), [0.5, 2.0], [1.5, 2.0]),
+        (signals.runs_away(to=1.0, times=2), [-3.0, 2.0], [0.1, 0.9]),
+    ],
+)
+def test_the_other_shapes(holds, yes, no):
+    assert holds(yes) and not holds(no)

@@ -1,13 +1,24 @@
+"""What each tracker keeps or shows of a run; a Prometheus over a real socket."""
+
+import http.client
+import io
 import json
 import logging
+import socket
 import struct
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megarl.metrics import TRACKERS, make_trackers
 from megarl.metrics.jsonl import append_lines, read_lines
-from megarl.metrics.trackers.trackers import Quiet
+from megarl.metrics.trackers.console import ConsoleTracker
+from megarl.metrics.trackers.prometheus import PrometheusTracker
+from megarl.metrics.trackers.run import Run
+from megarl.metrics.trackers.status import StatusTracker, read_status
+from megarl.metrics.trackers.trackers import TRACKERS, Quiet, make_trackers
+from megarl.servers.server_process import free_ports
 
 METRICS = {"actor/pg_loss": -0.5, "critic/score/mean": 0.25}
 
@@ -23,8 +34,9 @@ def test_jsonl_holds_what_was_logged_and_a_resumed_run_has_no_step_twice(tmp_pat
     trackers.stage("gen", 1, 2)
     trackers.close()
     trackers = make(["jsonl"], tmp_path, resume_step=2)
-    trackers.log(3, {"actor/pg_loss": 9.0})
+    trackers.log(3, {"actor/pg_loss": 9.0, "nan": float("nan"), "inf": float("inf")})
     rows = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
+    assert (rows[2]["nan"], rows[2]["inf"]) == (None, None), "which other readers take, too"
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {name: rows[0][name] for name in METRICS} == METRICS
     assert rows[2]["actor/pg_loss"] == 9.0
@@ -44,18 +56,22 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("actor/pg_loss")] == [(1, -0.5), (2, -0.5)]
 
 
-def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path, monkeypatch):
+def test_wandb_has_tables_of_samples_and_the_last_numbers_of_a_step_that_is_made_twice(tmp_path, monkeypatch):
+    import wandb  # slow to import
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     trackers = make(["wandb"], tmp_path)
     samples, files = tmp_path / "run" / "samples.jsonl", (tmp_path / "run" / "wandb").glob
     row = {"step": 1, "prompt": "12+34=", "completion": "46", "ground_truth": "46", "reward": 1.0, "uid": "a"}
     append_lines(samples, [row])
-    trackers.log(1, METRICS)
+    for step, loss in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):  # after step 3 back to step 2
+        trackers.log(step, {"actor/pg_loss": loss})
     assert not list(files("offline-run-*/files/media/table/*.json")), "tables come with evaluations"
-    trackers.log(1, {"val/score": 0.5})
+    trackers.log(2, {"val/score": 0.5})
     append_lines(samples, [row | {"step": 2, "reward": 0.5}])
     trackers.close()
+    wandb.teardown()  # wandb's own process writes the files: here it comes to its end
     tables = [json.loads(file.read_text()) for file in files("offline-run-*/files/media/table/*.json")]
     assert sorted(table["data"] for table in tables) == [
         [[1, "12+34=", "46", "46", 1.0]],
@@ -64,23 +80,7 @@ def test_offline_wandb_makes_its_folder_and_keeps_its_id_when_resuming(tmp_path,
     run_id = (tmp_path / "run" / "wandb_id").read_text()
     (data,) = files("offline-run-*/*.wandb")
     assert run_id in data.name
-    make(["wandb"], tmp_path, resume_step=1).close()
-    assert (tmp_path / "run" / "wandb_id").read_text() == run_id
-
-
-def test_wandb_shows_the_last_numbers_of_a_step_that_is_made_twice(tmp_path, monkeypatch):
-    import wandb  # slow to import
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    trackers = make(["wandb"], tmp_path)
-    for step, loss in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)):  # after step 3 back to step 2
-        trackers.log(step, {"actor/pg_loss": loss})
-    trackers.log(2, {"val/score": 0.5})
-    trackers.close()
-    wandb.teardown()  # wandb's own process writes the files: here it comes to its end
-    (file,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
-    records = list(wandb_records(file))
+    records = list(wandb_records(data))
     rows = [
         {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -92,10 +92,13 @@ def test_wandb_shows_the_last_numbers_of_a_step_that_is_made_twice(tmp_path, mon
         (3, 0.3, None),
         (2, 0.4, None),
         (2, None, 0.5),
+        (2, None, None),  # the last table
     ]
-    assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4], "it grows, so wandb drops nothing"
+    assert [row["_step"] for row in rows] == list(range(6)), "it grows, so wandb drops nothing"
     axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.HasField("metric")}
     assert axes["*"] == "training/global_step"
+    make(["wandb"], tmp_path, resume_step=1).close()
+    assert (tmp_path / "run" / "wandb_id").read_text() == run_id
 
 
 def wandb_records(file):
@@ -160,9 +163,6 @@ def test_an_mlflow_server_that_does_not_answer_stops_the_run_at_its_start(tmp_pa
 class Broken(Quiet):
     closed = 0
 
-    def __init__(self, run) -> None:
-        self.run = run
-
     def log(self, step, metrics) -> None:
         raise OSError("disk full\nsecond line")
 
@@ -171,7 +171,7 @@ class Broken(Quiet):
 
 
 def test_a_tracker_that_cannot_log_warns_once_and_the_others_go_on(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    monkeypatch.setitem(TRACKERS, "broken", lambda run: Broken())
     with caplog.at_level(logging.WARNING):
         trackers = make(["broken", "jsonl"], tmp_path)
         for step in (1, 2, 3):
@@ -188,21 +188,142 @@ def test_a_tracker_that_cannot_start_stops_the_run_in_one_sentence_and_closes_th
     def unreachable(run):
         raise ConnectionError("no route to host\nlong trace")
 
-    monkeypatch.setitem(TRACKERS, "broken", Broken)
+    monkeypatch.setitem(TRACKERS, "broken", lambda run: Broken())
     monkeypatch.setitem(TRACKERS, "unreachable", unreachable)
     before = Broken.closed
     with pytest.raises(ValueError, match=r"'unreachable', which did not start: ConnectionError: no route to host$"):
         make(["broken", "unreachable"], tmp_path)
-    with pytest.raises(
-        ValueError, match="trainer.logger has 'comet': expected some of console, jsonl, mlflow, prometheus, tensorboard"
-    ):
+    with pytest.raises(ValueError, match=f"trainer.logger has 'comet': expected some of {', '.join(TRACKERS)}$"):
         make(["broken", "comet"], tmp_path)
     assert Broken.closed == before + 2
 
 
-def test_lines_are_valid_json_for_other_readers(tmp_path):
-    trackers = make(["jsonl"], tmp_path)
-    trackers.log(1, {"a": float("nan"), "b": float("inf"), "c": 1.0})
-    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)
+def test_the_status_names_the_stage_its_beginning_and_the_last_finished_step(tmp_path: Path) -> None:
+    times = iter([10.0, 10.5, 11.5, 12.0])
+    tracker = StatusTracker(Run(tmp_path, "megarl", "try", {}, 40, resume_step=6), clock=lambda: next(times))
+    assert read_status(tmp_path) is None
+    tracker.stage("gen", 1, 8)
+    seen = read_status(tmp_path)
+    assert seen is not None and (seen["step"], seen["total_steps"], seen["stage"], seen["since"]) == (6, 40, "gen", 10)
+    assert (seen["done"], seen["total"]) == (1, 8)
+    tracker.stage("gen", 2, 8)  # half a second later: not written
+    assert read_status(tmp_path) == seen
+    tracker.stage("gen", 3, 8)
+    assert read_status(tmp_path) == seen | {"done": 3}
+    tracker.log(7, {})
+    tracker.close()
+    ended = read_status(tmp_path)
+    assert ended is not None and (ended["step"], ended["stage"], ended["since"]) == (7, "ended", 12)
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+SHOWN = {"critic/score/mean": 0.5, "actor/pg_loss": -0.01234, "timing_s/step": 2.0, "unknown/thing": 7.0}
+
+
+def tracker(
+    tmp_path, *, terminal: bool, resume_step: int | None = None
+) -> tuple[ConsoleTracker, io.StringIO, list[float]]:
+    out, now = io.StringIO(), [0.0]
+    console = Console(file=out, force_terminal=terminal, width=300)
+    run = Run(tmp_path, "megarl", "try", {}, 100, resume_step, console)
+    return ConsoleTracker(run, clock=lambda: now[0]), out, now
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path):
+    track, out, now = tracker(tmp_path, terminal=False)
+    track.log(0, {"val/accuracy": 0.4})
+    track.stage("gen", 3, 64)
+    now[0] = 612.0  # ten minutes of start and evaluation, which come once
+    track.log(1, SHOWN)
+    now[0] = 616.0
+    track.log(2, SHOWN | {"val/accuracy": 0.75})
+    track.close()
+    assert out.getvalue().splitlines() == [
+        "step   0/100  val/accuracy 0.400",
+        "step   1/100  score 0.500  pg_loss -0.0123  2.00 s  eta 3:18",  # 99 steps of 2 s
+        "step   2/100  val/accuracy 0.750",
+        "step   2/100  score 0.500  pg_loss -0.0123  2.00 s  eta 6:32",  # 98 of 4 s: from end to end it took so long
+    ]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_pace_of_a_resumed_run_counts_what_is_left(tmp_path):
+    track, out, _ = tracker(tmp_path, terminal=False, resume_step=90)
+    assert track.eta == "?"
+    track.log(91, SHOWN | {"timing_s/step": 500.0})
+    assert out.getvalue().rstrip().endswith("step  91/100  score 0.500  pg_loss -0.0123  500.00 s  eta 1:15:00")
+
+
+def test_a_terminal_gets_a_bar_with_the_stage_and_how_far_it_is_which_goes_on_after_a_line(tmp_path):
+    for logged, stage, expected in (
+        ({}, ("update_actor", 3, 8), ("step 1/100", "update_actor", "3/8", "eta ?")),
+        (SHOWN, ("gen", 5, 64), ("score", "step 2/100", "gen", "5/64", "eta 3:18")),
+    ):
+        track, out, _ = tracker(tmp_path, terminal=True)
+        track.stage("update_actor", 3, 8)
+        if logged:
+            track.log(1, logged)
+        track.stage(*stage)
+        track.close()
+        assert all(text in out.getvalue() for text in expected)
+
+
+def settings(port: int) -> dict[str, dict[str, int]]:
+    return {"trainer": {"prometheus_port": port}}
+
+
+def asked(port: int, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers=headers)
+    reply = connection.getresponse()
+    return reply.status, reply.read().decode()
+
+
+def test_every_metric_has_its_last_value_and_the_stage_its_seconds(tmp_path: Path):
+    (port,) = free_ports(["127.0.0.1"])
+    tracker = PrometheusTracker(Run(tmp_path, "megarl", 'a "b"\\', settings(port), 60))
+    tracker.stage("gen", 1, 8)
+    tracker.log(1, {"val/score": 0.25, "actor/pg_loss": -0.5})
+    tracker.log(2, {"actor/pg_loss": float("nan"), "actor_pg/loss": float("inf"), "loss": float("-inf")})
+    status, page = asked(port)
+    tracker.close()
+    assert status == 200
+    lines = page.splitlines()
+    name, _, seconds = lines.pop(5).rpartition(" ")
+    run = 'run="a \\"b\\"\\\\"'
+    assert lines == [
+        "# TYPE megarl_step gauge",
+        f"megarl_step{{{run}}} 2",
+        "# TYPE megarl_total_steps gauge",
+        f"megarl_total_steps{{{run}}} 60",
+        "# TYPE megarl_stage_seconds gauge",
+        "# TYPE megarl_actor_pg_loss gauge",
+        f'megarl_actor_pg_loss{{{run},metric="actor/pg_loss"}} NaN',
+        f'megarl_actor_pg_loss{{{run},metric="actor_pg/loss"}} +Inf',
+        "# TYPE megarl_loss gauge",
+        f'megarl_loss{{{run},metric="loss"}} -Inf',
+        "# TYPE megarl_val_score gauge",
+        f'megarl_val_score{{{run},metric="val/score"}} 0.25',
+    ]
+    assert name == f'megarl_stage_seconds{{{run},stage="gen"}}'
+    assert float(seconds) >= 0
+
+
+def test_only_metrics_are_given_and_only_to_this_machine(tmp_path: Path):
+    (port,) = free_ports(["127.0.0.1"])
+    tracker = PrometheusTracker(Run(tmp_path, "megarl", "try", settings(port), 60))
+    assert asked(port, "/")[0] == 404
+    assert asked(port, Host="a.page.in.a.browser")[0] == 404
+    assert asked(port, Host=f"localhost:{port}")[0] == 200
+    assert tracker._server.server_address[0] == "127.0.0.1"
+    tracker.close()
+    with pytest.raises(OSError):
+        asked(port)
+
+
+def test_a_taken_port_stops_the_run_in_a_sentence(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        sentence = f"has 'prometheus', .* trainer.prometheus_port={port}: .*in use; expected a free port of 127.0.0.1$"
+        with pytest.raises(ValueError, match=sentence):
+            make_trackers(["prometheus"], tmp_path / "run", "megarl", "try", settings(port), 10)

@@ -3,74 +3,60 @@
 import json
 
 import pytest
+from answers import completion
 
-from megarl.rewards.functions.code import code, code_strict, last_block
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.rewards.functions.code import code, last_block
+from megarl.sample import Prompt
 from megarl.sandbox import SandboxError
 
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 5"], "outputs": ["3\n", "7\n", "10"]})
+ONE_SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
 ADD = json.dumps({"asserts": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add([1], [2]) == [1, 2]"]})
 
 
-def score(program, truth, function=code):
-    return function(Prompt("0-0", [1], "x", truth), completion(f"Here it is:\n```python\n{program}\n```\nDone."))
-
-
-def completion(text):
-    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
+def score(program, truth):
+    return code(Prompt("0-0", [1], "x", truth), completion(f"Here it is:\n```python\n{program}\n```\nDone."))
 
 
 def test_the_share_of_passed_tests_is_the_reward():
-    assert score("print(sum(map(int, input().split())))", SUMS) == {
-        "score": 1.0,
-        "tests": 3.0,
-        "tests_passed": 3.0,
-        "timed_out": 0.0,
-    }
     third = "a, b = map(int, input().split())\nprint(a * b if a == b else 10 if a == 5 else 7)"
-    assert score(third, SUMS)["score"] == pytest.approx(1 / 3)
-    assert score(third, SUMS, code_strict)["score"] == 0
-    assert score("print(sum(map(int, input().split())))", SUMS, code_strict)["score"] == 1
+    found = score(third, SUMS)
+    assert found == {"score": pytest.approx(1 / 3), "tests": 3.0, "tests_passed": 1.0, "timed_out": 0.0}
 
 
-def test_asserts_compare_what_calls_return():
-    assert score("def add(a, b):\n    print('noise')\n    return a + b", ADD)["score"] == 1
-    assert score("def add(a, b): return a - b if a == b else a + b", ADD)["score"] == pytest.approx(2 / 3)
+# (part of the program, its asserts); all are one program, for which two processes start
+KINDS = [
+    ("def third(x): return x / 3", "import math\nassert math.isclose(third(1), 0.333333, rel_tol=1e-3)"),
+    ("def once(x): return set(x)", "assert once([1, 1, 2]) == {1, 2}\nassert sorted(once([3, 1])) == [1, 3]"),
+    ("def many(x): return (x, [None, True, 'a', b'b', 1j, {1: (2,)}])", "assert many(10**30)[0] == 10**30"),
+    ("def above(x): return x > 0", "assert above(above(1))\nassert above(sum(y for y in [1]))"),
+    ("def call(g):\n    print('noise')\n    return g(1)", "assert call(lambda y: y)\nassert call(abs)"),
+    ("def back(x): return x[::-1]\ndef twice(x): return back(x)", "assert back(twice([1, 2])) == [1, 2]"),
+    ("", "assert above(1)\nassert not above(-1)\nassert above(1) is True"),
+    ("class Solution:\n    def double(self, x): return 2 * x", "assert Solution().double(4) == 8"),
+    ("import collections\ndef count(x): return collections.Counter(x)", "assert count('aab') == {'a': 2, 'b': 1}"),
+    (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int = 1\ndef one(): return P().x",
+        "assert one() == 1, 'message'",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("program", "asserts"),
-    [
-        ("def f(x): return x / 3", "import math\nassert math.isclose(f(1), 0.333333, rel_tol=1e-3)"),
-        ("def f(x): return set(x)", "assert f([1, 1, 2]) == {1, 2}\nassert sorted(f([3, 1])) == [1, 3]"),
-        ("def f(x): return (x, [None, True, 'a', b'b', 1j, {1: (2,)}])", "assert f(10**30)[0] == 10**30"),
-        ("def f(x): return x > 0", "assert f(f(1))\nassert f(sum(y for y in [1]))"),
-        ("def f(g): return g(1)", "assert f(lambda y: y)\nassert f(abs)"),
-        ("def f(x): return x[::-1]\ndef g(x): return f(x)", "assert f(g([1, 2])) == [1, 2]"),
-        ("def f(x): return x > 0", "assert f(1)\nassert not f(-1)\nassert f(1) is True"),
-        ("class Solution:\n    def twice(self, x): return 2 * x", "assert Solution().twice(4) == 8"),
-        ("import collections\ndef f(x): return collections.Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
-        (
-            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int = 1\ndef f(): return P().x",
-            "assert f() == 1, 'message'",
-        ),
-    ],
-)
-def test_many_kinds_of_asserts_and_values(program, asserts):
-    assert score(program, asserts)["score"] == 1
+def test_many_kinds_of_asserts_and_values():
+    program, asserts = ("\n".join(parts) for parts in zip(*KINDS, strict=True))
+    assert score(program, asserts) == {"score": 1.0, "tests": 15.0, "tests_passed": 15.0, "timed_out": 0.0}
 
 
 def test_functions_with_arguments_and_results_as_data_sets_have_them():
-    truth = json.dumps({"fn_name": "twice", "inputs": [[1, [2]], [3, []]], "outputs": [[1, [2]], [3, []]]})
-    assert score("def twice(a, b): return (a, b)", truth)["score"] == 1
-    assert score("class Solution:\n    def twice(self, a, b): return [a, b]", truth)["score"] == 1
-    assert score("def twice(a, b): return a", truth)["score"] == 0
+    truth = json.dumps({"fn_name": "twice", "inputs": [[1, [2]], [3, []]], "outputs": [[1, [2]], [4, []]]})
+    for program in ("def twice(a, b): return (a, b)", "class Solution:\n    def twice(self, a, b): return [a, b]"):
+        assert score(program, truth)["score"] == 0.5
 
 
 def test_a_helper_of_setup_is_no_function_of_the_program():
-    truth = json.dumps({"asserts": ["assert near(f(2), 1.41)"], "setup": "def near(a, b): return abs(a - b) < 0.01"})
-    assert score("import math\ndef f(x): return math.sqrt(x)\ndef near(a, b): return True", truth)["score"] == 1
-    assert score("def f(x): return x\ndef near(a, b): return True", truth)["score"] == 0
+    asserts = ["assert near(f(2), 1.41)", "assert near(f(2), 1.5)"]
+    truth = json.dumps({"asserts": asserts, "setup": "def near(a, b): return abs(a - b) < 0.01"})
+    assert score("import math\ndef f(x): return math.sqrt(x)\ndef near(a, b): return True", truth)["score"] == 0.5
 
 
 FORGERIES = {
@@ -133,10 +119,14 @@ def add(a, b):
 }
 
 
+ENDLESS = ("never ends", "sends without end")
+
+
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forgery_passes_no_test(forgery, monkeypatch):
-    monkeypatch.setattr("megarl.rewards.functions.code.time_limit_s", lambda: 2.0)
-    for truth in (ADD, SUMS):
+    limit_s = 0.5 if forgery in ENDLESS else 5.0
+    monkeypatch.setattr("megarl.rewards.functions.code.time_limit_s", lambda: limit_s)
+    for truth in (ADD, ONE_SUM):
         assert score(FORGERIES[forgery], truth)["score"] == 0
 
 
@@ -146,7 +136,7 @@ def test_a_program_that_is_too_slow_keeps_what_it_passed_before(monkeypatch):
         "a, b = map(int, input().split())\nwhile a == 3: pass\nprint(a + b)": SUMS,
     }
     for program, truth in programs.items():
-        for limit in (2.0, 8.0, 32.0, 128.0):  # on a slow machine a start of Python takes longer than the first
+        for limit in (1.0, 4.0, 16.0, 128.0):  # on a slow machine a start of Python takes longer than the first
             monkeypatch.setattr("megarl.rewards.functions.code.time_limit_s", lambda limit=limit: limit)
             outcome = score(program, truth)
             assert outcome["timed_out"] == 1
@@ -161,6 +151,7 @@ def test_a_machine_too_slow_to_compare_is_an_error_and_no_wrong_answer(monkeypat
         score("def add(a, b): return a + b", ADD)
 
 
+@pytest.mark.full
 def test_a_value_that_takes_too_long_to_compare_is_a_wrong_answer():
     truth = "assert sum(range(f())) == 1"
     assert score("def f(): return 10**15", truth)["score"] == 0
@@ -173,7 +164,6 @@ def test_the_last_block_counts():
     assert last_block("```py\na\n``` \n```not`one\nb\n```\nc") == "a\n"
     assert last_block("```py\na\n```py\nb\n```") == "a\n```py\nb\n"
     assert last_block("```\n```") == ""
-    assert last_block("```python\nx\n" * 200_000) is None  # in one pass
     prompt = Prompt("0-0", [1], "x", ADD)
     assert code(prompt, completion("def add(a, b): return a + b"))["score"] == 0
     assert code(prompt, completion("none"))["tests"] == 3

@@ -1,24 +1,26 @@
-"""A judge behind a real endpoint of a few lines: what it is asked, how it is read, and what happens when it fails."""
-
-from __future__ import annotations
+"""A judge behind a real endpoint of a few lines: what it is asked, how it is read, and how it fails; reward models."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from answers import completion
 from endless_servers import Behaviour, drip, endless, flood
+from fake_servers import Writer, serving
+from tiny_server import write_tokenizer
+from transformers import AutoTokenizer
 from virtual_clock import VirtualClock
 
 from megarl.rewards.result import Outcome, RewardResult
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.services.judge import Judge, filled, question_of, reader
 from megarl.rewards.services.limit import Limit, ServiceError
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.rewards.services.model import RewardModel, _score
+from megarl.sample import Prompt
 
 PROMPT = Prompt("0-3", [1], [{"role": "user", "content": "How are you?"}], "well")
 TEMPLATE = "Is {answer} a reply to {question}, as {truth}? Reply with {score}"
@@ -29,10 +31,13 @@ def said(text: str | None) -> Reply:
     return 200, {"choices": [{"message": {"content": text}}]}
 
 
-class Endpoint:
+class Endpoint(Writer):
     """Gives these replies in turn, the last one for ever."""
 
+    routes = ("/v1/chat/completions",)
+
     def __init__(self, *replies: Reply) -> None:
+        super().__init__()
         self.replies, self.bodies, self.keys = list(replies), list[Any](), list[str | None]()
 
     async def __call__(self, request: web.Request) -> web.Response:
@@ -42,25 +47,7 @@ class Endpoint:
         return web.json_response(body, status=status, headers=headers)
 
 
-@asynccontextmanager
-async def served(endpoint: Endpoint) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", endpoint)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
-
-
-def completion(text: str) -> Completion:
-    return Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), text)
-
-
-def judge(url: str, endpoint: Endpoint, *texts: str, retries: int = 4, **how: Any) -> Awaitable[list[Outcome]]:
+def judge(url: str, *texts: str, retries: int = 4, **how: Any) -> Awaitable[list[Outcome]]:
     """The outcomes of a group that the judge scores, on a clock that does not wait."""
     clock = how.pop("clock", VirtualClock())
     settings = {"model": "wise", "prompt": TEMPLATE, "read": r"Score: (-?\d+)", "votes": 1}
@@ -72,24 +59,18 @@ def judge(url: str, endpoint: Endpoint, *texts: str, retries: int = 4, **how: An
 
 def outcomes(endpoint: Endpoint, *texts: str, **how: Any) -> list[Outcome]:
     async def test() -> list[Outcome]:
-        async with served(endpoint) as url, asyncio.timeout(240):
-            return await judge(url, endpoint, *texts, **how)
+        async with serving(endpoint) as ((url,), _), asyncio.timeout(240):
+            return await judge(f"{url}/v1", *texts, **how)
 
     return asyncio.run(test())
 
 
 def test_the_judge_sees_question_answer_and_truth_and_its_number_is_the_reward() -> None:
     endpoint = Endpoint(said("Score: 3? No.\nScore: 7"))
-    assert outcomes(endpoint, "Fine {truth}", request={"temperature": 0}) == [RewardResult(7.0)]
+    assert outcomes(endpoint, "Fine {truth}", request={"temperature": 0}, key="secret") == [RewardResult(7.0)]
     (body,) = endpoint.bodies
     asked = "Is Fine {truth} a reply to How are you?, as well? Reply with {score}"
     assert body == {"model": "wise", "messages": [{"role": "user", "content": asked}], "temperature": 0}
-    assert endpoint.keys == [None]
-
-
-def test_the_key_is_sent() -> None:
-    endpoint = Endpoint(said("Score: 1"))
-    assert outcomes(endpoint, "Fine", key="secret") == [RewardResult(1.0)]
     assert endpoint.keys == ["Bearer secret"]
 
 
@@ -109,6 +90,7 @@ def test_a_busy_judge_is_asked_again_when_it_says_so() -> None:
 def test_a_judge_that_cannot_be_read_is_asked_again() -> None:
     endpoint = Endpoint(said("Hm."), said(None), (200, {"error": "none"}), said("Score: -2"))
     assert outcomes(endpoint, "Fine") == [RewardResult(-2.0)]
+    assert endpoint.keys == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -127,33 +109,22 @@ def test_what_the_judge_cannot_say_is_unscored(reply: Reply, tries: int, reason:
     assert len(endpoint.bodies) == tries
 
 
-def test_a_judge_that_is_not_there_is_unscored() -> None:
-    (outcome,) = asyncio.run(asyncio.wait_for(judge("http://127.0.0.1:9/v1", Endpoint(), "Fine", retries=1), 240))
-    assert isinstance(outcome, str) and "http://127.0.0.1:9/v1/chat/completions: ClientConnectorError" in outcome
-
-
-@pytest.fixture
-def complaints(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], str]]:
-    with caplog.at_level(logging.WARNING):
-        yield lambda: caplog.text
-
-
-def test_the_connections_are_closed_when_the_event_loop_ends(complaints: Callable[[], str]) -> None:
+def test_connections_are_closed_when_the_loop_ends_and_a_judge_that_is_away_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     outcomes(Endpoint(said("Score: 1")), "Fine", "Well")
-    assert "Unclosed" not in complaints()
+    (outcome,) = asyncio.run(asyncio.wait_for(judge("http://127.0.0.1:9/v1", "Fine", retries=1), 240))
+    assert isinstance(outcome, str) and "127.0.0.1:9/v1/chat/completions: ClientConnectorError" in outcome
+    assert "Unclosed" not in caplog.text
 
 
-def test_a_template_needs_the_truth_only_where_it_names_it() -> None:
+def test_a_template_needs_the_truth_only_where_it_names_it_and_shows_messages_with_their_roles() -> None:
     bare = Prompt("0-0", [1], "x")
     assert filled('{"a": "{answer}"}', bare, completion("{question}")) == '{"a": "{question}"}'
     with pytest.raises(ValueError, match="the prompt has no ground truth"):
         filled("{truth}", bare, completion("y"))
-
-
-def test_several_messages_are_shown_with_their_roles() -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     assert question_of(Prompt("0-0", [1], messages)) == "system: Be kind.\nuser: Hi"
-    assert question_of(Prompt("0-0", [1], "Hi")) == "Hi"
 
 
 @pytest.mark.parametrize(
@@ -188,3 +159,38 @@ def test_a_judge_whose_reply_does_not_end_has_a_limit_of_time_and_of_bytes(
 
     with endless(behave) as url, pytest.raises(ServiceError, match=said):
         asyncio.run(ask(url))
+
+
+# how a conversation is written for a reward model; tests/servers/test_contract_scores.py asks real ones
+
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ '?' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def written(folder: Path, text: str | list[dict[str, str]]) -> str:
+    ids = RewardModel(str(folder), "http://h", limit=Limit()).token_ids(Prompt("0-0", [1], text), completion("46"))
+    return str(AutoTokenizer.from_pretrained(folder).decode(ids))
+
+
+def test_its_own_template_writes_the_conversation(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    assert written(folder, "12+34") == "?12+34=46"
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    assert written(folder, [*messages, {"role": "user", "content": "12+34"}]) == "?1+1=2?12+34=46"
+
+
+def test_without_a_template_question_and_answer_are_joined(folder: Path) -> None:
+    assert written(folder, "12+34=") == "12+34=46"
+
+
+def test_a_reply_without_a_score_is_told() -> None:
+    assert _score({"embedding": [0.5, 1.0]}) == 0.5
+    for reply in ([], {"embedding": []}, {"embedding": None}, "no"):
+        with pytest.raises(ServiceError, match="the reward model's reply has no score"):
+            _score(reply)

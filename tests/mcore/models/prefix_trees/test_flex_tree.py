@@ -3,27 +3,22 @@
 On CPUs torch's own definition of FlexAttention computes them, by the calls that make one kernel on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 import torch
-from flex_cases import KINDS, answers, counted, errors, on_cpus, reference, sees, tree_of
+from flex_cases import KINDS, answers, counted, errors, on_cpus, sees, tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tree_attention import ROWS, SIZES
+from test_tree_attention import CASES, ROWS, WINDOWS, Case
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from megarl.data.prefix_tree import PrefixTree
 from megarl.mcore.models.prefix_trees import flex_tree
 from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
-from megarl.mcore.models.prefix_trees.tree_attention import TreeAttention, TreePlan
 
 CPU = torch.device("cpu")
-WINDOWS = st.none() | st.integers(1, 9)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,57 +74,29 @@ def of_whole(mask: BlockMask) -> Tensor:
     return BlockMask.from_kv_blocks(mask.full_kv_num_blocks, mask.full_kv_indices).to_dense().bool()
 
 
-def check(
-    tree: PrefixTree, sizes: tuple[int, int, int, int], window: int | None, has_sinks: bool, padding: int, seed: int
-) -> None:
-    g = torch.Generator().manual_seed(seed)
-    heads, of_keys, wide, of_values = sizes
-    places = tree.num_places + padding
-    shapes = [(places, heads, wide), (places, of_keys, wide), (places, of_keys, of_values)]
-    inputs = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
-    sinks = torch.randn(heads, generator=g, dtype=torch.float64).requires_grad_() if has_sinks else None
+def check(case: Case) -> None:
+    drawn = tree, inputs, sinks, up = case.drawn()
+    got = FlexPlan.of(tree, CPU).attend(*inputs, sinks, case.window, 0.3)
     leaves = [*inputs, *([sinks] if sinks is not None else [])]
-    got = FlexPlan.of(tree, CPU).attend(*inputs, sinks, window, 0.3)
-    expected = reference(*(x[: tree.num_places] for x in inputs), sinks, sees(tree, window), 0.3)
-    torch.testing.assert_close(got[: tree.num_places], expected, rtol=1e-10, atol=1e-10)
-    assert not got[tree.num_places :].any()
-    beside = TreeAttention.apply(*inputs, sinks, TreePlan.of(tree, CPU), window, 0.3)
-    torch.testing.assert_close(got, beside, rtol=1e-10, atol=1e-10)
-
-    up = torch.randn(got.shape, generator=g, dtype=torch.float64)  # of padding too: it goes nowhere
-    ours = torch.autograd.grad(got, leaves, up)
-    theirs = torch.autograd.grad(expected, leaves, up[: tree.num_places])
-    for mine, slow in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, slow, rtol=1e-10, atol=1e-10)
+    case.check(got, torch.autograd.grad(got, leaves, up), drawn)  # of padding a gradient goes nowhere
 
 
-@settings(max_examples=60)
-@given(
-    rows=ROWS,
-    sizes=SIZES,
-    window=WINDOWS,
-    has_sinks=st.booleans(),
-    padding=st.integers(0, 2),
-    seed=st.integers(0, 99),
-)
-def test_it_is_one_masked_softmax_and_so_are_its_gradients(
-    rows: list[list[int]],
-    sizes: tuple[int, int, int, int],
-    window: int | None,
-    has_sinks: bool,  # noqa: FBT001
-    padding: int,
-    seed: int,
-) -> None:
-    check(tree_of(rows), sizes, window, has_sinks, padding, seed)
+@pytest.mark.full
+@settings(max_examples=20)
+@given(CASES)
+def test_it_is_one_masked_softmax_and_so_are_its_gradients(case: Case) -> None:
+    check(case)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 24, 16), (2, 2, 16, 12)])
-def test_heads_wide_enough_for_the_kernel_are_not_padded(sizes: tuple[int, int, int, int]) -> None:
+def test_heads_wide_enough_for_the_kernel_are_not_padded() -> None:
     """Of latent attention keys are wider than values."""
-    check(tree_of([[1, 2, 3, 4], [1, 2, 3, 5, 6]]), sizes, None, True, 3, 5)
+    check(Case([[1, 2, 3, 4], [1, 2, 3, 5, 6]], (2, 1, 24, 16), None, True, 3, 5))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Kinds of which the properties above have smaller ones show no more on CPUs.
+@pytest.mark.parametrize(
+    "kind", [kind if KINDS[kind].has_sinks else pytest.param(kind, marks=pytest.mark.full) for kind in KINDS]
+)
 def test_parts_of_one_tensor_in_rows_of_several_blocks(kind: str) -> None:
     """What tests/gpu runs by the kernels."""
     found = errors(KINDS[kind], answers(150, [90, 8, 120]), torch.float32, CPU)
@@ -137,15 +104,13 @@ def test_parts_of_one_tensor_in_rows_of_several_blocks(kind: str) -> None:
 
 
 def test_a_sink_takes_all_of_a_place_whose_scores_are_far_below() -> None:
-    tree = tree_of([[1, 2, 3]])
     q, k, v = (torch.ones(3, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     sinks = torch.full((1,), 2000.0, dtype=torch.float64, requires_grad=True)
-    out = FlexPlan.of(tree, CPU).attend(q, k, v, sinks, None, 0.5)
-    assert not out.any()
-    for gradient in torch.autograd.grad(out.sum(), (q, k, v, sinks)):
-        assert not gradient.any()
+    out = FlexPlan.of(tree_of([[1, 2, 3]]), CPU).attend(q, k, v, sinks, None, 0.5)
+    assert not any(x.any() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v, sinks))))
 
 
+@pytest.mark.full
 def test_rows_of_other_lengths_and_windows_compile_nothing_new() -> None:
     """Blocks: two and more, since torch compiles anew for sizes of 1; window or none; gradients or none."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -165,7 +130,8 @@ def test_rows_of_other_lengths_and_windows_compile_nothing_new() -> None:
 
     with counted(counter):
         first = [attend(100, [90, 80], w, learns=x) for w in (None, 7) for x in (True, False)][-1]
-        for prompt, answers in ((300, [90, 8]), (200, [30] * 9), (60, [100] * 2), (900, [300]), (130, [2, 90, 90])):
-            for window in (None, 7, 12):
-                for learns in (True, False):
-                    assert attend(prompt, answers, window, learns=learns) == first
+        for prompt, answers, window, learns in (
+            *((300, [90, 8], None, True), (200, [30] * 9, 7, True), (60, [100] * 2, 12, False)),
+            *((900, [300], None, False), (130, [2, 90, 90], 12, True)),
+        ):
+            assert attend(prompt, answers, window, learns=learns) == first
