@@ -1,7 +1,5 @@
 """The faults that strike a run: a table, one row for each class."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess
@@ -19,13 +17,12 @@ WITH_CRITIC = (*STAGES, "values", "update_critic")
 class Fault:
     """`strike` does the damage, and starts the run again if that ended its driver; `rng` chooses among victims.
 
-    `kind`: process | reply | push | reward | number | file | episode | machine.  The run has to notice it: by words on
-    its console that match `says`, or by a metric `counts` that rises; with neither it must say nothing and count
-    nothing.  `order`: the part whose orders have to be taken before the fault counts as survived.
+    The run has to notice it: by words on its console that match `says`, or by a metric `counts` that rises; with
+    neither it must say nothing and count nothing.  `order`: the part whose orders have to be taken before the fault
+    counts as survived.
     """
 
     name: str
-    kind: str
     strike: Callable[[ChaosRun, random.Random], None]
     says: str = ""
     counts: str = ""
@@ -139,64 +136,65 @@ FAILED = "rollout/failed_requests"
 REFUSED = "fell back to a slower transport|is out of service"  # the first time, and when there is no slower one
 SPIKE = r"a spike: .*the run goes back to step"
 PROCESSES = [
-    Fault("rank killed", "process", _send(ChaosRun.ranks, signal.SIGKILL), says=DIED),
-    Fault("rank stopped", "process", _send(ChaosRun.ranks, signal.SIGSTOP), says=DIED),
-    Fault("rank loops", "process", _order("loss", "loop"), says=DIED, order="loss"),
-    Fault("rank waits for ever", "process", _order("loss", "wait"), says=DIED, order="loss"),
-    Fault("collector killed", "process", _send(ChaosRun.collectors, signal.SIGKILL), counts=COLLECTORS),
-    Fault("collector stopped", "process", _send(ChaosRun.collectors, signal.SIGSTOP), counts=COLLECTORS),
-    Fault("server killed", "process", _send(ChaosRun.servers, signal.SIGKILL), counts="push/servers_died"),
-    Fault("server stopped", "process", _send(ChaosRun.servers, signal.SIGSTOP), counts="push/servers_died"),
-    Fault("driver killed", "process", _driver_killed, says=AGAIN),
-    Fault("driver terminated", "process", _driver_terminated, says=AGAIN),
-    Fault("driver asked to save", "process", _asked_to_save),  # which it does after every step anyway
-    Fault("power lost", "process", _power_lost, says=AGAIN),
-    Fault("second run in the folder", "process", _second_owner),
+    Fault("rank killed", _send(ChaosRun.ranks, signal.SIGKILL), says=DIED),
+    Fault("rank stopped", _send(ChaosRun.ranks, signal.SIGSTOP), says=DIED),
+    Fault("rank loops", _order("loss", "loop"), says=DIED, order="loss"),
+    Fault("rank waits for ever", _order("loss", "wait"), says=DIED, order="loss"),
+    Fault("collector killed", _send(ChaosRun.collectors, signal.SIGKILL), counts=COLLECTORS),
+    Fault("collector stopped", _send(ChaosRun.collectors, signal.SIGSTOP), counts=COLLECTORS),
+    Fault("server killed", _send(ChaosRun.servers, signal.SIGKILL), counts="push/servers_died"),
+    Fault("server stopped", _send(ChaosRun.servers, signal.SIGSTOP), counts="push/servers_died"),
+    Fault("driver killed", _driver_killed, says=AGAIN),
+    Fault("driver terminated", _driver_terminated, says=AGAIN),
+    Fault("driver asked to save", _asked_to_save),  # which it does after every step anyway
+    Fault("power lost", _power_lost, says=AGAIN),
+    Fault("second run in the folder", _second_owner),
 ]
 REPLIES = [
     *(
-        Fault(f"reply: {kind}", "reply", _order("reply", kind, 2), counts=FAILED, order="reply")
+        Fault(f"reply: {kind}", _order("reply", kind, 2), counts=FAILED, order="reply")
         for kind in ("nan", "null", "short", "negative", "beyond", "text", "cut", "error", "reset")
     ),
-    Fault("reply: slow", "reply", _order("reply", "slow", 2), order="reply"),  # within rollout.request_timeout_s
-    Fault("server hangs while healthy", "reply", _order("reply", "hang"), counts="push/servers_died", order="reply"),
-    Fault("server slow", "reply", _order("reply", "throttle"), counts="rollout/slow_servers", order="reply"),
-    Fault("server with old weights", "reply", _order("reply", "restart"), counts="push/servers_died", order="reply"),
+    Fault("reply: slow", _order("reply", "slow", 2), order="reply"),  # within rollout.request_timeout_s
+    Fault("server hangs while healthy", _order("reply", "hang"), counts="push/servers_died", order="reply"),
+    Fault("server slow", _order("reply", "throttle"), counts="rollout/slow_servers", order="reply"),
+    Fault("server with old weights", _order("reply", "restart"), counts="push/servers_died", order="reply"),
 ]
 PUSHES = [
-    Fault("push fails", "push", _order("push", "error"), says=REFUSED, order="push"),
-    Fault("weights with a wrong bit", "push", _order("weights", "bit"), says=REFUSED, order="weights"),
+    Fault("push fails", _order("push", "error"), says=REFUSED, order="push"),
+    Fault("weights with a wrong bit", _order("weights", "bit"), says=REFUSED, order="weights"),
 ]
 REWARDS = [
     *(
-        Fault(f"reward: {kind}", "reward", _order("reward", kind), counts="reward/reward_error", order="reward")
+        Fault(f"reward: {kind}", _order("reward", kind), counts="reward/reward_error", order="reward")
         for kind in ("raise", "hang", "memory", "nan")
     ),
     # A process that ends is started again, and its sample scored once more.
-    *(Fault(f"reward: {kind}", "reward", _order("reward", kind), order="reward") for kind in ("exit", "print", "fork")),
+    *(Fault(f"reward: {kind}", _order("reward", kind), order="reward") for kind in ("exit", "print", "fork")),
 ]
 NUMBERS = [
-    Fault("loss not finite", "number", _order("loss", "nan"), counts="trainer/skipped_steps", order="loss"),
-    Fault("loss explodes", "number", _order("loss", "huge"), counts="trainer/skipped_steps", order="loss"),
+    Fault("loss not finite", _order("loss", "nan"), counts="trainer/skipped_steps", order="loss"),
+    Fault("loss explodes", _order("loss", "huge"), counts="trainer/skipped_steps", order="loss"),
 ]
 ROLLBACKS = [  # of a run with trainer.on_nonfinite=rollback and trainer.spike_sigma
-    Fault("loss not finite, rolled back", "number", _order("loss", "nan"), counts="trainer/rollbacks", order="loss"),
-    Fault("spike of the loss, rolled back", "number", _order("loss", "spike"), says=SPIKE, order="loss"),
+    Fault("loss not finite, rolled back", _order("loss", "nan"), counts="trainer/rollbacks", order="loss"),
+    Fault("spike of the loss, rolled back", _order("loss", "spike"), says=SPIKE, order="loss"),
 ]
 FILES = [
-    Fault("save damaged", "file", _save_damaged, says="is passed over"),
-    Fault("manifest torn", "file", _manifest_torn, says="is passed over"),
-    Fault("line torn", "file", _line_torn, says=AGAIN),
-    Fault("disk full", "file", _order("disk", "full"), counts="checkpoint/failed", order="disk"),
+    Fault("save damaged", _save_damaged, says="is passed over"),
+    Fault("manifest torn", _manifest_torn, says="is passed over"),
+    Fault("line torn", _line_torn, says=AGAIN),
+    Fault("disk full", _order("disk", "full"), counts="checkpoint/failed", order="disk"),
 ]
+ALL = [*PROCESSES, *REPLIES, *PUSHES, *REWARDS, *NUMBERS, *FILES]  # of a run without agents on one machine
 EPISODES = [
-    Fault("episode: raise", "episode", _order("episode", "raise"), counts="agent/errors", order="episode"),
-    Fault("episode: hang", "episode", _order("episode", "hang"), counts="agent/timeouts", order="episode"),
-    Fault("episode: exit", "episode", _order("episode", "exit"), counts=COLLECTORS, order="episode"),
+    Fault("episode: raise", _order("episode", "raise"), counts="agent/errors", order="episode"),
+    Fault("episode: hang", _order("episode", "hang"), counts="agent/timeouts", order="episode"),
+    Fault("episode: exit", _order("episode", "exit"), counts=COLLECTORS, order="episode"),
 ]
 MACHINES = [
-    Fault("machine killed", "machine", _machine_killed, says="takes the place of"),
-    Fault("server joins", "machine", _server_joins, says="has its first verified weights"),
-    Fault("server leaves", "machine", _server_leaves(signal.SIGTERM), says="leaves the run"),
-    Fault("server disappears", "machine", _server_leaves(signal.SIGKILL), says="leaves the run"),
+    Fault("machine killed", _machine_killed, says="takes the place of"),
+    Fault("server joins", _server_joins, says="has its first verified weights"),
+    Fault("server leaves", _server_leaves(signal.SIGTERM), says="leaves the run"),
+    Fault("server disappears", _server_leaves(signal.SIGKILL), says="leaves the run"),
 ]

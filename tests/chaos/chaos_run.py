@@ -1,7 +1,5 @@
 """A run that a test disturbs: its processes, what it is doing, and starting it again when it was ended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -9,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
+from programs import runs
 from ring_cases import lines
 
 from megarl.metrics.trackers.status import read_status
@@ -46,7 +45,7 @@ class ChaosRun:
         self.environment = {**os.environ, "PYTHONPATH": path}
         self.start()
 
-    def __enter__(self) -> ChaosRun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,11 +123,10 @@ class ChaosRun:
         found = []
         for process in psutil.Process(self.driver.pid).children(recursive=True):
             try:
-                line = " ".join(process.cmdline())
+                if not words or any(runs(process, word) for word in words):
+                    found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            if line and (not words or any(word in line for word in words)):
-                found.append(process)
         return found
 
     def ranks(self) -> list[psutil.Process]:
@@ -138,7 +136,7 @@ class ChaosRun:
         return self.processes("chaos_server.py", "megarl.hf_server.main")
 
     def collectors(self) -> list[psutil.Process]:
-        return self.processes("megarl.processes.child")
+        return self.processes("run_collector")
 
     def kill_all(self) -> None:
         """What a power loss does."""
@@ -208,4 +206,4 @@ def _is_worker(machine: subprocess.Popen[bytes]) -> bool:
     if machine.poll() is not None:
         return False
     children = psutil.Process(machine.pid).children(recursive=True)
-    return any("megarl.roles.worker" in " ".join(child.cmdline()) for child in children)
+    return any(runs(child, "megarl.roles.worker") for child in children)

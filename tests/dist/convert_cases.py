@@ -1,12 +1,11 @@
 """A conversion's ranks in processes that are there already, and what else the pool does for test_convert.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from lora_cases import Lora
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -18,10 +17,9 @@ from megarl.convert.worker import Worker
 from megarl.group import RankError, Reply
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
-from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
+from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.models.model import build_model, read_hf_config, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.load import load_hf
 
 held: dict[str, Worker] = {}  # of this process
@@ -88,17 +86,13 @@ def save_checkpoint(hf_folder: str, folder: str, layout: Layout, role: str) -> d
 
 def save_adapters(hf_folder: str, folder: str, layout: Layout) -> dict[str, Tensor]:
     """As a run with LoRA saves its actor.  Rank 0 returns the merged weights."""
-    make_groups(layout)
-    hf = read_hf_config(hf_folder)
-    model = build_model(hf, layout)
-    load_hf(model, hf_folder, hf)
-    apply_lora(model, LoraSettings(4, 8.0))
+    lora = Lora(hf_folder, LoraSettings(4, 8.0), layout)
     with torch.no_grad():
-        for _, linear in adapted(model):
+        for _, linear in adapted(lora.model):
             for part in linear.lora.projections.values():
                 part.B.add_(torch.linspace(-0.1, 0.1, part.B.shape[1]))
-    checkpoint.save(Path(folder), model, None)
-    merged = {name: tensor.clone() for name, tensor in hf_tensors(model, hf)}
+    checkpoint.save(Path(folder), lora.model, None)
+    merged = lora.merged()
     destroy_groups()
     return merged if dist.get_rank() == 0 else {}
 

@@ -1,8 +1,5 @@
-"""What runs on the ranks in test_lora_dist.py: gradients, steps, checkpoints and exports of a model with adapters."""
+"""What runs on the ranks of test_lora_dist.py: gradients, steps, checkpoints and exports of a model with adapters."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +7,7 @@ import torch
 import torch.distributed as dist
 from chunks import named_parameters, parameters
 from parity_cases import make_step
+from peft_folder import load_peft, peft_settings
 from torch import Tensor
 
 from megarl.batch import Batch, LossOutput
@@ -23,7 +21,7 @@ from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
-from megarl.weights.hf.adapter import adapter_parameters, adapter_tensors, load_peft, read_peft_settings, save_peft
+from megarl.weights.hf.adapter import adapter_tensors, save_peft
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.load import load_hf
 
@@ -59,9 +57,10 @@ class Lora:
         self.wrapped = wrap_for_training(self.model, self.layout)
         self.optimizer = Optimizer(self.wrapped, OPTIM)
 
-    def columns(self) -> Tensor | None:
+    def columns(self, name: str) -> dict[str, Tensor]:
+        """Log-probs as they are now, by this name, on those ranks that have them."""
         found = forward_only(self.model, self.micros, self.outputs, CPU)
-        return torch.cat([c["log_probs"] for c in found]) if self.where.is_reporter else None
+        return {name: torch.cat([c["log_probs"] for c in found])} if self.where.is_reporter else {}
 
     def step(self) -> float:
         how = {"num_tokens": self.batch.num_tokens, "device": CPU}
@@ -91,14 +90,19 @@ class Lora:
         return {f"{i} {name}": param.detach().clone() for i, (name, param) in enumerate(base)}
 
 
-def one_layout(folder: str, adapter: str, out: str, layout: Layout) -> dict[str, Any]:
-    """Everything about one layout, starting from an adapter that `peft` wrote."""
-    lora = Lora(folder, read_peft_settings(adapter, read_hf_config(folder)), layout)
+def run_layouts(root: str, out: str, cases: dict[str, Layout]) -> dict[str, Any]:
+    """Everything about each model under a layout, by "model/layout"; of every model there is an adapter."""
+    return {case: one_layout(f"{root}/{case.split('/')[0]}", f"{out}/{case}", layout) for case, layout in cases.items()}
+
+
+def one_layout(folder: str, out: str, layout: Layout) -> dict[str, Any]:
+    adapter = f"{folder} adapter"
+    lora = Lora(folder, peft_settings(adapter, read_hf_config(folder)), layout)
     try:
         found: dict[str, Any] = {"initial": lora.adapters(), "identity": identity(lora.model)}
         load_peft(lora.model, lora.hf, adapter)
         lora.trainable()
-        found |= {"loaded": lora.adapters(), "columns": lora.columns(), "indices": lora.indices}
+        found |= {"loaded": lora.adapters(), "columns": lora.columns("before"), "indices": lora.indices}
         before, merged = lora.base(), lora.merged()
         assert {n: (tuple(t.shape), t.dtype) for n, t in merged.items()} == hf_sizes(lora.model, lora.hf)
         found |= {"merged": merged, "gradients": lora.gradients(), "grad_norm": lora.step()}
@@ -107,32 +111,12 @@ def one_layout(folder: str, adapter: str, out: str, layout: Layout) -> dict[str,
             id(p) for _, linear in adapted(lora.model) for p in linear.lora.parameters()
         }
         found["moved"] = not any(torch.equal(t, found["loaded"][n]) for n, t in lora.adapters().items())
-        found["after"] = lora.columns()
+        found["columns"] |= lora.columns("after")
         save_peft(lora.model, lora.hf, Path(out) / "adapter", base_model=folder)
         save_hf(lora.model, lora.hf, Path(out) / "merged", source_folder=folder)
-        return found if dist.get_rank() == 0 else {n: found[n] for n in ("columns", "indices", "after", "grad_norm")}
+        return found if dist.get_rank() == 0 else {n: found[n] for n in ("columns", "indices", "grad_norm")}
     finally:
         destroy_groups()
-
-
-def partial_targets(folder: str, layout: Layout) -> dict[str, Tensor]:
-    """Merged weights with adapters on q, v and up only, B set to known numbers."""
-    lora = Lora(folder, LoraSettings(2, 3.0, ("q_proj", "v_proj", "up_proj")), layout)
-    with torch.no_grad():
-        for name, param in adapter_parameters(lora.model).items():
-            if name.endswith(".B"):
-                param.fill_(0.5)
-    found = {**lora.merged(), **lora.adapters()}
-    destroy_groups()
-    return found
-
-
-def all_layouts(folder: str, adapter: str, out: str, layouts: dict[str, Layout]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, layout in layouts.items():
-        found[name] = one_layout(folder, adapter, f"{out}/{name}", replace(layout))
-        found[f"{name} partial"] = partial_targets(folder, layout)
-    return found
 
 
 def resumed(folder: str, root: str, first: Layout, then: Layout, dtype: str) -> dict[str, Any]:
@@ -181,6 +165,10 @@ def refusals(folder: str, other: str, root: str) -> dict[str, str]:
     return found
 
 
-def all_checkpoints(folder: str, other: str, root: str, cases: dict[str, tuple[Layout, Layout, str]]) -> dict[str, Any]:
-    found: dict[str, Any] = {n: resumed(folder, f"{root}/{n}", *case) for n, case in cases.items()}
-    return found | {"refused": refusals(folder, other, f"{root}/{next(iter(cases))}")}
+def run_checkpoints(root: str, out: str, cases: dict[str, tuple[str, Layout, Layout, str]]) -> dict[str, Any]:
+    """Resumed runs: (the model, the layout that saves, the layout that loads, dtype); and what is refused."""
+    found: dict[str, Any] = {
+        name: resumed(f"{root}/{model}", f"{out}/{name}", first, then, dtype)
+        for name, (model, first, then, dtype) in cases.items()
+    }
+    return found | {"refused": refusals(f"{root}/qwen3", f"{root}/other", f"{out}/{next(iter(cases))}")}

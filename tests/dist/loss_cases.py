@@ -1,18 +1,19 @@
-"""What runs on the ranks of test_loss_splits.py: the driver's part and Megatron's part of one optimizer step."""
+"""What test_loss_splits.py runs: which settings meet which split, and the driver's and Megatron's part of a step."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from chunks import fill_value_head, gradients
-from loss_cover import ALL_SPLITS, DOCUMENTED, VALUE, Case
 from torch import Tensor
 
 from megarl.algo import (
+    AGG_MODES,
+    KL_ESTIMATORS,
     POLICY_LOSSES,
     ActorLoss,
     Correction,
@@ -22,8 +23,8 @@ from megarl.algo import (
     register_policy_loss,
     step_columns,
 )
-from megarl.batch import Batch, LossOutput, MicroBatch, Stats
-from megarl.data.packing import RankPlan, plan
+from megarl.batch import Batch, LossOutput, Stats
+from megarl.data.packing import plan
 from megarl.layout import Layout
 from megarl.mcore.models.model import Model, build_model, read_hf_config
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
@@ -31,6 +32,122 @@ from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Columns, Outputs, backward, forward_only
 from megarl.weights.hf.load import load_hf
+
+NORMALIZED = "token"
+CORRECTIONS = {
+    "off": Correction(),
+    "token": Correction(level="token", truncate=1.2),
+    "icepop": Correction(level="token", truncate=None, mask_low=0.7, mask_high=1.4),
+    "sequence": Correction(level="sequence", truncate=2.0, reject_by="k3", reject_high=0.15),
+    "geometric": Correction(
+        level="geometric", truncate=1.1, reject_by="ratio", reject_level="sequence", reject_low=0.4, reject_high=3.0
+    ),
+    "bypass": Correction(bypass=True),
+}
+
+Row = dict[str, Any]  # factor -> the name of its value
+
+DOCUMENTED, VALUE = "documented", "value"  # a user's loss of the documented form; the critic's
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one optimizer step is cut: over how many ranks, laid out how, in how many micro-batches on each."""
+
+    ranks: int
+    micros: int
+    layout: Layout = Layout()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer step: what is computed, of which data, cut how."""
+
+    loss: str
+    mode: str
+    split: str
+    kl: str = "off"  # a kl_loss_type, or "importance"
+    correction: str = "off"  # a name of CORRECTIONS
+    entropy: str = "0"  # entropy_coeff
+    data: str = "mild"  # a name of what make_data returns
+
+
+def _unique(table: Mapping[str, object]) -> tuple[str, ...]:
+    """Names without the aliases, which stand for the same function."""
+    seen: dict[object, str] = {}
+    for name, function in table.items():
+        seen.setdefault(function, name)
+    return tuple(seen.values())
+
+
+SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+SPLITS = {  # one split at a time, then several at once
+    "micro2": Split(1, 2),
+    "micro4": Split(1, 4),
+    "dp2": Split(2, 1),
+    "dp4": Split(4, 1),
+    "cp2": Split(2, 1, Layout(cp=2)),
+    "tp2": Split(2, 1, Layout(tp=2)),
+    "tp2+sp": Split(2, 2, Layout(**SP)),
+    "pp2": Split(2, 4, Layout(pp=2)),
+    "dp2 cp2": Split(4, 2, Layout(cp=2)),
+    "dp2 pp2": Split(4, 4, Layout(pp=2)),
+    "tp2+sp cp2": Split(4, 2, Layout(**SP, cp=2)),
+    "tp2 pp2": Split(4, 1, Layout(tp=2, pp=2)),
+    "dp2 tp2": Split(4, 2, Layout(tp=2)),
+    "cp2 pp2": Split(4, 2, Layout(cp=2, pp=2)),
+}
+ONE = "one"  # one rank, one micro-batch: what every split is compared with
+ALL_SPLITS = {ONE: Split(1, 1)} | SPLITS
+
+LOSSES = (*_unique(POLICY_LOSSES), DOCUMENTED, VALUE)
+MODES = _unique(AGG_MODES)
+KLS = ("off", "importance", *(f"{name}{plus}" for name in (*_unique(KL_ESTIMATORS), "full") for plus in ("", "+")))
+FACTORS: dict[str, Sequence[str]] = {
+    "loss": LOSSES,
+    "mode": MODES,
+    "kl": KLS,
+    "correction": tuple(CORRECTIONS),
+    "entropy": ("0", "0.05"),
+    "data": ("mild", "hard", "scored"),
+}
+OF_ACTORS = ("kl", "correction", "entropy")  # the first value is the one that leaves it out
+
+
+def has_meaning(row: Row) -> bool:
+    """A critic has weights, and nothing of what else an actor's loss has."""
+    return row.get("loss") != VALUE or all(row.get(name) in (None, FACTORS[name][0]) for name in OF_ACTORS)
+
+
+def cover() -> list[Case]:
+    """Few cases in which every pair of values of two factors occurs that has a meaning, the split being one factor.
+
+    Greedy: a case begins with a pair that has not occurred and takes, factor after factor, the value that brings most
+    new pairs with what the case has; of equals the one that was used least.
+    """
+    factors = {**FACTORS, "split": tuple(SPLITS)}
+    missing = dict.fromkeys(pair for pair in pairs(factors) if has_meaning(dict(pair)))
+    used, cases = Counter[tuple[str, str]](), list[Case]()
+    while missing:
+        row: Row = dict(next(iter(missing)))
+        for name in sorted(set(factors) - set(row), key=lambda name: (-len(factors[name]), name)):
+
+            def worth(value: str, name: str = name, row: Row = row) -> tuple[int, int]:
+                return sum(frozenset([(name, value), other]) in missing for other in row.items()), -used[name, value]
+
+            row[name] = max((value for value in factors[name] if has_meaning({**row, name: value})), key=worth)
+        used.update(row.items())
+        for pair in combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+        cases.append(Case(**row))
+    return cases
+
+
+def pairs(factors: Mapping[str, Sequence[str]]) -> Iterator[frozenset[tuple[str, str]]]:
+    """Every pair of values of two different factors."""
+    for a, b in combinations(factors, 2):
+        yield from (frozenset([(a, x), (b, y)]) for x, y in product(factors[a], factors[b]))
+
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -50,17 +167,6 @@ ARGS = {
     "dro": {"beta": 0.5},
     "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": -0.2, "clip_cov_ub": 20.0},
     "kl_cov": {"kl_cov_ratio": 0.3},
-}
-NORMALIZED = "token"
-CORRECTIONS = {
-    "off": Correction(),
-    "token": Correction(level="token", truncate=1.2),
-    "icepop": Correction(level="token", truncate=None, mask_low=0.7, mask_high=1.4),
-    "sequence": Correction(level="sequence", truncate=2.0, reject_by="k3", reject_high=0.15),
-    "geometric": Correction(
-        level="geometric", truncate=1.1, reject_by="ratio", reject_level="sequence", reject_low=0.4, reject_high=3.0
-    ),
-    "bypass": Correction(bypass=True),
 }
 
 
@@ -86,17 +192,14 @@ def make_data(sequences: Batch, now: Columns) -> dict[str, Batch]:
     """The steps that cases are made of, by name.
 
     mild: every number near what the models say now, zeros at masked places.  hard: large ratios, NaN at masked places.
-    scored: advantages of GRPO.  empty: nothing to train.
+    scored: advantages of GRPO.
     """
     mild = make_step(sequences, now)
     scores = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(5))
     return {
         "mild": mild,
         "hard": make_step(sequences, now, hard=True, at_masked=float("nan")),
-        "hard with zeros": make_step(sequences, now, hard=True),
         "scored": estimate(mild.with_per_sequence(score=scores), adv_estimator="grpo")[0],
-        "empty": mild.with_columns(response_mask=torch.zeros(sequences.num_tokens)),
-        "trainable only": mild.select([b for b in range(len(LENGTHS)) if b not in UNTRAINED]),
     }
 
 
@@ -147,11 +250,6 @@ def make_loss(case: Case) -> ActorLoss | CriticLoss:
     )
 
 
-def packed_of(step: Batch, loss: ActorLoss | CriticLoss) -> Batch:
-    """What is packed: samples, if the loss looks at all of one, else rows."""
-    return step if loss.per_sequence else step.by_row()
-
-
 def columns_of(step: Batch, case: Case, loss: ActorLoss | CriticLoss) -> Batch:
     """What the driver makes once of a whole step."""
     how = CORRECTIONS[case.correction]
@@ -164,18 +262,6 @@ def columns_of(step: Batch, case: Case, loss: ActorLoss | CriticLoss) -> Batch:
         normalize=case.correction == NORMALIZED,
         bypass=how.bypass,
     )
-
-
-def micros_of(step: Batch, case: Case, loss: ActorLoss | CriticLoss, part: RankPlan) -> list[MicroBatch]:
-    """This replica's share, as the driver sends it."""
-    if not case.inside:
-        mine = packed_of(columns_of(step, case, loss), loss).select(part.indices)
-        return micro_batches(mine.keep_columns(*loss.columns), part.micro_sizes)
-    packed = packed_of(step, loss)
-    alone = [columns_of(packed.select(members), case, loss) for members in part.micro_batches]
-    share = 1.0 if case.mode.startswith("token-sum") else 1.0 / len(alone)  # public code's mean over micro-batches
-    weighed = [own.with_columns(weight=share * own.columns["weight"]) for own in alone]
-    return [MicroBatch(own.keep_columns(*loss.columns)) for own in weighed]
 
 
 @dataclass
@@ -239,7 +325,7 @@ def now(folders: dict[str, str]) -> tuple[Batch, Columns]:
         destroy_groups()
 
 
-def run_cases(folders: dict[str, str], cases: Sequence[Case], data: dict[str, Batch]) -> list[dict[str, Any]]:
+def run_cases(folders: dict[str, str], cases: Sequence[Case], data: dict[str, Batch]) -> dict[Case, dict[str, Any]]:
     """What each case gives: the loss and statistics of this rank's replica, and on rank 0 the whole gradient.
 
     The cases are of one split; a gradient is that of the step's loss, summed over everything by Megatron.
@@ -251,18 +337,20 @@ def run_cases(folders: dict[str, str], cases: Sequence[Case], data: dict[str, Ba
     rank_info = make_groups(layout)
     try:
         models = Models(folders, layout)
-        return [_run(models, rank_info, case, data[case.data]) for case in cases]
+        return {case: _run(models, rank_info, case, data[case.data]) for case in cases}
     finally:
         destroy_groups()
 
 
 def _run(models: Models, rank_info: RankInfo, case: Case, step: Batch) -> dict[str, Any]:
     loss = make_loss(case)
+    packed = columns_of(step, case, loss)
+    if not loss.per_sequence:  # else it looks at all of a sample
+        packed = packed.by_row()
     rows = ALL_SPLITS[case.split].micros * rank_info.num_replicas
-    packed = packed_of(step, loss)
-    lengths = packed.sample_lengths.tolist()
-    parts = plan(lengths, rank_info.num_replicas, max_sequences=-(-packed.num_sequences // rows))
-    micros = micros_of(step, case, loss, parts[rank_info.replica])
+    how = {"max_sequences": -(-packed.num_sequences // rows)}
+    part = plan(packed.sample_lengths.tolist(), rank_info.num_replicas, **how)[rank_info.replica]
+    micros = micro_batches(packed.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
     noting, name = Noting(loss), "critic" if case.loss == VALUE else "actor"
     stats: Stats = backward(
         models(name),
@@ -279,5 +367,4 @@ def _run(models: Models, rank_info: RankInfo, case: Case, step: Batch) -> dict[s
         "stats": stats if rank_info.is_reporter else {},
         "gradient": whole if dist.get_rank() == 0 else {},
         "num_micros": len(micros),
-        "num_dummies": sum(micro.is_dummy for micro in micros),
     }

@@ -3,11 +3,10 @@
 On a GPU the backward pass of attention adds in no fixed order, and matrix products of other sizes have other kernels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
+import torch
 from spawn import DEVICE
 from torch import Tensor
 
@@ -18,21 +17,27 @@ LOOSER = 10.0 if DEVICE == "cuda" else 1.0  # a guess: not run on a GPU
 TOLERANCE = 2e-6 * LOOSER
 # An entry of a gradient is a sum of products of numbers that are each off by a few roundings.
 GRADIENT_TOLERANCE = 2e-5 * LOOSER
+Ranks = list[dict[str, Any]]  # what each rank returned
+
+
+def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert sorted(got) == sorted(expected)
+    wrong = [n for n in expected if got[n].dtype != expected[n].dtype or not torch.equal(got[n], expected[n])]
+    assert not wrong, f"{len(wrong)} of {len(expected)} differ: {wrong[:3]}"
 
 
 def assert_same_gradient(
     got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = GRADIENT_TOLERANCE
 ) -> None:
-    """Of a tensor whose gradient is small, relative to a hundredth of the largest of all."""
+    """Of a tensor whose gradient is small, relative to a hundredth of the largest of all.  NaN is never the same."""
     assert sorted(got) == sorted(expected)
     scale = max(t.abs().max().item() for t in expected.values())
     assert scale > 1e-3, "there is something to compare"
     errors = {name: relative(got[name], t, 1e-2 * scale) for name, t in expected.items()}
-    assert not {name: f"{e:.1e}" for name, e in errors.items() if e >= tolerance}
+    assert not {name: f"{e:.1e}" for name, e in errors.items() if not e < tolerance}
 
 
-def assert_same_stats(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """`got`, `want`: what each rank returned."""
+def assert_same_stats(got: Ranks, expected: Ranks) -> None:
     parts, whole = (merge_stats([rank["stats"] for rank in ranks]) for ranks in (got, expected))
     assert sorted(parts) == sorted(whole)
     for name, stat in whole.items():
@@ -45,7 +50,30 @@ def assert_same_after(got: dict[str, Any], expected: dict[str, Any], tolerance: 
     assert len(set(expected["grad_norms"])) == len(expected["grad_norms"]) > 0, "each step is of another gradient"
     assert sorted(got["after"]) == sorted(expected["after"])
     errors = {name: relative(got["after"][name], t) for name, t in expected["after"].items()}
-    assert not {name: f"{e:.1e}" for name, e in errors.items() if e >= tolerance}
+    assert not {name: f"{e:.1e}" for name, e in errors.items() if not e < tolerance}
+
+
+def assert_same_columns(got: Ranks, expected: Ranks, lengths: Tensor, tolerance: float = TOLERANCE) -> None:
+    """`lengths`: of the rows of the batch.  One rank has them all where they are expected."""
+    (reporter,) = [rank for rank in expected if rank["columns"]]
+    for name in reporter["columns"]:
+        whole, found = by_row(expected, name, lengths), by_row(got, name, lengths)
+        assert sorted(found) == sorted(whole) == list(range(len(lengths)))
+        for row, column in whole.items():
+            error = (found[row] - column).abs().max().item()
+            assert error < tolerance * max(1.0, column.abs().max().item()), f"{name} of row {row}: {error:.1e}"
+
+
+def by_row(ranks: Ranks, name: str, lengths: Tensor) -> dict[int, Tensor]:
+    """A column, from all ranks that have it: of each row of the batch."""
+    return {
+        row: part
+        for rank in ranks
+        if rank["columns"]
+        for row, part in zip(
+            rank["indices"], rank["columns"][name].split(lengths[rank["indices"]].tolist()), strict=True
+        )
+    }
 
 
 def relative(got: Tensor, expected: Tensor, scale: float = 1e-8) -> float:

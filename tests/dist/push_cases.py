@@ -1,16 +1,20 @@
-"""What the ranks of the push tests run.  Faults are put in where bytes leave the trainer, or into the server itself."""
+"""Servers of the push tests, and what their ranks run.
 
-from __future__ import annotations
+Faults are put in where bytes leave the trainer, or into the server itself.
+"""
 
 import errno
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -21,7 +25,10 @@ from megarl.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import make_groups
 from megarl.mcore.training.step import Outputs, forward_only
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import tensor_digest
+from megarl.servers.launch import TOKEN_VARIABLE
+from megarl.servers.supervisor import free_ports
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.hf.load import load_hf
@@ -33,6 +40,62 @@ from megarl.weights.push.servers import Nature, Server, Spent
 from megarl.weights.push.shared import payload, shared_buffer
 from megarl.weights.reshard import exchange
 from megarl.weights.reshard.plan import Plan
+
+
+class HFServer:
+    """A real server, whose process may be killed and started again at the same place.
+
+    Example: with HFServer(folder) as server: server.url, server.pid; server.restart()
+    """
+
+    def __init__(self, folder: Path) -> None:
+        (self._port,) = free_ports(["127.0.0.1"])
+        self._folder = folder
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.engine = ServerClient(self.url, TOKEN)
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "megarl.hf_server.main", "--model-path", str(self._folder)]
+        command += ["--port", str(self._port), "--max-running-requests", "4", "--max-total-tokens", "512"]
+        command += ["--group-timeout-s", "60"]
+        self._process = subprocess.Popen(command, env={**os.environ, TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"})
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self, limit_s: float = 240) -> Self:
+        """Until it serves."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                self.engine.health()
+                return self
+            except ServerError:
+                assert self._process.poll() is None and time.monotonic() < deadline, f"{self.url} did not start"
+                time.sleep(0.1)
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+        self.wait()
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self.engine.server_info()["is_paused"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.engine.close()
+
 
 TOKEN = "secret"
 K_PROJ, O_PROJ = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"

@@ -1,7 +1,5 @@
 """What the ranks of the tests of routing replay run: columns and gradient with experts that are given or noted."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,13 +1,12 @@
 """What the ranks of test_shards.py run: save under one layout, load under others, and take one more step."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from chunks import parameters, weights
@@ -42,6 +41,10 @@ LAYOUTS = {
     "tp2 sharded": Layout(tp=2, use_distributed_optimizer=True),
     "pp2 sharded": Layout(pp=2, use_distributed_optimizer=True),
     "dp2 sharded": Layout(use_distributed_optimizer=True),
+    "ep2": Layout(ep=2),
+    "ep2 etp1": Layout(tp=2, sequence_parallel=True, ep=2, etp=1),
+    "ep2 sharded": Layout(ep=2, use_distributed_optimizer=True),
+    "ep2 etp1 sharded": Layout(tp=2, sequence_parallel=True, ep=2, etp=1, use_distributed_optimizer=True),
 }
 
 
@@ -109,24 +112,19 @@ def _whole_moment(inner: Any, param: nn.Parameter, kind: str) -> torch.Tensor:
     return whole.view(param.shape).to(param.dtype)
 
 
-def saved_folder(root: str, optim: str, dtype: str, role: str, first: str, num_steps: int) -> Path:
-    return Path(root) / f"{optim} {dtype} {role} {first} {num_steps}"
-
-
 def saved_and_loaded(
-    folder: str, root: str, optim: str, dtype: str, role: str, first: str, then: list[str], num_steps: int
+    folder: str, where: str, optim: str, dtype: str, role: str, first: str, then: list[str], num_steps: int
 ) -> dict[str, Any]:
     """Train under `first`, save, and load under each of `then` into a model of other weights."""
-    where = saved_folder(root, optim, dtype, role, first, num_steps)
     trained = Trained(folder, LAYOUTS[first], optim, dtype, role)
     for _ in range(num_steps):
         trained.step()
-    checkpoint.save(where, trained.model, trained.optimizer)
+    checkpoint.save(Path(where), trained.model, trained.optimizer)
     found = {"saved": _look(trained)}
     trained.close()
     for name in then:
         loaded = Trained(folder, LAYOUTS[name], optim, dtype, role, scale=0.5)
-        checkpoint.load(where, loaded.model, loaded.optimizer)
+        checkpoint.load(Path(where), loaded.model, loaded.optimizer)
         found[name] = _look(loaded)
         loaded.close()
     return found
@@ -142,17 +140,17 @@ def _look(trained: Trained) -> dict[str, Any]:
     return found if dist.get_rank() == 0 else {n: found[n] for n in ("step_index", "lr", "adam steps")}
 
 
-def weights_only(folder: str, root: str) -> dict[str, torch.Tensor]:
-    """A frozen model has no optimizer to save."""
-    layout, hf, where = LAYOUTS["tp2"], read_hf_config(folder), Path(root) / "frozen"
-    make_groups(layout)
-    model = build_model(hf, layout)
-    load_hf(model, folder, hf)
-    checkpoint.save(where, model, None)
-    other = build_model(hf, layout)
-    checkpoint.load(where, other, None)
-    found = weights(other, hf, "actor")
-    destroy_groups()
+def weights_only(folder: str, where: str, first: str, then: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """A frozen model, which has no optimizer to save, goes from one layout to others."""
+    found = {}
+    for name in (first, *then):
+        model = Trained(folder, LAYOUTS[name], "adamw", "float32", "actor", scale=1.0 if name == first else 0.5)
+        if name == first:
+            checkpoint.save(Path(where), model.model, None)
+        else:
+            checkpoint.load(Path(where), model.model, None)
+        found[name] = model.weights()
+        model.close()
     return found
 
 
@@ -171,23 +169,29 @@ def checkpoint_peak(folder: str, root: str) -> dict[str, Any]:
     return {"bytes": sum(piece.memory.nbytes for piece in pieces), "params": params, "gathers": gathers}
 
 
-def refusals(folder: str, root: str) -> dict[str, str]:
+def refusals(folder: str, root: str, by_adamw: str) -> dict[str, str]:
     """The sentences about a folder that holds nothing, and about the checkpoint of another optimizer."""
     trained = Trained(folder, LAYOUTS["dp2"], "sgd", "float32", "actor")
-    found, by_adamw = {}, saved_folder(root, "adamw", "float32", "actor", "tp2", 2)
-    for name, where in {"empty": Path(root), "other": by_adamw}.items():
-        try:
-            checkpoint.load(where, trained.model, trained.optimizer)
-        except ValueError as error:
-            found[name] = str(error)
+    found = {}
+    for name, where in {"empty": root, "other": by_adamw}.items():
+        with pytest.raises(ValueError) as caught:
+            checkpoint.load(Path(where), trained.model, trained.optimizer)
+        found[name] = str(caught.value)
     trained.close()
     return found
 
 
-def all_cases(folder: str, root: str, cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    found: dict[str, Any] = {name: saved_and_loaded(folder, root, *case) for name, case in cases.items()}
-    found["frozen"] = weights_only(folder, root)
-    found["peak"] = checkpoint_peak(folder, root)
-    found |= refusals(folder, root)
+def run_cases(folder: str, experts: str, root: str, cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """`experts`: the folder of the model of those cases whose name says so."""
+    return {
+        name: saved_and_loaded(experts if "experts" in name else folder, f"{root}/{name}", *case)
+        for name, case in cases.items()
+    }
+
+
+def run_others(folder: str, experts: str, root: str, by_adamw: str) -> dict[str, Any]:
+    """All that is no case."""
+    found: dict[str, Any] = {"frozen": weights_only(experts, f"{root}/frozen", "ep2", ["pp2", "ep2 etp1"])}
+    found |= {"peak": checkpoint_peak(folder, root), **refusals(folder, root, by_adamw)}
     found["children"] = [child.cmdline() for child in psutil.Process().children(recursive=True)]
     return found

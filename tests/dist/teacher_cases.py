@@ -1,7 +1,5 @@
 """What ranks of test_distill_teachers_dist.py run: a teacher's columns, and a student's gradient, under a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,12 +1,10 @@
 """Plain values that ranks tell each other without pickles."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
 import pytest
-from spawn import run_ranks
+from spawn import Ranks
 
 import megarl
 from megarl.weights.push.agreement import broadcast_json, gather_json
@@ -23,12 +21,14 @@ def each_rank() -> tuple[list[object], object, object]:
     return gather_json(mine), broadcast_json({"order": [1, 2.5]} if rank == 0 else None), broadcast_json(None)
 
 
+@pytest.mark.full
 @pytest.mark.dist
-def test_every_rank_gets_what_all_said_and_what_rank_0_said() -> None:
-    wanted = [{"rank": rank, "words": ["\u00fc" * rank] * rank, "none": None} for rank in range(3)]
-    assert run_ranks(3, each_rank) == [(wanted, {"order": [1, 2.5]}, None)] * 3
+def test_every_rank_gets_what_all_said_and_what_rank_0_said(two_ranks: Ranks) -> None:
+    wanted = [{"rank": rank, "words": ["\u00fc" * rank] * rank, "none": None} for rank in range(2)]
+    assert two_ranks.run(each_rank) == [(wanted, {"order": [1, 2.5]}, None)] * 2
 
 
+@pytest.mark.full
 def test_nothing_of_ours_sends_objects_between_ranks() -> None:
     """torch pickles them, and ranks unpickle what comes."""
     found = [

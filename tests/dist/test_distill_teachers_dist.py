@@ -3,21 +3,24 @@
 The teachers have more layers than the student and other hidden sizes, and their states come from layouts of their own.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from divergence_plain import of_probabilities
-from spawn import Ranks, run_ranks
+from rank_answers import Answers
+from spawn import Ranks
 from teacher_cases import BETA, TEMPERATURE, student_gradients, teacher_columns
 from tiny_models import write_model
 from transformers import AutoModelForCausalLM
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.batch import Batch, merge_stats
+from megarl.hf_server.names import hub_tensors
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings
 from megarl.weights.hf.head import read_head
@@ -34,8 +37,18 @@ TOP, TAIL = 6, 1e-6
 SPARSE = {"ep2": Layout(ep=2), "tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1)}
 
 
-def product(layouts: dict[str, Layout], names: tuple[str, ...]) -> dict[str, tuple[Layout, str]]:
-    return {f"{layout}/{name}": (how, name) for layout, how in layouts.items() for name in names}
+Case = tuple[str, str, str, bool]  # the student, a layout, a divergence, whether over the likeliest tokens alone
+CASES: dict[Case, Layout] = {
+    **{("student", how, name, k): DENSE[how] for how in DENSE for name in NAMES for k in (False, True)},
+    **{("experts", how, name, False): SPARSE[how] for how in SPARSE for name in NAMES[::2]},
+    ("experts", "ep2", "reverse_kl", True): SPARSE["ep2"],
+    **{("student", how, "jsd", False): DEEP[how] for how in DEEP},
+}
+FAST: set[Case] = {
+    *(("student", how, "reverse_kl", False) for how in ("tp2+sp", "pp2", "cp2")),
+    *(("student", "dp2", "forward_kl", False), ("student", "tp2", "jsd", False), ("student", "tp2+sp", "jsd", True)),
+    ("experts", "ep2", "reverse_kl", False),
+}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +80,9 @@ def batch() -> Batch:
 
 
 @torch.no_grad()
-def states_of(folder: Path, batch: Batch, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def states_of(folder: Path, batch: Batch) -> torch.Tensor:
     """[N, H]: transformers' last hidden state before each token; 0 before a row's first."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     found = []
     for ids in batch.tokens.split(batch.lengths.tolist()):
         hidden = model.model(ids[None]).last_hidden_state[0]
@@ -79,35 +92,23 @@ def states_of(folder: Path, batch: Batch, dtype: torch.dtype = torch.float64) ->
 
 @pytest.mark.parametrize("layout", TEACHERS)
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_hidden_states_are_those_of_transformers_in_any_layout(
+def test_what_teachers_say_is_what_transformers_says_in_any_layout(
     teachers_states: dict[str, list[dict[str, Any]]], folders: dict[str, Path], batch: Batch, name: str, layout: str
 ) -> None:
-    expected = batch.with_columns(states=states_of(folders[name], batch))
-    seen = 0
-    for rank in teachers_states[name]:
-        for indices, columns in rank[layout]:
-            assert (columns["hidden_states"] - expected.select(indices).columns["states"]).abs().max() < 2e-5
-            seen += len(indices)
-    assert seen == len(LENGTHS)
-
-
-@pytest.mark.parametrize("layout", TEACHERS)
-def test_the_most_likely_tokens_are_those_of_transformers_in_any_layout(
-    teachers_states: dict[str, list[dict[str, Any]]], folders: dict[str, Path], batch: Batch, layout: str
-) -> None:
-    """Of the tokens that the policy knows: the second teacher's vocabulary is larger."""
-    model = AutoModelForCausalLM.from_pretrained(folders["second"], dtype=torch.float64).eval()
+    """Hidden states, and the likeliest of the tokens that the policy knows: the second vocabulary is larger."""
+    states = states_of(folders[name], batch)
+    model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float64).eval()
     with torch.no_grad():
-        log_q = (model.lm_head(states_of(folders["second"], batch))[:, :45] / TEMPERATURE).log_softmax(-1)
-    seen = 0
-    for rank in teachers_states["second"]:
-        for indices, columns in rank[layout]:
-            mine = batch.with_columns(log_q=log_q).select(indices)
-            told = torch.ones(mine.num_tokens, dtype=torch.bool).index_fill(0, mine.row_starts, False)
-            top = mine.columns["log_q"].topk(TOP).values[told]
-            assert (columns["top_log_probs"][told] - top).abs().max() < 2e-5
-            assert (mine.columns["log_q"].gather(1, columns["top_ids"])[told] - top).abs().max() < 2e-5
-            seen += len(indices)
+        log_q = (model.lm_head(states)[:, :45] / TEMPERATURE).log_softmax(-1)
+    expected, seen = batch.with_columns(states=states, log_q=log_q), 0
+    for indices, columns in (found for rank in teachers_states[name] for found in rank[layout]):
+        mine = expected.select(indices)
+        assert (columns["hidden_states"] - mine.columns["states"]).abs().max() < 2e-5
+        told = torch.ones(mine.num_tokens, dtype=torch.bool).index_fill(0, mine.row_starts, False)
+        top = mine.columns["log_q"].topk(TOP).values[told]
+        assert (columns["top_log_probs"][told] - top).abs().max() < 2e-5
+        assert (mine.columns["log_q"].gather(1, columns["top_ids"])[told] - top).abs().max() < 2e-5
+        seen += len(indices)
     assert seen == len(LENGTHS)
 
 
@@ -144,7 +145,7 @@ def in_buckets(p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
 def dense(
     student: Path, folders: dict[str, Path], batch: Batch, name: str, top_k: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and its gradient from whole logits in float64, a row at a time."""
+    """The loss and its gradient, by hub names, from whole logits in float64, a row at a time."""
     kind = {"dtype": torch.float64, "attn_implementation": "eager"}
     eager = {"experts_implementation": "eager"}  # the only one in float64
     policy = AutoModelForCausalLM.from_pretrained(student, **kind, **eager if "experts" in student.name else {}).eval()
@@ -161,86 +162,63 @@ def dense(
         p, q = in_buckets(p, q) if top_k else (p, q)
         weights = (columns["weight"][i] * columns["distill_weight"][i])[1:]
         loss = loss + (weights * of_probabilities(name, BETA, p, q)).sum()
-    params = dict(policy.named_parameters())  # tied ones once
-    return loss.item(), dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+    params = list(policy.parameters())  # tied ones once
+    for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
+        param.data = gradient
+    found = {name: tensor.detach() for name, tensor in hub_tensors(policy, policy.config.model_type).items()}
+    if policy.config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return loss.item(), found
 
 
-def hub_names(gradient: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With one tensor for each expert, where transformers stacks them: [experts, ...]."""
-    found = {}
-    for name, tensor in gradient.items():
-        stem = name.removesuffix(".gate_up_proj").removesuffix(".down_proj")
-        if not stem.endswith(".experts"):
-            found[name] = tensor
-            continue
-        for expert, own in enumerate(tensor):
-            parts = {"gate_proj": own.chunk(2)[0], "up_proj": own.chunk(2)[1]}
-            parts = parts if name.endswith("gate_up_proj") else {"down_proj": own}
-            found |= {f"{stem}.{expert}.{part}.weight": rows for part, rows in parts.items()}
-    return found
-
-
-def compare(ranks: list[dict[str, Any]], case: str, loss: float, expected: dict[str, torch.Tensor]) -> None:
-    gradient = ranks[0][case]["gradient"]
+def compare(ranks: list[dict[str, Any]], loss: float, expected: dict[str, torch.Tensor]) -> None:
+    gradient = ranks[0]["gradient"]
     assert sorted(gradient) == sorted(expected)
     assert max(t.abs().max().item() for t in expected.values()) > 1e-2, "there is something to compare"
     errors = {n: (gradient[n].double() - t).abs().max().item() for n, t in expected.items()}
     assert not {n: f"{e:.1e}" for n, e in errors.items() if e > 1e-6}
-    stats = merge_stats([rank[case]["stats"] for rank in ranks])
+    stats = merge_stats([rank["stats"] for rank in ranks])
     parts = [(1.0, stats["distill/first/divergence"]), (0.5, stats["distill/second/divergence"])]
     assert sum(weight * stat.value for weight, stat in parts) == pytest.approx(loss, abs=1e-6)
     assert stats["distill/divergence"].value == pytest.approx(sum(stat.value for _, stat in parts), abs=1e-6)
 
 
 @pytest.fixture(scope="module")
-def expected(folders: dict[str, Path], batch: Batch) -> dict[tuple[str, str], Any]:
-    """Of each student and divergence."""
-    found = {}
-    for student in ("student", "experts"):
-        for name in NAMES:
-            loss, gradient = dense(folders[student], folders, batch, name)
-            found[student, name] = (loss, hub_names(gradient))
-    return found
+def expected(folders: dict[str, Path], batch: Batch) -> Callable[..., tuple[float, dict[str, torch.Tensor]]]:
+    """(student, divergence, over the likeliest tokens alone) -> the loss and its gradient by whole logits."""
 
+    @cache
+    def of(student: str, name: str, top_k: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        return dense(folders[student], folders, batch, name, top_k)
 
-def run(
-    ranks: Ranks, folders: dict[str, Path], student: str, taught: Batch, cases: dict[str, Any], top_k: bool = False
-) -> Any:
-    teachers = [str(folders[name]) for name in ("first", "second")]
-    return ranks.run(student_gradients, str(folders[student]), teachers, taught, cases, top_k, timeout_s=400)
+    return of
 
 
 @pytest.fixture(scope="module")
-def on_two(two_ranks: Ranks, folders: dict[str, Path], taught: Batch) -> dict[str, list[dict[str, Any]]]:
-    cases = {"student": product(DENSE, NAMES), "experts": product(SPARSE, NAMES[::2])}
-    return {student: run(two_ranks, folders, student, taught, own) for student, own in cases.items()}
+def found(two_ranks: Ranks, four_ranks: Ranks, folders: dict[str, Path], taught: Batch) -> Answers:
+    teachers, groups = [str(folders[name]) for name in ("first", "second")], []
+    for is_fast in (True, False):
+        for ranks, student, top_k in product((two_ranks, four_ranks), ("student", "experts"), (False, True)):
+            cases = {
+                case: (layout, case[2])
+                for case, layout in CASES.items()
+                if (case in FAST, case[0], case[3], case[1] in DEEP) == (is_fast, student, top_k, ranks is four_ranks)
+            }
+            how = (str(folders[student]), teachers, taught, cases, top_k)
+            groups.append((cases, partial(ranks.run, student_gradients, *how, timeout_s=400)))
+    return Answers(*groups)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", DENSE)
-def test_the_gradient_is_that_of_whole_logits(on_two: Any, expected: Any, layout: str, name: str) -> None:
-    compare(on_two["student"], f"{layout}/{name}", *expected["student", name])
-    assert layout == "dp2" or on_two["student"][0][f"{layout}/{name}"]["num_micros"] > 1
-
-
-@pytest.mark.parametrize("name", NAMES[::2])
-@pytest.mark.parametrize("layout", SPARSE)
-def test_the_gradient_of_experts_is_that_of_whole_logits(on_two: Any, expected: Any, layout: str, name: str) -> None:
-    compare(on_two["experts"], f"{layout}/{name}", *expected["experts", name])
-
-
-def test_the_gradient_over_the_most_likely_tokens_is_that_of_whole_logits(
-    two_ranks: Ranks, folders: dict[str, Path], taught: Batch, batch: Batch
-) -> None:
-    """And the divergence is a lower bound of that over the vocabulary."""
-    for student, layouts in (("student", DENSE), ("experts", {"ep2": SPARSE["ep2"]})):
-        for name in NAMES if student == "student" else NAMES[:1]:
-            loss, gradient = dense(folders[student], folders, batch, name, top_k=True)
-            assert 0 < loss < dense(folders[student], folders, batch, name)[0]
-            cases = product(layouts, (name,))
-            found = run(two_ranks, folders, student, taught, cases, top_k=True)
-            for case in cases:
-                compare(found, case, loss, hub_names(gradient))
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in FAST else pytest.mark.full, id=str(c)) for c in CASES]
+)
+def test_the_gradient_is_that_of_whole_logits(found: Answers, expected: Any, case: Case) -> None:
+    """Over the likeliest tokens the divergence is a lower bound of that over the vocabulary."""
+    student, layout, name, top_k = case
+    compare(found[case], *expected(student, name, top_k))
+    assert layout in ("dp2", "ep2", *DEEP) or found[case][0]["num_micros"] > 1
+    if top_k:
+        assert 0 < expected(student, name, True)[0] < expected(student, name, False)[0]
 
 
 def test_the_gradient_of_adapters_is_that_of_whole_logits(
@@ -248,11 +226,11 @@ def test_the_gradient_of_adapters_is_that_of_whole_logits(
 ) -> None:
     """Of W + s B A with B = 0, of the gradient G of W: s G A^T for B, and 0 for A.  The head is frozen."""
     settings = LoraSettings(rank=2, alpha=6.0)
-    cases = product({name: DENSE[name] for name in ("tp2+sp", "pp2", "cp2")}, NAMES[:1])
+    cases = {layout: (DENSE[layout], "reverse_kl") for layout in ("tp2+sp", "pp2", "cp2")}
     teachers = [str(folders[name]) for name in ("first", "second")]
     how = (str(folders["student"]), teachers, taught, cases, False, settings)
     ranks = two_ranks.run(student_gradients, *how, timeout_s=240)
-    _, of_weights = expected["student", "reverse_kl"]
+    _, of_weights = expected("student", "reverse_kl", False)
     for case in cases:
         found, adapters = ranks[0][case]["gradient"], ranks[0][case]["adapters"]
         assert len(found) == 2 * 7 * 2, "A and B of seven projections of two layers"
@@ -265,17 +243,6 @@ def test_the_gradient_of_adapters_is_that_of_whole_logits(
             theirs = settings.alpha / settings.rank * of_weights[weight] @ a.T
             assert (gradient.double() - theirs).abs().max() <= 1e-6
         assert max(tensor.abs().max().item() for tensor in found.values()) > 1e-3
-
-
-@pytest.mark.slow
-def test_the_gradient_on_four_ranks_is_that_of_whole_logits(
-    folders: dict[str, Path], taught: Batch, expected: Any
-) -> None:
-    cases = product(DEEP, ("jsd",))
-    teachers = [str(folders[name]) for name in ("first", "second")]
-    ranks = run_ranks(4, student_gradients, str(folders["student"]), teachers, taught, cases, False, timeout_s=400)
-    for case in cases:
-        compare(ranks, case, *expected["student", "jsd"])
 
 
 def test_a_head_of_a_smaller_vocabulary_is_refused(folders: dict[str, Path]) -> None:

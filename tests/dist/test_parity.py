@@ -1,23 +1,26 @@
 """Optimizer steps under every layout and every cut into micro-batches: the same columns, loss, gradient, weights."""
 
-from __future__ import annotations
-
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_cases import Case, Found, Table, make_step
-from parity_compare import TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
+import torch
+from parity_cases import Case, Found, Table, make_step, with_support
+from parity_compare import assert_same_after, assert_same_columns, assert_same_gradient, assert_same_stats, by_row
+from transformers import AutoModelForCausalLM
 
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
-from megarl.mcore.logprobs.logprobs import NAMES
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.ragged import COUNTS, gathered
+from megarl.sample import SUPPORT
 
 pytestmark = pytest.mark.dist
 
 SHAPE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
-FAST: dict[int, dict[str, Layout]] = {
+SHALLOW: dict[int, dict[str, Layout]] = {
     2: {
         "tp2": Layout(tp=2),
         "tp2+sp": Layout(**SP),
@@ -25,9 +28,8 @@ FAST: dict[int, dict[str, Layout]] = {
         "dp2": Layout(),
         "cp2": Layout(cp=2),
         "pp2 vpp2": Layout(pp=2, vpp=2),
+        "pp2 uneven": Layout(pp=2, first_stage_layers=3),
     },
-}
-SLOW: dict[int, dict[str, Layout]] = {
     4: {
         "tp2 pp2": Layout(tp=2, pp=2),
         "tp2+sp cp2": Layout(**SP, cp=2),
@@ -36,157 +38,109 @@ SLOW: dict[int, dict[str, Layout]] = {
         "cp2 dp2": Layout(cp=2),
     },
 }
-LONG: dict[int, dict[str, Layout]] = {
-    2: {"pp2 uneven": Layout(pp=2, first_stage_layers=3)},
-    4: {
-        "tp2 dp2": Layout(tp=2),
-        "pp2 dp2": Layout(pp=2),
-        "pp4": Layout(pp=4),
-        "tp2+sp pp2 vpp2": Layout(**SP, pp=2, vpp=2),
-    },
-}
 # Of a model with twice the layers.
-DEEP_SLOW: dict[int, dict[str, Layout]] = {
-    4: {"pp4 vpp2": Layout(pp=4, vpp=2)},
-    8: {"tp2+sp pp2 vpp2 dp2": Layout(**SP, pp=2, vpp=2)},
+DEEP: dict[int, dict[str, Layout]] = {
+    2: {"deep pp2 vpp2 uneven": Layout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=6)},
+    4: {"deep pp4 vpp2": Layout(pp=4, vpp=2)},
+    8: {"deep tp2+sp pp2 vpp2 dp2": Layout(**SP, pp=2, vpp=2)},
 }
-DEEP_LONG: dict[int, dict[str, Layout]] = {
-    2: {"pp2 vpp2 uneven": Layout(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=6)},
-    4: {
-        "pp4 uneven": Layout(pp=4, first_stage_layers=1, last_stage_layers=3),
-        "pp2 vpp4 dp2": Layout(pp=2, vpp=4),
-    },
-    8: {
-        "tp2 pp2 cp2": Layout(tp=2, pp=2, cp=2),
-        "pp4 vpp2 dp2": Layout(pp=4, vpp=2),
-    },
+# Of tokens that could be drawn from a part of the vocabulary only.
+NARROWED: dict[int, dict[str, Layout]] = {
+    2: {f"narrowed {name}": SHALLOW[2][name] for name in ("tp2", "tp2+sp", "cp2", "pp2 vpp2", "dp2")},
+    4: {"narrowed tp2+sp cp2": SHALLOW[4]["tp2+sp cp2"]},
 }
-CUTS = {"whole": 4096, "cut": 24}
-WITH_REFERENCE = "actor with reference"
-RUNS = [("actor", "whole"), ("actor", "cut"), ("critic", "cut"), (WITH_REFERENCE, "cut")]
+ACTORS = ("actor", "actor with reference")
+ROLES = (*ACTORS, "critic")
+# test_loss_splits.py has the loss, gradient and statistics of every loss under each of these layouts, too.
+FAST = {f"{layout}/actor" for layout in ("tp2+sp", "dp2", "cp2", "pp2 vpp2")}
+FAST |= {"tp2/actor with reference", "pp2/critic"}
 # Megatron shards Adam only.  With eps=1 the update is smooth in the gradient: no noise is divided by noise.
 SHARDED = {
-    1: {"one": Layout()},
-    2: {"dp2": Layout(use_distributed_optimizer=True), "pp2 vpp2": Layout(pp=2, vpp=2, use_distributed_optimizer=True)},
+    2: {"dp2": Layout(use_distributed_optimizer=True)},
     4: {
         "tp2+sp dp2": Layout(**SP, use_distributed_optimizer=True),
         "pp2 vpp2 dp2": Layout(pp=2, vpp=2, use_distributed_optimizer=True),
         "cp2 dp2": Layout(cp=2, use_distributed_optimizer=True),
     },
 }
-RECOMPUTED = {
-    "full": ExecutionOptions(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "block": ExecutionOptions(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    "selective": ExecutionOptions(recompute_granularity="selective"),
-}
-RECOMPUTED_LAYOUTS = {"tp2+sp": Layout(**SP), "pp2 vpp2": Layout(pp=2, vpp=2), "cp2": Layout(cp=2)}
+# Whole layers that are computed again are in test_router_replay.py, and those of one rank in test_engine.py.
+SELECTIVE = ExecutionOptions(recompute_granularity="selective")
 # Numbers of micro-batches that interleaved stages run: by this many tokens in each.
-COUNTS = {1: 4096, 2: 72, 3: 40, 5: 18, 7: 13}
+COUNTS_OF_MICROS = {1: 4096, 2: 72, 3: 40, 5: 18, 7: 13}
 COUNTED = {"pp2 vpp2": Layout(pp=2, vpp=2), "pp2 vpp4": Layout(pp=2, vpp=4)}
 
 
-def cases(layouts: dict[str, Layout]) -> dict[str, Case]:
+def cases(layouts: dict[str, Layout], roles: tuple[str, ...] = ROLES, **more: Any) -> dict[str, Case]:
+    """An actor with a reference takes no steps."""
     return {
-        f"{layout}/{role}/{cut}": Case(role, how, max_tokens=CUTS[cut], num_steps=0 if role == WITH_REFERENCE else 3)
-        for role, cut in RUNS
+        f"{layout}/{role}": Case(role, how, num_steps=0 if "reference" in role else 3, **more)
         for layout, how in layouts.items()
+        for role in roles
     }
 
 
-def layouts_of(*worlds: dict[int, dict[str, Layout]]) -> list[str]:
-    return [layout for world in worlds for layouts in world.values() for layout in layouts]
-
-
-MARKED = {
-    **dict.fromkeys(layouts_of(SLOW, DEEP_SLOW), pytest.mark.slow),
-    **dict.fromkeys(layouts_of(LONG, DEEP_LONG), pytest.mark.long),
-}
-EVERY_LAYOUT = [pytest.param(layout, marks=MARKED.get(layout, ())) for layout in (*layouts_of(FAST), *MARKED)]
-EVERY_RUN = [
-    pytest.param(layout, role, cut, marks=MARKED.get(layout, ()))
-    for layout in (*layouts_of(FAST), *MARKED)
-    for role, cut in RUNS
-]
+def every(worlds: dict[int, dict[str, Layout]], roles: tuple[str, ...] = ROLES) -> list[str]:
+    return [name for layouts in worlds.values() for name in cases(layouts, roles)]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    folder, deep = (
-        str(write_tiny_model(tmp_path_factory.mktemp("model") / name, seed=1, layers=layers, **SHAPE))
-        for name, layers in (("shallow", 4), ("deep", 8))
-    )
-    adam = {
-        size: {f"sharded {name}": Case("actor", layout, optim="adamw", num_steps=3) for name, layout in layouts.items()}
-        for size, layouts in SHARDED.items()
-    }
-    alone = cases({"one": Layout()})
-    tables = [Table(1, folder, alone | adam[1]), Table(1, deep, {f"deep {name}": case for name, case in alone.items()})]
-    tables += [Table(size, folder, cases(layouts)) for world in (FAST, SLOW, LONG) for size, layouts in world.items()]
-    tables += [Table(size, folder, adam[size]) for size in SHARDED if size > 1]
-    tables += [Table(size, deep, cases(layouts)) for world in (DEEP_SLOW, DEEP_LONG) for size, layouts in world.items()]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "shallow", seed=1, layers=4, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    deep = str(write_tiny_model(tmp_path_factory.mktemp("model") / "deep", seed=1, layers=8, **SHAPE))
+    one, adam = cases({"one": Layout()}), Case("actor", optim="adamw", num_steps=3)
+    one["one/whole"] = Case("actor", max_tokens=4096, num_steps=3)
+    narrowed = cases({"narrowed one": Layout()}, ACTORS, narrowed=True)
+    narrowed |= cases({"narrowed split": Layout()}, ACTORS, narrowed=True, max_tokens=14)
+    tables = [
+        Table(1, str(folder), one),
+        Table(1, str(folder), narrowed | {"sharded one": adam}),
+        Table(1, deep, {f"deep {name}": case for name, case in one.items()}),
+    ]
+    for size, layouts in SHALLOW.items():
+        own = cases(layouts)
+        tables.append(Table(size, str(folder), {name: case for name, case in own.items() if name in FAST}))
+        tables.append(Table(size, str(folder), {name: case for name, case in own.items() if name not in FAST}))
+    tables += [Table(size, deep, cases(layouts)) for size, layouts in DEEP.items()]
+    tables += [Table(size, str(folder), cases(layouts, ACTORS, narrowed=True)) for size, layouts in NARROWED.items()]
+    for size, layouts in SHARDED.items():
+        own = {f"sharded {name}": replace(adam, layout=layout) for name, layout in layouts.items()}
+        tables.append(Table(size, str(folder), own))
     recomputed = {
-        f"{layout}/{engine}": Case("actor", how, RECOMPUTED[engine])
-        for layout, how in RECOMPUTED_LAYOUTS.items()
-        for engine in RECOMPUTED
+        f"{layout}/selective": Case("actor", SHALLOW[2][layout], SELECTIVE) for layout in ("tp2+sp", "pp2 vpp2", "cp2")
     }
-    tables.append(Table(2, folder, recomputed))
     counted = {
         f"{layout}/{count}": Case("actor", how, max_tokens=tokens)
         for layout, how in COUNTED.items()
-        for count, tokens in COUNTS.items()
+        for count, tokens in COUNTS_OF_MICROS.items()
     }
-    tables.append(Table(2, deep, counted))
-    return Found(*tables)
+    return Found(*tables, Table(2, str(folder), recomputed), Table(2, deep, counted))
 
 
-def alone(found: Found, layout: str, role: str) -> list[dict[str, Any]]:
+def alone(found: Found, name: str) -> list[dict[str, Any]]:
     """The same on one rank: of an actor, in one micro-batch."""
-    cut = "whole" if role == "actor" else "cut"
-    return found[f"{'deep ' if layout in layouts_of(DEEP_SLOW, DEEP_LONG) else ''}one/{role}/{cut}"]
+    kind, role = next((kind for kind in ("deep ", "narrowed ") if name.startswith(kind)), ""), name.split("/")[1]
+    return found[f"{kind}one/{'whole' if role == 'actor' and kind != 'narrowed ' else role}"]
 
 
-@pytest.mark.parametrize(("layout", "role", "cut"), EVERY_RUN)
-def test_gradient_does_not_depend_on_the_layout(found: Found, layout: str, role: str, cut: str) -> None:
-    assert_same_gradient(found[f"{layout}/{role}/{cut}"][0]["gradient"], alone(found, layout, role)[0]["gradient"])
+NAMES = [*every(SHALLOW), *every(DEEP), *every(NARROWED, ACTORS), *(f"narrowed split/{role}" for role in ACTORS)]
 
 
-@pytest.mark.parametrize(("layout", "role", "cut"), [run for run in EVERY_RUN if WITH_REFERENCE not in run.values])
-def test_loss_and_statistics_do_not_depend_on_the_layout(found: Found, layout: str, role: str, cut: str) -> None:
-    assert_same_stats(found[f"{layout}/{role}/{cut}"], alone(found, layout, role))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in NAMES])
+def test_columns_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name: str) -> None:
+    got, expected = found[name], alone(found, name)
+    assert got[0]["num_micros"] > 1
+    assert_same_columns(got, expected, make_step(4).lengths)
+    assert_same_gradient(got[0]["gradient"], expected[0]["gradient"])
+    assert_same_stats(got, expected)
+    if "reference" not in name:
+        assert_same_after(got[0], expected[0])
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
-def test_weights_after_three_clipped_steps_do_not_depend_on_the_layout(found: Found, layout: str, role: str) -> None:
-    assert_same_after(found[f"{layout}/{role}/cut"][0], alone(found, layout, role)[0])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", EVERY_LAYOUT)
-def test_columns_do_not_depend_on_the_layout(found: Found, layout: str, name: str) -> None:
-    reference = alone(found, layout, WITH_REFERENCE)[0]
-    batch = make_step(vocab_size=4)
-    parts = reference["columns"][name].split(batch.lengths[reference["indices"]].tolist())
-    whole = dict(zip(reference["indices"], parts, strict=True))
-    seen = 0
-    for rank in found[f"{layout}/{WITH_REFERENCE}/cut"]:
-        if not rank["columns"]:
-            continue
-        lengths = batch.lengths[rank["indices"]].tolist()
-        for index, column in zip(rank["indices"], rank["columns"][name].split(lengths), strict=True):
-            error = (column - whole[index]).abs().max().item()
-            assert error < TOLERANCE * max(1.0, whole[index].abs().max().item()), f"sequence {index}: {error:.1e}"
-            assert column[0] == 0, "nothing predicts a first token"
-            seen += 1
-    assert seen == batch.num_sequences
-
-
-def test_the_cut_makes_several_micro_batches(found: Found) -> None:
-    assert found["tp2/actor/cut"][0]["num_micros"] > 2
-    assert found["tp2/actor/whole"][0]["num_micros"] == 1
-
-
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [*SHARDED[2], *SHARDED[4]])
 def test_weights_after_three_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(
     found: Found, layout: str
@@ -194,18 +148,50 @@ def test_weights_after_three_steps_of_a_sharded_optimizer_do_not_depend_on_the_l
     assert_same_after(found[f"sharded {layout}"][0], found["sharded one"][0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", RECOMPUTED)
-@pytest.mark.parametrize("layout", RECOMPUTED_LAYOUTS)
-def test_gradient_does_not_depend_on_what_is_recomputed(found: Found, layout: str, engine: str) -> None:
-    assert_same_gradient(found[f"{layout}/{engine}"][0]["gradient"], alone(found, layout, "actor")[0]["gradient"])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2 vpp2", "cp2"])
+def test_gradient_does_not_depend_on_attention_that_is_recomputed(found: Found, layout: str) -> None:
+    assert_same_gradient(found[f"{layout}/selective"][0]["gradient"], found["one/whole"][0]["gradient"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.full
+@pytest.mark.parametrize("count", COUNTS_OF_MICROS)
 @pytest.mark.parametrize("layout", COUNTED)
 def test_interleaved_stages_run_any_number_of_micro_batches(found: Found, layout: str, count: int) -> None:
     got = found[f"{layout}/{count}"]
     assert got[0]["num_micros"] == count
-    assert_same_gradient(got[0]["gradient"], found["deep one/actor/whole"][0]["gradient"])
-    assert_same_stats(got, found["deep one/actor/whole"])
+    assert_same_gradient(got[0]["gradient"], found["deep one/whole"][0]["gradient"])
+    assert_same_stats(got, found["deep one/whole"])
+
+
+@torch.no_grad()
+def masked_softmax(folder: Path, column: str) -> list[torch.Tensor]:
+    """transformers' column of each sequence, from whole logits, of the tokens that could be drawn alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = with_support(make_step(model.config.vocab_size), model.config.vocab_size)
+    counts = batch.columns[SUPPORT + COUNTS].long()
+    starts, ids = gathered(batch.columns[SUPPORT], counts, batch.row_starts, batch.row_ids)
+    columns = []
+    for first, tokens in zip(batch.row_starts.tolist(), batch.split(batch.tokens), strict=True):
+        logits, own = model(tokens[None]).logits[0, :-1].double() / 0.8, torch.zeros(len(tokens))
+        for place in range(1, len(tokens)):
+            support = ids[starts[first + place] : starts[first + place] + counts[first + place]]
+            left = logits[place - 1][support] if len(support) else logits[place - 1]
+            if column == "entropy":
+                own[place] = -(left.softmax(-1) * left.log_softmax(-1)).sum()
+            else:
+                own[place] = logits[place - 1][tokens[place]] - left.logsumexp(-1)
+        columns.append(own)
+    return columns
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("column", ["log_probs", "entropy"])
+def test_columns_of_tokens_that_could_be_drawn_are_those_of_a_masked_softmax(
+    found: Found, folder: Path, column: str
+) -> None:
+    lengths = make_step(4).lengths
+    got, whole = (by_row(found[name], column, lengths) for name in ("narrowed one/actor", "one/actor"))
+    assert max((got[row] - whole[row]).abs().max() for row in whole) > 0.5, "it matters"
+    for row, expected in enumerate(masked_softmax(folder, column)):
+        torch.testing.assert_close(got[row], expected, rtol=0, atol=1e-5)

@@ -1,14 +1,11 @@
 """Pushes of models with experts, from ranks that each have some of them, by each transport into a real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from push_cases import build, connect, push
-from push_servers import HFServer
+from push_cases import HFServer, build, connect, push
 from spawn import Ranks
 from tiny_models import write_model
 
@@ -17,66 +14,65 @@ from megarl.mcore.setup import destroy_groups
 
 pytestmark = pytest.mark.dist
 
-CASES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"ep": 2},  # two data-parallel replicas, which hold different experts
-    "mixtral": {"tp": 2, "ep": 2, "etp": 1},
-    "deepseek_v3": {"pp": 2, "vpp": 2},
-    "kimi_k2": {"ep": 2},
-    "glm4_moe": {"tp": 2, "ep": 2, "etp": 1},
-    "minimax_m2": {"tp": 2, "ep": 2, "etp": 1},
+# The layout, and names of experts that may be taken for each other; gpt-oss has them stacked in one tensor.
+STACKED = "gpt_oss"
+CASES: dict[str, tuple[Layout, str]] = {
+    "qwen3_moe": (Layout(ep=2), "model.layers.0.mlp.experts.{}.up_proj.weight"),  # replicas with other experts
+    "mixtral": (Layout(tp=2, ep=2, etp=1), "model.layers.0.block_sparse_moe.experts.{}.w3.weight"),
+    "deepseek_v3": (Layout(pp=2, vpp=2), "model.layers.1.mlp.experts.{}.up_proj.weight"),
+    "kimi_k2": (Layout(ep=2), "model.layers.1.mlp.experts.{}.up_proj.weight"),
+    "glm4_moe": (Layout(tp=2, ep=2, etp=1), "model.layers.1.mlp.experts.{}.up_proj.weight"),
+    "minimax_m2": (Layout(tp=2, ep=2, etp=1), "model.layers.0.block_sparse_moe.experts.{}.w3.weight"),
+    STACKED: (Layout(tp=2, ep=2, etp=1), "model.layers.1.mlp.experts.gate_up_proj"),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name == "deepseek_v3" else pytest.mark.slow) for name in CASES],
+    params=[pytest.param(name, marks=[] if name == "deepseek_v3" else pytest.mark.full) for name in CASES],
 )
-def served(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def served(request: pytest.FixtureRequest, two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = write_model(tmp_path_factory.mktemp("model"), request.param, tied=False)
     with HFServer(Path(folder)) as server:
-        ranks.run(build, str(folder), Layout(**CASES[request.param]), timeout_s=240)
+        two_ranks.run(build, str(folder), CASES[request.param][0], timeout_s=240)
         yield request.param, server.wait()
-        ranks.run(connect, [], "auto", {}, timeout_s=120)
-        ranks.run(destroy_groups)
+        two_ranks.run(connect, [], "auto", {}, timeout_s=120)
+        two_ranks.run(destroy_groups)
+
+
+def pushed(ranks: Ranks, server: HFServer, transport: str, fault: str = "", **settings: Any) -> dict[str, Any]:
+    ranks.run(connect, [server.url], transport, settings, timeout_s=120)
+    return ranks.run(push, 1, fault, {}, timeout_s=240)[0]
 
 
 @pytest.mark.parametrize("transport", ["gathered", "shared", "sharded"])
-def test_a_model_with_experts_arrives_whole(transport: str, served: Any, ranks: Ranks) -> None:
-    _, server = served
-    ranks.run(connect, [server.url], transport, {"check_every": 1}, timeout_s=120)
-    found = ranks.run(push, 1, "", {}, timeout_s=240)[0]
-    compared = [server.url] if transport == "sharded" else []
-    assert (found["report"].transports, found["report"].compared) == ({server.url: transport}, compared), found
+def test_a_model_with_experts_arrives_whole(transport: str, served: Any, two_ranks: Ranks) -> None:
+    """Stacks never as slices."""
+    family, server = served
+    found = pushed(two_ranks, server, transport, check_every=1)
+    report, is_sharded = found["report"], transport == "sharded" and family != STACKED
+    used = transport if is_sharded or transport == "shared" else "gathered"
+    assert (report.transports, report.compared) == ({server.url: used}, [server.url] if is_sharded else []), found
+    needs = ["sharded: it needs a model that does not stack its experts in one tensor"]
+    assert report.fallbacks == ({server.url: needs} if used != transport else {})
+    assert report.num_verified >= len(found["expected"])
     assert server.engine.checksums() == found["expected"]
 
 
-EXPERTS = {
-    "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
-    **dict.fromkeys(("mixtral", "minimax_m2"), "model.layers.0.block_sparse_moe.experts.{}.w3.weight"),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), "model.layers.1.mlp.experts.{}.up_proj.weight"),
-}
-
-
-def test_slices_of_experts_that_go_to_each_others_place_are_caught(served: Any, ranks: Ranks) -> None:
-    (family, server), names = served, EXPERTS[served[0]]
-    ranks.run(connect, [server.url], "sharded", {}, timeout_s=120)
-    found = ranks.run(push, 1, f"swap-places {names}", {}, timeout_s=240)[0]
-    (sentence,) = found["report"].fallbacks[server.url]
-    assert sentence.endswith(f"after slices than after whole tensors: {names.format(0)}, {names.format(1)}"), family
-    assert found["report"].transports == {server.url: "gathered"}
-    assert server.engine.checksums() == found["expected"]
-
-
-def test_two_swapped_experts_are_named_and_the_next_push_heals_them(served: Any, ranks: Ranks) -> None:
-    (_, server), names = served, EXPERTS[served[0]]
-    ranks.run(connect, [server.url], "gathered", {}, timeout_s=120)
-    found = ranks.run(push, 1, f"swap-experts {names}", {}, timeout_s=240)[0]
-    assert f"(differ: {names.format(0)}, {names.format(1)})" in found["report"].failed[server.url]
+@pytest.mark.full
+def test_experts_that_go_to_each_others_place_are_named_and_the_next_push_heals_them(
+    served: Any, two_ranks: Ranks
+) -> None:
+    (family, server), names = served, CASES[served[0]][1]
+    told = ", ".join(dict.fromkeys(names.format(expert) for expert in (0, 1)))
+    if family != STACKED:
+        found = pushed(two_ranks, server, "sharded", f"swap-places {names}")
+        (sentence,) = found["report"].fallbacks[server.url]
+        assert sentence.endswith(f"after slices than after whole tensors: {told}")
+        assert found["report"].transports == {server.url: "gathered"}
+        assert server.engine.checksums() == found["expected"]
+    fault = f"corrupt-in-server {server.url} {names}" if family == STACKED else f"swap-experts {names}"
+    found = pushed(two_ranks, server, "gathered", fault)
+    assert f"(differ: {told})" in found["report"].failed[server.url]
     assert server.is_paused
-    assert ranks.run(push, 2, "", {}, timeout_s=240)[0]["report"].transports == {server.url: "gathered"}
+    assert pushed(two_ranks, server, "gathered")["report"].transports == {server.url: "gathered"}

@@ -1,21 +1,17 @@
 """How much memory a push takes beside the model, on both sides: the kernel's own high-water mark of each process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from push_cases import build, connect, push
-from push_servers import HFServer
+from push_cases import HFServer, build, connect, push
 from spawn import Ranks
 from tiny_models import write_model
 
 from megarl.layout import Layout
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.full, pytest.mark.dist]
 
 MB = 1 << 20
 BUCKET = 8 * MB  # four times the largest tensor
@@ -50,20 +46,16 @@ def forget(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-@pytest.mark.parametrize("num_servers", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("transport", "sender_buckets"),
-    [
-        # Two buckets, each half as large; of gathering, twice as much as goes into one and this rank's half of that.
-        pytest.param("gathered", 1 + 1.5, marks=pytest.mark.slow),
-        pytest.param("shared", 1 + 1.5, marks=pytest.mark.slow),
-        ("sharded", 1),  # two messages, which are together as large
-    ],
+    # Two buckets, each half as large; of gathering, twice as much as goes into one and this rank's half of that.
+    # Sharded: two messages, which are together as large as a bucket.
+    [("gathered", 1 + 1.5), ("shared", 1 + 1.5), ("sharded", 1)],
 )
 def test_a_push_takes_a_few_buckets_and_no_copy_of_the_model(
-    transport: str, sender_buckets: float, num_servers: int, running: Any
+    transport: str, sender_buckets: float, running: tuple[Ranks, list[HFServer]]
 ) -> None:
-    ranks, servers = running[0], running[1][:num_servers]
+    ranks, servers = running
     ranks.run(connect, [server.url for server in servers], transport, {"bucket_bytes": BUCKET}, timeout_s=120)
     ranks.run(push, 1, "", {"bare": True}, timeout_s=240)
     pids = [*ranks.run(os.getpid), *(server.pid for server in servers)]

@@ -1,8 +1,5 @@
 """Pushes from two ranks into stock SGLang by every transport: two versions, TP 1 and 2, dense models and experts."""
 
-from __future__ import annotations
-
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +10,7 @@ import torch
 from push_cases import K_PROJ, O_PROJ, TOKEN, build, connect, push
 from spawn import Ranks
 from tiny_models import write_model
+from tiny_server import CURRENT, sglang_of
 
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
@@ -25,7 +23,6 @@ from megarl.weights.push.shared import payload, shared_buffer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 
-ROOT = Path(__file__).parents[2]
 TRANSPORTS = ("gathered", "shared", "sharded")
 # Without a GPU SGLang rounds the sizes of feed-forward layers up to 32 a rank, and heads to one a rank: these divide.
 SIZES: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2, "num_hidden_layers": 2}
@@ -40,7 +37,7 @@ class Case:
     family: str
     layout: dict[str, int]
     tp: int = 1
-    version: str = "0.5.23"
+    version: str = CURRENT
     tied: bool = False
     attention_dp: int = 1
 
@@ -51,23 +48,12 @@ CASES = {
     "qwen3-old": Case("qwen3", {"tp": 2}, version="0.5.17"),
     "qwen3-old-tp2": Case("qwen3", {"tp": 2}, tp=2, version="0.5.17"),
     "qwen3_moe-tp2": Case("qwen3_moe", {"ep": 2}, tp=2),
-    "deepseek_v3": Case("deepseek_v3", {"pp": 2}),
     "deepseek_v3-attention_dp": Case("deepseek_v3", {"pp": 2}, tp=2, attention_dp=2),
-    "qwen3_moe-attention_dp": Case("qwen3_moe", {"ep": 2}, tp=2, attention_dp=2),
     "mixtral": Case("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
-    "kimi_k2": Case("kimi_k2", {"ep": 2}),
     "minimax_m2-tp2": Case("minimax_m2", {"tp": 2, "ep": 2, "etp": 1}, tp=2),
     "glm4_moe-tp2": Case("glm4_moe", {"tp": 2, "ep": 2, "etp": 1}, tp=2),
 }
-LATENT = ("deepseek_v3", "kimi_k2")
-
-
-def python_of(version: str) -> str:
-    current = version == "0.5.23"
-    variable = "MEGARL_SGLANG_PYTHON" + ("" if current else f"_{version.replace('.', '_')}")
-    found = os.environ.get(variable) or ROOT / f".venv-sglang{'' if current else f'-{version}'}" / "bin/python"
-    assert Path(found).exists(), f"{found} is missing: run `bash launch/sglang_cpu.sh {version}`, or set {variable}"
-    return str(found)
+LATENT = "deepseek_v3"
 
 
 @dataclass(frozen=True)
@@ -87,36 +73,22 @@ class Running:
 
 
 def make_model(case: Case, folder: Path) -> Path:
-    if case.family in LATENT:  # the one shape of it that SGLang serves without a GPU
+    if case.family == LATENT:  # the one shape of it that SGLang serves without a GPU
         more = {"moe_intermediate_size": 64} if case.tp > 1 else {}
         return write_tiny_model(folder / "model", family=case.family, layers=2, tied=False, **more)
     return write_model(folder, case.family, tied=case.tied, **SIZES, **MORE.get(case.family, {}))
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 # The old version keeps the contract in CI (tests/servers/test_contract.py); the pushes into it are long.
-LONG = (
-    "qwen3-old",
-    "qwen3-old-tp2",
-    "qwen3_moe-attention_dp",
-    "deepseek_v3",  # attention_dp has its tensors, too
-    "mixtral",
-    "kimi_k2",
-    "minimax_m2-tp2",
-    "glm4_moe-tp2",
-)
+MARKS = {
+    **dict.fromkeys(("qwen3-old", "qwen3-old-tp2"), pytest.mark.long),
+    **dict.fromkeys(("mixtral", "minimax_m2-tp2", "glm4_moe-tp2"), pytest.mark.full),
+}
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES]
-)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def running(
-    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, two_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
     case = CASES[request.param]
     folder = make_model(case, tmp_path_factory.mktemp("model"))
@@ -127,16 +99,16 @@ def running(
         max_total_tokens=4096,
         tensor_parallel_size=case.tp,
         attention_dp=case.attention_dp,
-        python=python_of(case.version),
+        python=sglang_of(case.version),
         device="cpu",
         args=("--skip-tokenizer-init",),  # the folder has none
     )
     with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()
-        ranks.run(build, str(folder), Layout(**case.layout), timeout_s=240)
-        yield Running(case, servers.urls[0], ServerClient(servers.urls[0], TOKEN), ranks)
-        ranks.run(connect, [], "auto", {}, timeout_s=120)
-        ranks.run(destroy_groups)
+        two_ranks.run(build, str(folder), Layout(**case.layout), timeout_s=240)
+        yield Running(case, servers.urls[0], ServerClient(servers.urls[0], TOKEN), two_ranks)
+        two_ranks.run(connect, [], "auto", {}, timeout_s=120)
+        two_ranks.run(destroy_groups)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -152,7 +124,7 @@ def test_each_rank_holds_what_the_trainer_sent(transport: str, running: Running)
 
 def test_a_corrupted_element_is_named_and_sent_again_or_left_out(running: Running) -> None:
     tensor, fused = K_PROJ, K_PROJ.replace("k_proj", "qkv_proj")
-    if running.case.family in LATENT:
+    if running.case.family == LATENT:
         tensor = fused = "model.layers.1.self_attn.kv_b_proj.weight"
     fault = f"corrupt-in-server {running.url} {tensor}"
     found = running.push("shared", fault)["report"]
@@ -179,7 +151,7 @@ def swappable(family: str) -> tuple[str, str]:
     names = {
         "qwen3_moe": "model.layers.0.mlp.experts.{}.up_proj.weight",
         **dict.fromkeys(("mixtral", "minimax_m2"), "model.layers.0.block_sparse_moe.experts.{}.w3.weight"),
-        **dict.fromkeys((*LATENT, "glm4_moe"), "model.layers.1.mlp.experts.{}.up_proj.weight"),
+        **dict.fromkeys((LATENT, "glm4_moe"), "model.layers.1.mlp.experts.{}.up_proj.weight"),
     }.get(family)
     if names is None:  # a dense model: what can be swapped there are two norms
         return "model.layers.{}.input_layernorm.weight", "model.layers.0.input_layernorm.weight"

@@ -3,27 +3,28 @@
 The experts are random, so that no router would choose them: a token that got those of another one would show.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parity_compare import TOLERANCE, assert_same_gradient
-from replay_cases import Replayed, make_batch, run_replayed, whole_column
-from replay_reference import reference_step
+from rank_answers import Answers
+from replay_cases import TEMPERATURE, Replayed, make_batch, run_replayed, whole_column
 from spawn import Ranks, run_ranks
 from tiny_models import read_config, write_model
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from megarl.batch import Batch
+from megarl.hf_server.names import hub_tensors
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.routed_experts import ROUTED_EXPERTS
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.full, pytest.mark.dist]
 
 # The last stage of four layers has experts in both, and in Qwen3-MoE one stage has a layer without.
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
@@ -45,37 +46,98 @@ RECOMPUTED = {
 }
 MANY = "more experts than a byte can tell"
 SIZES: dict[str, tuple[str, dict[str, int]]] = {MANY: ("qwen3_moe", {"num_experts": 264, "moe_intermediate_size": 8})}
-# Every layout for one family; the others, whose routers compute otherwise, on one rank, with what cuts tokens, and with
+# Every layout for one family; the others, whose routers compute otherwise, on one rank, with what cuts tokens, or with
 # experts on several ranks.
-CUT = ("one", "tp2+sp", "pp2 vpp2", "cp2")
 OF_FAMILY: dict[str, tuple[str, ...]] = {
     "qwen3_moe": tuple(name for layouts in LAYOUTS.values() for name in layouts),
-    "qwen3_moe_plain": CUT,
-    **dict.fromkeys(("mixtral", "deepseek_v3"), (*CUT, "ep2")),
-    "glm4_moe": ("one", "tp2+sp"),
-    "minimax_m2": ("one", "tp2+sp"),
+    "deepseek_v3": ("one", "tp2+sp", "pp2 vpp2", "cp2", "ep2"),
     "gpt_oss": ("one", "ep2", "cp2"),
+    **dict.fromkeys(("qwen3_moe_plain", "mixtral", "glm4_moe", "minimax_m2"), ("one", "tp2+sp")),
     MANY: ("one", "tp2+sp", "cp2"),
 }
 FAMILIES = tuple(OF_FAMILY)
-LONG = ("qwen3_moe_plain", "mixtral", "glm4_moe", "minimax_m2")
 EVERYWHERE = ("qwen3_moe_plain", "mixtral", "minimax_m2", "gpt_oss")  # experts in all layers
 NAMES = [(family, name) for family, names in OF_FAMILY.items() for name in names]
-
-
-def marked(cases: Iterable[tuple[str, ...]]) -> list[Any]:
-    """Those of some families are long."""
-    return [pytest.param(*case, marks=pytest.mark.long if case[0] in LONG else ()) for case in cases]
-
-
 AGAIN = [
     *((FAMILIES[0], name, how) for name in ("one", "pp2", "pp2 vpp2", "tp2+sp", "cp2") for how in RECOMPUTED),
-    ("mixtral", "pp2 vpp2", "uniform"),
     ("deepseek_v3", "ep2", "block"),
 ]
 FREE = [(FAMILIES[0], name) for name in OF_FAMILY[FAMILIES[0]]] + [(MANY, name) for name in OF_FAMILY[MANY]]
 WIDE = "one micro-batch"
-Ranked = list[dict[str, Any]]
+
+
+def scores_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits [T, E], experts [T, K]) -> the weights of given experts [T, K]: their scores, as a family normalises."""
+    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+        factor = getattr(config, "routed_scaling_factor", 1.0)
+
+        def sigmoid(logits: Tensor, experts: Tensor) -> Tensor:
+            scores = logits.sigmoid().gather(1, experts)
+            return factor * scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+        return sigmoid
+
+    def softmax(logits: Tensor, experts: Tensor) -> Tensor:
+        scores = logits.softmax(-1).gather(1, experts)
+        renormalised = config.model_type in ("mixtral", "gpt_oss") or config.norm_topk_prob
+        return scores / scores.sum(-1, keepdim=True) if renormalised else scores
+
+    return softmax
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Those of all layers, in order; each returns (logits, weights, experts)."""
+    layers = [module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)]
+    return [layer.router if hasattr(layer, "router") else layer.gate for layer in layers]
+
+
+class Replaying:
+    """A model whose routers take the experts of one row at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        self.given: list[Tensor] = []  # of the row, by layer
+        for number, router in enumerate(routers_of(self.model)):
+            router.register_forward_hook(self._router(number))
+
+    def _router(self, number: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+        scores = scores_of(self.model.config)
+
+        def replace(_: nn.Module, __: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            logits = output[0].view(-1, output[0].size(-1))
+            return output[0], scores(logits, self.given[number]), self.given[number]
+
+        return replace
+
+    def log_probs(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        """tokens [T], experts [T, layers, K] as the column has them -> [T], 0 for the first token."""
+        # The token at t is read by the pass that predicts the one at t + 1; the last one may go anywhere.
+        last = torch.arange(experts.size(2)).expand(1, *experts.shape[1:])
+        self.given = list(torch.cat([experts[1:].long(), last]).unbind(1))
+        logits = self.model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / TEMPERATURE
+        found = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
+        return torch.cat([found.new_zeros(1), found])
+
+
+def reference_step(folder: str, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The log-probs of all tokens, and the gradient of their weighted sum by name."""
+    replaying = Replaying(folder)
+    rows = zip(
+        batch.tokens.split(batch.lengths.tolist()),
+        batch.columns[ROUTED_EXPERTS].split(batch.lengths.tolist()),
+        strict=True,
+    )
+    log_probs = torch.cat([replaying.log_probs(*row) for row in rows])
+    (batch.columns["weight"] * log_probs).sum().backward()
+    return log_probs.detach(), _gradient(replaying.model)
+
+
+def _gradient(model: nn.Module) -> dict[str, Tensor]:
+    """By the names of a hub folder, which has each expert's matrices for themselves."""
+    for param in model.parameters():
+        param.data = torch.zeros_like(param) if param.grad is None else param.grad
+    config: Any = model.config
+    return {name: tensor.detach().clone() for name, tensor in hub_tensors(model, config.model_type).items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,39 +158,23 @@ def references(folders: dict[str, Path], batches: dict[str, Batch]) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def found(folders: dict[str, Path]) -> dict[tuple[str, ...], Ranked]:
+def found(folders: dict[str, Path]) -> Answers:
     """(family, layout) with given experts; (family, layout, how) computed again; (family, layout, "free").
 
-    And (family, WIDE): in one micro-batch.
+    And (family, "one", WIDE): in one micro-batch.
     """
-    return Answers(folders)
-
-
-class Answers(dict[tuple[str, ...], Ranked]):
-    """Those of a family are computed when the first of them is asked for."""
-
-    def __init__(self, folders: dict[str, Path]) -> None:
-        self._folders = folders
-
-    def __missing__(self, wanted: tuple[str, ...]) -> Ranked:
-        family = wanted[0]
-        for size, layouts in LAYOUTS.items():
-            if cases := _cases(family, layouts):
-                answers = run_ranks(size, run_replayed, str(self._folders[family]), cases, timeout_s=600)
-                self.update({case: [answer[case] for answer in answers] for case in cases})
-        return dict.__getitem__(self, wanted)
+    groups = [(size, family, _cases(family, layouts)) for size, layouts in LAYOUTS.items() for family in FAMILIES]
+    run = partial(run_ranks, timeout_s=600)
+    return Answers(*((cases, partial(run, n, run_replayed, str(folders[of]), cases)) for n, of, cases in groups))
 
 
 def _cases(family: str, layouts: dict[str, Layout]) -> dict[tuple[str, ...], Replayed]:
     """Those of a family in these layouts."""
-    cases = {(each, name): Replayed(layouts[name]) for each, name in NAMES if each == family and name in layouts}
-    again = [(name, how) for each, name, how in AGAIN if each == family and name in layouts]
-    cases |= {(family, name, how): Replayed(layouts[name], RECOMPUTED[how]) for name, how in again}
-    free = [name for each, name in FREE if each == family and name in layouts]
-    cases |= {(family, name, "free"): Replayed(layouts[name], given=False) for name in free}
-    if family == FAMILIES[0] and "one" in layouts:
-        cases[family, WIDE] = Replayed(max_tokens=1000)
-    return cases
+    every = {key: Replayed(layouts.get(key[1])) for key in NAMES}
+    every |= {key: Replayed(layouts.get(key[1]), RECOMPUTED[key[2]]) for key in AGAIN}
+    every |= {(*key, "free"): Replayed(layouts.get(key[1]), given=False) for key in FREE}
+    every[FAMILIES[0], "one", WIDE] = Replayed(layouts.get("one"), max_tokens=1000)
+    return {key: case for key, case in every.items() if key[0] == family and key[1] in layouts}
 
 
 def trained(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,18 +182,12 @@ def trained(gradient: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in gradient.items() if not name.endswith("e_score_correction_bias")}
 
 
-@pytest.mark.parametrize(("family", "layout"), marked(NAMES))
-def test_log_probs_with_given_experts_are_those_of_the_definition(
-    found: dict, batches: dict, references: dict, family: str, layout: str
+@pytest.mark.parametrize(("family", "layout"), NAMES)
+def test_log_probs_and_gradient_with_given_experts_are_those_of_the_definition(
+    found: Answers, batches: dict, references: dict, family: str, layout: str
 ) -> None:
     log_probs = whole_column(found[family, layout], "log_probs", batches[family])
     assert (log_probs - references[family][0]).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(("family", "layout"), marked(NAMES))
-def test_the_gradient_with_given_experts_is_that_of_the_definition(
-    found: dict, references: dict, family: str, layout: str
-) -> None:
     expected = trained(references[family][1])
     routers = [tensor for name, tensor in expected.items() if name.endswith(("gate.weight", "router.weight"))]
     assert len(routers) == (4 if family in EVERYWHERE else 3)
@@ -155,29 +195,29 @@ def test_the_gradient_with_given_experts_is_that_of_the_definition(
     assert_same_gradient(trained(found[family, layout][0]["gradient"]), expected)
 
 
-@pytest.mark.parametrize("family", marked([(family,) for family in FAMILIES]))
-def test_no_layout_changes_the_gradient(found: dict, family: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_layout_changes_the_gradient(found: Answers, family: str) -> None:
     expected = trained(found[family, "one"][0]["gradient"])
     for name in (name for each, name in NAMES if each == family):
         assert_same_gradient(trained(found[family, name][0]["gradient"]), expected)
 
 
-@pytest.mark.parametrize(("family", "layout", "how"), marked(AGAIN))
-def test_layers_computed_again_get_the_same_experts(found: dict, family: str, layout: str, how: str) -> None:
+@pytest.mark.parametrize(("family", "layout", "how"), AGAIN)
+def test_layers_computed_again_get_the_same_experts(found: Answers, family: str, layout: str, how: str) -> None:
     """Several micro-batches are under way in each stage when the first of them is computed again."""
     one, again = (trained(found[key][0]["gradient"]) for key in ((family, "one"), (family, layout, how)))
     assert_same_gradient(again, one)
 
 
-def test_the_split_into_micro_batches_changes_nothing(found: dict, batches: dict) -> None:
+def test_the_split_into_micro_batches_changes_nothing(found: Answers, batches: dict) -> None:
     family = FAMILIES[0]
-    small, wide = found[family, "one"], found[family, WIDE]
+    small, wide = found[family, "one"], found[family, "one", WIDE]
     assert_same_gradient(wide[0]["gradient"], small[0]["gradient"])
     log_probs = [whole_column(ranks, "log_probs", batches[family]) for ranks in (small, wide)]
     assert (log_probs[0] - log_probs[1]).abs().max() <= TOLERANCE * log_probs[0].abs().max()
 
 
-def test_routers_alone_would_choose_others(found: dict, batches: dict) -> None:
+def test_routers_alone_would_choose_others(found: Answers, batches: dict) -> None:
     """The negative control."""
     family = FAMILIES[0]
     both = (found[family, "one"], found[family, "one", "free"])
@@ -186,7 +226,7 @@ def test_routers_alone_would_choose_others(found: dict, batches: dict) -> None:
 
 
 @pytest.mark.parametrize(("family", "layout"), FREE)
-def test_every_layout_notes_the_same_experts(found: dict, batches: dict, family: str, layout: str) -> None:
+def test_every_layout_notes_the_same_experts(found: Answers, batches: dict, family: str, layout: str) -> None:
     batch = batches[family]
     one, other = (whole_column(found[family, name, "free"], ROUTED_EXPERTS, batch) for name in ("one", layout))
     dtype = torch.uint16 if family == MANY else torch.uint8
@@ -198,13 +238,12 @@ def test_every_layout_notes_the_same_experts(found: dict, batches: dict, family:
 
 
 def test_noted_experts_give_the_same_log_probs_when_they_are_given(
-    found: dict, folders: dict[str, Path], batches: dict
+    one_rank: Ranks, found: Answers, folders: dict[str, Path], batches: dict
 ) -> None:
     family = FAMILIES[0]
     batch, free = batches[family], found[family, "one", "free"]
     noted = batch.with_columns(**{ROUTED_EXPERTS: whole_column(free, ROUTED_EXPERTS, batch)})
-    with Ranks(1) as ranks:
-        again = ranks.run(run_replayed, str(folders[family]), {"again": Replayed()}, noted, timeout_s=200)
+    again = one_rank.run(run_replayed, str(folders[family]), {"again": Replayed()}, noted, timeout_s=200)
     log_probs = whole_column([rank["again"] for rank in again], "log_probs", batch)
     expected = whole_column(free, "log_probs", batch)
     assert (log_probs - expected).abs().max() <= TOLERANCE * expected.abs().max()

@@ -4,14 +4,10 @@ The routers of the server's model and of the trainer's differ by far less than a
 nearly tie, so that they choose others for most tokens: as on GPUs, whose kernels round differently.
 """
 
-from __future__ import annotations
-
 import asyncio
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +17,10 @@ from replay_cases import TEMPERATURE, Replayed, run_replayed, whole_column
 from safetensors.torch import load_file, save_file
 from spawn import Ranks
 from tiny_models import read_config
+from tiny_server import CURRENT, TOKEN, sglang_of
 
 from megarl.data.batch import make_batch
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.rollout.client import ServerClient
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.pieces import write
 from megarl.rollout.pool.pool import EnginePool
@@ -32,18 +28,11 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from megarl.sample import Completion, Prompt, Sample
 from megarl.servers.launch import EngineLaunch
-from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 from megarl.servers.supervisor import Servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.full, pytest.mark.dist]
 
-FAMILIES = (
-    "qwen3_moe",
-    pytest.param("mixtral", marks=pytest.mark.long),
-    pytest.param("deepseek_v3", marks=pytest.mark.long),
-)
 ENGINES = (pytest.param("hf", id="hf"), pytest.param("sglang", marks=pytest.mark.sglang, id="sglang"))
-TOKEN = "a token of the tests"
 PROMPTS = [[10 + i, 20, 30 + i, 7] for i in range(6)]
 NEARLY = 3e-6  # of a router's weights: scores of experts differ by some 5e-5
 LIMIT_S = 400.0
@@ -57,13 +46,13 @@ class Served:
     trained: Path  # the same but for the routers
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The trainer's model, and the server's with other routers."""
-    root = tmp_path_factory.mktemp(request.param)
+    root = tmp_path_factory.mktemp("models")
     made = []
     for number, name in enumerate(("trained", "served")):
-        folder = write_tiny_model(root / name, family=request.param, tied=False)
+        folder = write_tiny_model(root / name, family="qwen3_moe", tied=False)
         file = folder / "model.safetensors"
         weights, g = load_file(file), torch.Generator().manual_seed(0)
         for key in sorted(weights):
@@ -91,7 +80,7 @@ def served(
         max_total_tokens=8192,
         random_seed=7,
         returns_routes=True,
-        python=str(sglang_python(os.environ.get(PYTHON_VARIABLE))) if request.param == "sglang" else None,
+        python=sglang_of(CURRENT) if request.param == "sglang" else None,
         device="cpu",
     )
     with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
@@ -123,14 +112,13 @@ def completions(served: Served, num_tokens: int, piece_tokens: int, *, twice: bo
     return asyncio.run(all_of_them())
 
 
-def test_replay_brings_the_log_probs_of_server_and_trainer_together(served: Served) -> None:
+def test_replay_brings_the_log_probs_of_server_and_trainer_together(served: Served, one_rank: Ranks) -> None:
     found = completions(served, 20, piece_tokens=7)
     groups = [[Sample.of(Prompt(f"0-{i}", PROMPTS[i], ""), found[i], 0.0)] for i in range(len(PROMPTS))]
     batch = make_batch(groups)
     batch = batch.with_columns(weight=batch.columns["response_mask"] / batch.columns["response_mask"].sum())
     cases = {"given": Replayed(), "free": Replayed(given=False)}
-    with Ranks(1) as ranks:
-        answers = ranks.run(run_replayed, str(served.trained), cases, batch, timeout_s=LIMIT_S)
+    answers = one_rank.run(run_replayed, str(served.trained), cases, batch, timeout_s=LIMIT_S)
     gaps, mask = {}, batch.columns["response_mask"] > 0
     for name in cases:
         log_probs = whole_column([answer[name] for answer in answers], "log_probs", batch)
@@ -143,31 +131,7 @@ def test_replay_brings_the_log_probs_of_server_and_trainer_together(served: Serv
     assert all(gradient.abs().max() > 1e-5 for gradient in routers.values()), "routers learn"
 
 
-@pytest.mark.parametrize(("piece_tokens", "twice"), [(0, False), (0, True), (5, True)])
-def test_every_token_has_the_experts_that_the_servers_model_chooses(
-    served: Served, piece_tokens: int, twice: bool
-) -> None:
-    """In one request, with the prompt in the prefix cache, and in pieces."""
-    assert_chosen(served.own, completions(served, 12, piece_tokens, twice=twice), PROMPTS)
-
-
-def test_requests_that_are_aborted_lose_none(served: Served) -> None:
-    """What is aborted comes back with the experts of its tokens, and another request goes on from there."""
-    params = SamplingParams(TEMPERATURE, max_new_tokens=150, sampling_seed=3, ignore_eos=True)
-    server = ServerClient(served.url, TOKEN, timeout_s=LIMIT_S)
-
-    async def interrupted() -> tuple[Completion, float]:
-        # An attempt that is ended before its first token counts as failed.
-        how: dict[str, Any] = {"timeout_s": LIMIT_S, "retries": 1000, "rest_s": 0.0}
-        async with EnginePool([served.url], TOKEN, **how, columns=[EngineRoutes(served.of)]) as pool:
-            task = asyncio.create_task(write(pool, PROMPTS[0], params))
-            while not pool.counters()["pieces"]:
-                await asyncio.to_thread(server.pause, "abort")
-                await asyncio.to_thread(server.resume)
-                await asyncio.sleep(0.05)  # so that something is written
-            return await task, pool.counters()["pieces"]
-
-    completion, num_pieces = asyncio.run(interrupted())
-    assert len(completion.token_ids) == 150
-    assert num_pieces > 1
-    assert_chosen(served.own, [completion], PROMPTS[:1])
+@pytest.mark.parametrize("piece_tokens", [0, 5])
+def test_every_token_has_the_experts_that_the_servers_model_chooses(served: Served, piece_tokens: int) -> None:
+    """In one request and in pieces, with the prompt in the prefix cache."""
+    assert_chosen(served.own, completions(served, 12, piece_tokens, twice=True), PROMPTS)

@@ -1,7 +1,5 @@
 """On a real GPU: attention of rows of 32k tokens, ours and Transformer-Engine's, against the definition in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

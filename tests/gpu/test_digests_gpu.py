@@ -1,7 +1,5 @@
 """On a real GPU: Triton's hash of words against torch's operations, and one tensor of real size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from words_cases import all_cases

@@ -1,7 +1,5 @@
 """On a real GPU, one process: every engine trains the same model (Megatron-FSDP wants two)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import Case, run
+from torch import Tensor
 
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
@@ -33,8 +32,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def plain(world: None, case: Case) -> dict[str, Any]:  # noqa: ARG001
-    torch.backends.cuda.matmul.allow_tf32 = False
     return run(case, "")
+
+
+def assert_near(got: dict[str, Tensor], exact: dict[str, Tensor], close: float) -> None:
+    for weight, expected in exact.items():
+        error = (got[weight] - expected).abs().max() / expected.abs().max()
+        assert error < close, f"{weight}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -42,22 +46,17 @@ def test_three_steps_end_where_those_without_it_do(plain: dict[str, Any], case: 
     """Float32; attention's backward pass sums in no fixed order, and three steps of AdamW carry that on."""
     got = run(replace(case, engine=ENGINES[name]), "")
     assert got["norms"] == pytest.approx(plain["norms"], rel=1e-4)
-    for weight, expected in plain["weights"].items():
-        error = (got["weights"][weight] - expected).abs().max() / expected.abs().max()
-        assert error < 1e-3, f"{weight}: relative error {error:.1e}"
+    assert_near(got["weights"], plain["weights"], 1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_goes_on_where_the_run_was(world: None, case: Case, tmp_path: Path, dtype: str) -> None:  # noqa: ARG001
     """Two steps, a save, and the third step by a new model and optimizer that were loaded."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     case = replace(case, dtype=dtype)
     whole, saved = run(case, ""), run(replace(case, saved_under=Layout()), str(tmp_path))
     close = 1e-3 if dtype == "float32" else 2e-2
     assert saved["norms"] == pytest.approx(whole["norms"], rel=close)
-    for weight, expected in whole["weights"].items():
-        error = (saved["weights"][weight] - expected).abs().max() / expected.abs().max()
-        assert error < close, f"{weight}: relative error {error:.1e}"
+    assert_near(saved["weights"], whole["weights"], close)
 
 
 def test_offloaded_tensors_wait_in_pinned_memory() -> None:

@@ -1,28 +1,18 @@
 """On a real GPU: rows that share prefixes, by FlexAttention's kernels: attention by its definition, and whole steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from flex_cases import KINDS, answers, errors, inputs_of
 from parity_cases import Case, make_alike_step, run_case
-from step_cases import FAMILIES, gradient_error, log_prob_error, write_families
+from step_cases import FAMILIES, gradient_error, log_prob_error
 
 from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 
 pytestmark = pytest.mark.gpu
 ROWS = {"one block": (20, [30, 8]), "several blocks": (700, [300, 41, 500]), "long": (2500, [600, 700, 1, 90])}
-CLOSE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 2e-2,
-}  # a gradient goes through several roundings
-
-
-@pytest.fixture(autouse=True)
-def in_full_float32() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a gradient goes through several roundings
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -51,11 +41,6 @@ def test_scores_are_never_in_memory() -> None:
     FlexPlan.of(tree, device).attend(*inputs, sinks, None, 0.1).sum().backward()
     of_one_head = tree.num_places**2  # bytes of a mask; scores are more
     assert torch.cuda.max_memory_allocated() - before < of_one_head
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_families(tmp_path_factory.mktemp("families"))
 
 
 def step(folder: str, *, shares: bool) -> dict[str, Any]:

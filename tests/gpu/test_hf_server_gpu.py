@@ -1,7 +1,5 @@
 """On a real GPU: the hf server says what it says on a CPU, takes weights by CUDA IPC, and gives its memory back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_server import TOKEN, make_model
+from wire import parse_completions
 
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.rollout.client import ServerClient
-from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_completions
+from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
 from megarl.sample import Completion
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers

@@ -1,7 +1,6 @@
 """On a real GPU: Triton's kernels against torch's operations, and whole passes against log_softmax in float64."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,14 +8,11 @@ import torch
 from divergence_plain import plain_divergence
 from logprobs_plain import ALL, fused_columns, masked_columns, plain_columns, total
 from tensor_memory import peak_bytes
+from torch import Tensor
 from triton_cases import all_cases, compare
 
 from megarl.algo.divergences import make_divergence
-from megarl.mcore.logprobs import (
-    fused,
-    fused_torch,
-    fused_triton,
-)
+from megarl.mcore.logprobs import fused, fused_torch, fused_triton
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job
 from megarl.mcore.logprobs.logprobs import keep_hidden
@@ -39,6 +35,14 @@ def test_kernels_give_what_torch_gives_at_real_sizes() -> None:
     assert cases["not finite nan"] == {"0": 1, "1": 0, "2": 1}
 
 
+def assert_gradients_close(dtype: torch.dtype, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    """Logits are float32 for both."""
+    close = 2e-5 if dtype is torch.float32 else 3e-2
+    for own, expected in zip(ours, theirs, strict=True):
+        atol = close * expected.abs().max().item()
+        torch.testing.assert_close(own.to(expected.device), expected, atol=atol, rtol=close)
+
+
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_whole_pass_is_that_of_log_softmax(dtype: torch.dtype) -> None:
@@ -52,10 +56,8 @@ def test_a_whole_pass_is_that_of_log_softmax(dtype: torch.dtype) -> None:
     expected = plain_columns(*sides, labels, 4000, 0.8, reference)
     for name in ALL:  # logits are float32 for both
         torch.testing.assert_close(got[name].double(), expected[name], atol=2e-5, rtol=2e-5)
-    close = 2e-5 if dtype is torch.float32 else 3e-2
-    ours = torch.autograd.grad(total(got, factors), sides)
-    for own, theirs in zip(ours, torch.autograd.grad(total(expected, factors), sides), strict=True):
-        torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
+    grads = (torch.autograd.grad(total(columns, factors), sides) for columns in (got, expected))
+    assert_gradients_close(dtype, *grads)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -67,13 +69,11 @@ def test_what_teachers_need_is_that_of_whole_logits(dtype: torch.dtype) -> None:
     states, head = ((torch.randn(n, 48, generator=g) / 3).to(dtype) for n in (300, 4096))
     teacher, factors = torch.randint(0, 2, (300,), generator=g), torch.randn(300, generator=g)
     sides, job = [side.detach().cuda().requires_grad_() for side in plain], Job((), 4000, 0.8)
-    close = 2e-5 if dtype is torch.float32 else 3e-2  # of gradients; logits are float32 for both
 
     def compare(got: torch.Tensor, expected: torch.Tensor, weights: torch.Tensor) -> None:
         torch.testing.assert_close(got.cpu().double(), expected, atol=2e-5, rtol=2e-5)
         ours = torch.autograd.grad((got * weights.cuda()).sum(), sides)
-        for own, theirs in zip(ours, torch.autograd.grad((expected * weights).sum(), plain), strict=True):
-            torch.testing.assert_close(own.cpu(), theirs, atol=close * theirs.abs().max().item(), rtol=close)
+        assert_gradients_close(dtype, ours, torch.autograd.grad((expected * weights).sum(), plain))
 
     said = TeacherStates(teacher.cuda(), states.cuda(), [head])
     got = divergence_of_chunks(job, make_divergence("jsd", 0.3), *sides, said)
@@ -110,10 +110,8 @@ def test_a_pass_over_supports_is_that_of_a_masked_log_softmax(
     expected = masked_columns(*sides, labels.to(device), excluded, 0.8, reference)
     for name in ALL:
         torch.testing.assert_close(got[name].double(), expected[name], atol=2e-5, rtol=2e-5)
-    close = 2e-5 if dtype is torch.float32 else 3e-2
-    ours = torch.autograd.grad(total(got, factors), sides)
-    for own, theirs in zip(ours, torch.autograd.grad(total(expected, factors), sides), strict=True):
-        torch.testing.assert_close(own, theirs, atol=close * theirs.abs().max().item(), rtol=close)
+    grads = (torch.autograd.grad(total(columns, factors), sides) for columns in (got, expected))
+    assert_gradients_close(dtype, *grads)
 
 
 @pytest.mark.usefixtures("one_gpu")

@@ -1,7 +1,5 @@
 """On a real GPU: what training a model of real size takes, beside the planner's prediction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

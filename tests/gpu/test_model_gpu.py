@@ -1,7 +1,5 @@
 """On a real GPU: Megatron's log-probs are those of transformers, by Transformer-Engine's layers and by ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -31,11 +29,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in FAMILIES:
         write_model(root / family, family, tied=False, **SIZES)
     return root
-
-
-@pytest.fixture(autouse=True)
-def exact_products() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def tokens() -> torch.Tensor:

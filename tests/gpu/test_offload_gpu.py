@@ -1,7 +1,5 @@
 """On a real GPU: moments that come beside the passes of a step are there before it, and take no more memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +39,6 @@ class Trained:
 
 def trained(*, offloads: bool, beside: bool = False) -> tuple[list[float], list[Tensor], int]:
     """Losses of three steps; weights and moments after them; the most bytes from the second step on."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     own = Trained()
     losses = [own.step()]
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,5 @@
 """On a real GPU: a trace with kernels, the memory's history, and ranges for Nsight Systems."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """On a real GPU: a run with the hf engine on the trainer's GPU is killed, and goes on from its checkpoint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """On a real GPU: whole small runs with each engine on the same GPU, weights by CUDA IPC; with two GPUs, by NCCL."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

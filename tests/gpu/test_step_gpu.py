@@ -1,12 +1,9 @@
 """On a real GPU: gradients and an optimizer step in bfloat16 against float32, local layers and Transformer-Engine's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from step_cases import (
     ADAMW,
     FAMILIES,
@@ -16,7 +13,6 @@ from step_cases import (
     gradient_error,
     log_prob_error,
     one_step,
-    write_families,
 )
 
 from megarl.layout import Layout
@@ -27,14 +23,8 @@ NEEDS_TE = pytest.mark.skipif(not has_transformer_engine(), reason="Transformer-
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return write_families(tmp_path_factory.mktemp("families"))
-
-
-@pytest.fixture(scope="module")
 def exact(one_gpu: None, folders: dict[str, str]) -> dict[str, dict[str, Any]]:  # noqa: ARG001
     """Float32 and local layers."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     return {family: one_step(folder) for family, folder in folders.items()}
 
 

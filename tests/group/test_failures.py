@@ -1,7 +1,5 @@
 """Which of several ranks' failures is the one that a run stops with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

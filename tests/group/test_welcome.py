@@ -1,7 +1,5 @@
 """How ranks of this machine come into their group; they are threads here."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from functools import partial

@@ -1,15 +1,13 @@
 """What an agent does with an order that is none, and the driver with an agent that does half of one."""
 
-from __future__ import annotations
-
 import json
-import queue
 import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +26,7 @@ from megarl.servers.launch import EngineLaunch
 
 TOKEN = "the secret of these tests"
 HOST = re.escape(socket.gethostname())
-RANKS = RanksLaunch("megarl.roles.worker", "cpu", "/nowhere", 1)
+RANKS, OTHER = (RanksLaunch(worker, "cpu", "/nowhere", 1) for worker in ("megarl.roles.worker", "http.server"))
 
 
 @contextmanager
@@ -45,17 +43,20 @@ def agent_of(found: Nodes) -> threading.Thread:
 
 
 def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> None:
-    with driver() as found:
+    with driver() as found, socket.create_connection(("127.0.0.1", found.port)):  # a stranger, who says nothing
         agent = agent_of(found)
-        with pytest.raises(
-            NodeLost,
-            match=rf"^machine 1 \(host {HOST}\): ValueError dance is no order; expected one of ports, ranks, server",
+        for order, more, error in (
+            ("dance", {}, "ValueError dance is no order; expected one of ports, ranks, server"),
+            ("words", {"job": 7}, "KeyError 7$"),
+            ("ranks", {"job": 8, "launch": {"colour": "red"}}, "TypeError"),
+            (
+                "ranks",
+                {"job": 8, "launch": asdict(OTHER)},
+                "ValueError worker=http.server: expected megarl.roles.w",
+            ),
         ):
-            found.order(1, "dance")
-        with pytest.raises(NodeLost, match=rf"^machine 1 \(host {HOST}\): KeyError 7$"):
-            found.order(1, "words", job=7)
-        with pytest.raises(NodeLost, match=rf"^machine 1 \(host {HOST}\): TypeError"):
-            found.order(1, "ranks", job=8, launch={"colour": "red"})
+            with pytest.raises(NodeLost, match=rf"^machine 1 \(host {HOST}\): {error}"):
+                found.order(1, order, **more)
         assert len(found.machine(1).free_ports([found.address(1)] * 2)) == 2
     agent.join(20)
     assert not agent.is_alive()
@@ -63,30 +64,18 @@ def test_an_order_that_nobody_knows_is_answered_and_others_are_still_taken() -> 
 
 def test_an_agent_ends_as_its_driver_does() -> None:
     """So that what starts both again after a failure, or after SIGTERM to one of them, starts both again."""
-    said: list[str] = []
-
-    def serve(port: int) -> None:
-        try:
-            Agent(1, f"127.0.0.1:{port}", TOKEN).serve()
-            said.append("sent away")
-        except (DriverLost, Terminated) as error:
-            said.append(f"{type(error).__name__}: {error}")
-
+    ended: list[str] = []
     failures = (RuntimeError("rank 3 is gone\nsee its log"), Terminated("SIGTERM: step 3 is saved"))
     for failure in (None, *failures, KeyboardInterrupt()):
-        with suppress(RuntimeError, Terminated, KeyboardInterrupt), driver() as found:
-            agent = threading.Thread(target=serve, args=(found.port,))
-            agent.start()
-            found.wait(limit_s=200)
-            if failure is not None:
-                raise failure
-        agent.join(200)
-    assert said == [
-        "sent away",
-        "DriverLost: the driver stopped: rank 3 is gone see its log",
-        "Terminated: the driver stopped: SIGTERM: step 3 is saved",
-        "sent away",
-    ]
+        with ThreadPoolExecutor(1) as threads:
+            with suppress(RuntimeError, Terminated, KeyboardInterrupt), driver() as found:
+                agent = threads.submit(Agent(1, f"127.0.0.1:{found.port}", TOKEN).serve)
+                found.wait(limit_s=200)
+                if failure is not None:
+                    raise failure
+            ended.append(repr(agent.exception(200)))
+    lost = "DriverLost('the driver stopped: rank 3 is gone see its log')"
+    assert ended == ["None", lost, "Terminated('the driver stopped: SIGTERM: step 3 is saved')", "None"]
 
 
 def test_signals_of_an_agent_count_as_the_drivers() -> None:
@@ -108,13 +97,6 @@ def test_signals_of_an_agent_count_as_the_drivers() -> None:
             assert len(found.machine(1).free_ports(["127.0.0.1"])) == 1, "it goes on until the driver ends"
         thread.join(200)
         raise RuntimeError("node 1 is gone")
-
-
-def test_ranks_run_our_worker_and_no_other_module() -> None:
-    with driver() as found:
-        agent_of(found)
-        with pytest.raises(NodeLost, match=r"ValueError worker=http.server: expected megarl.roles.worker$"):
-            found.start_ranks(1, RanksLaunch("http.server", "cpu", "/nowhere", 1))
 
 
 def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +123,6 @@ def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPat
     assert [(order["do"], order["job"]) for order in heard] == [("ranks", 0), ("end", 0)]
 
 
-def test_a_stranger_at_the_drivers_door_keeps_no_machine_out() -> None:
-    with driver() as found, socket.create_connection(("127.0.0.1", found.port)):
-        assert agent_of(found).is_alive(), "node 1 is welcome while the stranger says nothing"
-
-
 def test_an_order_that_somebody_puts_between_starts_nothing(tmp_path: Path) -> None:
     """The driver's own order starts a program; the same bytes of somebody who passes on what both ends say do not."""
     program, mark = tmp_path / "program", tmp_path / "mark"
@@ -153,17 +130,8 @@ def test_an_order_that_somebody_puts_between_starts_nothing(tmp_path: Path) -> N
     program.chmod(0o700)
     launch = asdict(EngineLaunch("sglang", str(tmp_path), port=1, device="cpu", python=str(program)))
     order = {"do": "server", "job": 7, "launch": launch, "log": str(tmp_path / "log")}
-    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def serve(address: str) -> None:
-        try:
-            Agent(1, address, TOKEN).serve()
-        except DriverLost as error:
-            lost.put(str(error))
-
-    with driver() as found, socket.create_server(("127.0.0.1", 0)) as between:
-        agent = threading.Thread(target=serve, args=(f"127.0.0.1:{between.getsockname()[1]}",))
-        agent.start()
+    with ThreadPoolExecutor(1) as threads, driver() as found, socket.create_server(("127.0.0.1", 0)) as between:
+        agent = threads.submit(Agent(1, f"127.0.0.1:{between.getsockname()[1]}", TOKEN).serve)
         (down, _), up = between.accept(), socket.create_connection(("127.0.0.1", found.port))
         stop = threading.Event()
         ways = [threading.Thread(target=pass_on, args=way, daemon=True) for way in ((down, up), (up, down, stop))]
@@ -179,8 +147,8 @@ def test_an_order_that_somebody_puts_between_starts_nothing(tmp_path: Path) -> N
         ways[1].join(60)  # until the driver's next sign of life
         head = json.dumps({"id": 99, **order}).encode()
         down.sendall(len(head).to_bytes(4) + bytes(8) + head)
-        assert "is lost: a record" in lost.get(timeout=60)
-        agent.join(60)
+        with pytest.raises(DriverLost, match="is lost: a record"):
+            agent.result(60)
         up.close()
         down.close()
     assert not mark.exists()

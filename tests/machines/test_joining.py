@@ -1,7 +1,5 @@
 """Servers join a run by the run's token, and leave it: both sides of the connection."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -40,7 +38,7 @@ def only_party(found: Door) -> Party:
     return found.parties[0]
 
 
-def test_servers_are_named_and_leave_when_the_driver_lets_them_go() -> None:
+def test_servers_are_named_and_leave_when_the_driver_lets_them_go_or_are_told_why_it_has_no_use() -> None:
     with door() as found, closing(member_of(found)) as membership:
         assert membership.own_address == "127.0.0.1"
         membership.name(["http://127.0.0.1:1", "http://127.0.0.1:2"])
@@ -54,6 +52,13 @@ def test_servers_are_named_and_leave_when_the_driver_lets_them_go() -> None:
         party.dismiss()
         leaving.join(60)
         assert left == [True] and membership.has_ended
+        found.forget(party)
+
+        refused = member_of(found)
+        refused.name(["http://127.0.0.1:1"])
+        only_party(found).dismiss("the run does not take http://127.0.0.1:1: it is too old")
+        with pytest.raises(JoinFailed, match="it is too old"):
+            until(lambda: refused.has_ended)
 
 
 def test_at_the_end_of_a_run_its_servers_end_too_with_its_error_if_it_failed() -> None:
@@ -67,15 +72,6 @@ def test_at_the_end_of_a_run_its_servers_end_too_with_its_error_if_it_failed() -
         raise ValueError("the disk is\nfull")
     with pytest.raises(JoinFailed, match="^the run stopped: the disk is full$"):
         until(lambda: membership.has_ended)
-
-
-def test_servers_that_the_run_does_not_take_are_told_why() -> None:
-    with door() as found:
-        membership = member_of(found)
-        membership.name(["http://127.0.0.1:1"])
-        only_party(found).dismiss("the run does not take http://127.0.0.1:1: it is too old")
-        with pytest.raises(JoinFailed, match="it is too old"):
-            until(lambda: membership.has_ended)
 
 
 def test_strangers_and_other_versions_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The episode of examples/guessing_game.py, which fails when it is ordered to."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 from pathlib import Path

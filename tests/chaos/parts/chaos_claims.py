@@ -4,8 +4,6 @@ The parts are programs of their own; the folder is beside this file.  Nothing he
 and servers load it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

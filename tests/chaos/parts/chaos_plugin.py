@@ -1,7 +1,5 @@
 """A plug-in for runs under chaos: by order, replies and losses are spoilt, ranks hang, disks are full."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

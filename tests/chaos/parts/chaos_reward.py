@@ -1,7 +1,5 @@
 """Rewards that fail when they are ordered to."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from typing import Any

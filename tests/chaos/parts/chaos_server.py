@@ -1,7 +1,5 @@
 """The HF server, but it spoils replies and weights for which it takes an order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
