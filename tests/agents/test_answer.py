@@ -1,7 +1,5 @@
 """What a generated text says: reasoning, content and calls.  Whatever it is, it is an answer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

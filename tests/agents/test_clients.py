@@ -1,7 +1,5 @@
 """Stock clients in an environment of their own: they notice nothing, and every token that they got is recorded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

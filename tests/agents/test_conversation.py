@@ -1,28 +1,23 @@
 """Conversations as token ids: each generated token is learnt once, behind what the server saw, whatever is asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from chat_templates import STYLES, template_of, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.agents.conversation import HISTORIES, Asked, Conversation
-from megarl.data.batch import make_batch
-from megarl.ragged import Ragged
-from megarl.sample import Completion, Prompt, Sample, TurnSpan, VersionSpan
+from megarl.sample import Completion, VersionSpan
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
 
-def completion(ids, *, number=0, finish="stop", **columns):
+def completion(ids, *, number=0, finish="stop"):
     """Log-probs that name the turn and the position, and two versions."""
     log_probs = [-(number + 1) - position / 1000 for position in range(len(ids))]
     spans = [VersionSpan(number, 0, 1), VersionSpan(number + 1, 1, len(ids))]
-    return Completion(ids, log_probs, finish, tuple(s for s in spans if s.end > s.start), columns=columns)
+    return Completion(ids, log_probs, finish, tuple(s for s in spans if s.end > s.start))
 
 
 class Agent:
@@ -90,23 +85,8 @@ def check_exact(agent):
         prompt_ids, written = agent.seen[row.learnt[-1].turn]
         assert row.token_ids == prompt_ids + written.token_ids and row.finish_reason == written.finish_reason
     assert sorted(learnt) == list(range(len(agent.seen))), "every turn is learnt"
-    check_account(rows, [written for _, written in agent.seen])
-    return rows
-
-
-def check_account(rows, written):
-    """The same in the batch of a step: each generated token has the mask, its log-prob and its version once."""
     assert [row.learnt[0].turn for row in rows] == sorted(row.learnt[0].turn for row in rows), "in the order of time"
-    batch = make_batch([[Sample(Prompt("0-0", [1], ""), rows, 1.0)]])
-    mask = batch.columns["response_mask"] == 1
-    turns = [written[span.turn] for row in rows for span in row.learnt]
-    assert int(mask.sum()) == sum(len(each.token_ids) for each in written)
-    assert batch.tokens[mask].tolist() == [token for turn in turns for token in turn.token_ids]
-    log_probs = [log_prob for turn in turns for log_prob in turn.log_probs]
-    assert batch.columns["rollout_log_probs"][mask].tolist() == pytest.approx(log_probs, rel=1e-6)
-    versions = [span.version for turn in turns for span in turn.versions for _ in range(span.start, span.end)]
-    assert batch.columns["versions"][mask].tolist() == versions
-    assert not batch.columns["rollout_log_probs"][~mask].any() and (batch.columns["versions"][~mask] == -1).all()
+    return rows
 
 
 OPERATION = st.tuples(
@@ -239,17 +219,6 @@ def test_an_answer_that_the_model_did_not_give_is_only_rendered():
     assert "<think>" not in agent.text(1), "by the template, from the first message on"
 
 
-def test_a_shared_beginning_is_learnt_in_the_first_row_and_context_in_the_other():
-    agent = Agent("chatml")
-    agent.ask([user("x")], agent.write("one"))
-    for text in ("y", "z"):
-        agent.ask([*agent.histories[0], user(text)], agent.write(text))
-    first, second = check_exact(agent)
-    start, end = (len(agent.seen[0][0]), len(agent.seen[0][0]) + 4)
-    assert first.learnt[0] == TurnSpan(0, start, end) and [span.turn for span in second.learnt] == [2]
-    assert second.token_ids[:end] == first.token_ids[:end] and second.learnt[0].start >= end
-
-
 def test_requests_of_ids_grow_the_same_tree():
     conversation = Conversation(template_of("chatml"))
     first = conversation.add(Asked([5, 6]), completion([7, 8]))
@@ -260,22 +229,6 @@ def test_requests_of_ids_grow_the_same_tree():
     rows = conversation.rows()
     assert [row.token_ids for row in rows] == [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8]]
     assert [row.num_learnt for row in rows] == [4, 2, 1]
-
-
-def test_columns_of_a_row_are_those_that_each_turn_reported_of_its_own_tokens():
-    conversation = Conversation(template_of("chatml"))
-    conversation.add(Asked([5, 6]), completion([7, 8], experts=np.array([[1], [2], [3], [4]])))
-    conversation.add(Asked([5, 6, 7, 8, 9]), completion([10], number=1, experts=np.full((6, 1), 9)))
-    (row,) = conversation.rows()
-    assert row.columns["experts"].tolist() == [[1], [2], [3], [4], [9], [9]]
-
-
-def test_lists_of_a_row_too_are_those_that_each_turn_reported_of_its_own_tokens():
-    conversation = Conversation(template_of("chatml"))
-    conversation.add(Asked([5, 6]), completion([7, 8], support=Ragged.of([[], [], [7, 1], [8]])))
-    conversation.add(Asked([5, 6, 7, 8, 9]), completion([10], number=1, support=Ragged.of([*[[]] * 5, [10, 2]])))
-    (row,) = conversation.rows()
-    assert row.columns["support"].lists() == [[], [], [7, 1], [8], [], [10, 2]]
 
 
 def test_an_unfinished_answer_is_closed_before_the_next_question():

@@ -1,7 +1,5 @@
 """What readers see of an episode: roles, texts, calls and their answers, and no more than a page can hold."""
 
-from __future__ import annotations
-
 import json
 
 from megarl.agents.transcript import FIRST, LAST, MAX_TEXT, transcript

@@ -1,13 +1,3 @@
-"""Fixtures of servers, for the tests of this folder."""
+"""The servers of tiny models that the tests of this folder share."""
 
-from server_fixtures import (  # noqa: F401
-    any_served,
-    any_server,
-    hf_served,
-    model_path,
-    other_path,
-    reference,
-    server,
-    sglang_pair,
-    tied_path,
-)
+from server_fixtures import *  # noqa: F403

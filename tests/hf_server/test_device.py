@@ -1,7 +1,5 @@
 """What the server does for a GPU, as far as a CPU shows it: one device for all tensors, memory freed and taken back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from megarl.hf_server import device as devices
-from megarl.hf_server.generation.kv_cache import Decode, KVSlots, Prefill
+from megarl.hf_server.generation.kv_cache import Decode, Prefill
 from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.generation.running_batch import Call, Running
 from megarl.hf_server.generation.sampling import uniforms
@@ -30,19 +28,12 @@ def model(model_path: str) -> HFModel:
 @pytest.fixture
 def engine(model: HFModel) -> HFEngine:
     """Not started: the tests run its orders themselves."""
-    return HFEngine(
-        model,
-        max_running=4,
-        max_total_tokens=None,
-        random_seed=0,
-        weight_version="0",
-        on_done=lambda calls: None,
-        on_death=lambda error: None,
-    )
+    how: dict[str, Any] = {"max_running": 4, "max_total_tokens": None, "random_seed": 0, "weight_version": "0"}
+    return HFEngine(model, **how, on_done=lambda calls: None, on_death=lambda error: None)
 
 
 @torch.inference_mode()
-def test_both_passes_stay_on_the_models_device(model: HFModel) -> None:
+def test_both_passes_and_the_running_batch_stay_on_the_models_device(model: HFModel) -> None:
     model._model.to(META)
     model.device = META
     cache = model.new_cache(max_tokens=1000)
@@ -54,31 +45,15 @@ def test_both_passes_stay_on_the_models_device(model: HFModel) -> None:
     logits = model.decode(tokens[:1, :3].reshape(3), Decode(cache, positions, 6), positions, 6)
     assert (logits.device, logits.shape) == (META, (3, model.vocab_size))
     cache.reserve(4, 40, used=(3, 6))
+    assert cache.bytes_per_token == 4 * cache.tensors[0][0, 0].numel() * len(cache.tensors)
     cache.move(torch.tensor([2], device=META), torch.tensor([0], device=META), 6)
     assert {held.device for held in cache.tensors} == {META} and cache.size == (4, 48)
-
-
-def test_the_running_batch_is_on_the_models_device() -> None:
     running, call = Running(8, vocab_size=50, device=META), Call()
     call.add(3, "a", [1, 2, 3], SamplingParams(max_new_tokens=4), (1, 2))
     call.rows[0].token_ids, call.rows[0].log_probs = [5], [-1.0]
     running.add(call.rows)
     assert {column.device for column in running._columns.values()} == {META}
     assert uniforms(running.column("key"), running.column("num_new")).device == META
-
-
-def test_a_growing_cache_keeps_what_it_holds() -> None:
-    slots = KVSlots(num_layers=2, num_kv_heads=3, head_dim=5, dtype=torch.float32, max_tokens=200)
-    assert slots.bytes_per_token == 2 * 2 * 3 * 5 * 4
-    slots.reserve(2, 10, used=(0, 0))
-    for number, held in enumerate(slots.tensors):
-        held.fill_(number + 1)
-    slots.reserve(5, 20, used=(2, 7))
-    assert slots.size == (5, 32)
-    for number, held in enumerate(slots.tensors):
-        assert (held[:2, :7] == number + 1).all() and not held[2:].any() and not held[:, 7:].any()
-    slots.free()
-    assert slots.size == (0, 0)
 
 
 def test_freed_storages_leave_their_views_valid() -> None:
@@ -117,14 +92,6 @@ def test_on_a_gpu_released_weights_free_their_memory_and_come_back_with_a_push(e
     assert engine._may_admit() and model.checksums() == before
 
 
-def test_on_a_cpu_weights_stay(engine: HFEngine) -> None:
-    before = engine.model.checksums()
-    engine.release([WEIGHTS, CACHE])
-    assert engine.model.checksums() == before and not engine._may_admit()
-    engine.take_back([WEIGHTS, CACHE])
-    assert engine._may_admit()
-
-
 def test_the_cache_takes_the_share_of_the_gpu_that_the_weights_leave(
     model: HFModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +113,12 @@ def test_a_server_joins_groups_of_its_device_only(device: Any, speaks: str, othe
         WeightUpdates(engine, 1.0).init_group({**where, "backend": other})
 
 
+def test_a_product_into_float32_is_for_16_bits_on_a_gpu() -> None:
+    for is_cuda, dtype, expected in ((True, torch.half, True), (True, torch.float, False), (False, torch.half, False)):
+        weight: Any = SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
+        assert devices.has_float32_product(weight) is expected
+
+
 @torch.inference_mode()
 def test_logits_of_16_bits_are_float32_on_a_gpu(model_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch has the product only there: here it is done in float32 throughout."""
@@ -159,12 +132,3 @@ def test_logits_of_16_bits_are_float32_on_a_gpu(model_path: str, monkeypatch: py
     torch.testing.assert_close(model.logits(hidden), exact)
     torch.testing.assert_close(model.logits(hidden[0, 0]), exact[0, 0])
     torch.testing.assert_close(rounded.float(), exact, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "expected"),
-    [("cuda", torch.bfloat16, True), ("cuda", torch.float32, False), ("cpu", torch.bfloat16, False)],
-)
-def test_a_product_into_float32_is_for_16_bits_on_a_gpu(device: str, dtype: torch.dtype, expected: bool) -> None:
-    weight: Any = SimpleNamespace(dtype=dtype, is_cuda=device == "cuda")
-    assert devices.has_float32_product(weight) is expected

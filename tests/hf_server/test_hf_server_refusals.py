@@ -1,14 +1,13 @@
 """What our own server refuses although stock SGLang takes it, silently mistakes it, or dies of it."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from wire import parse_completions
 
 from megarl.rollout.client import ServerError
-from megarl.rollout.protocol import Route, SamplingParams, generate_body, parse_completions
+from megarl.rollout.protocol import Route, SamplingParams, generate_body
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
@@ -47,14 +46,11 @@ def test_a_wrong_request_is_refused_with_key_and_value(server, change, words):
     assert words in reply.json()["error"]["message"]
 
 
-def test_an_unknown_memory_tag_is_refused(server):
-    with pytest.raises(ServerError, match="hats"):
-        server.engine.release_memory(["hats"])
-
-
-def test_a_group_that_was_never_joined_is_named(server):
+def test_an_unknown_memory_tag_and_a_group_that_was_never_joined_are_named(server):
     with pytest.raises(ServerError, match="nobody"):
         server.engine.destroy_group("nobody")
+    with pytest.raises(ServerError, match="hats"):
+        server.engine.release_memory(["hats"])
 
 
 def test_requests_wait_while_the_kv_cache_is_released(server):

@@ -1,10 +1,8 @@
 """The experts that our own server reports for each token: those of the pass that predicted it."""
 
-from __future__ import annotations
-
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +95,6 @@ def test_every_token_has_the_experts_of_a_pass_over_the_whole_sequence(folders: 
                 assert np.array_equal(reported(completion), expected[:-1])
 
 
-def test_only_requests_that_want_them_get_them(folders: dict[str, str]) -> None:
-    model = HFModel(folders["mixtral"], torch.float32, returns_routes=True)
-    with running(model) as (_, answer):
-        (reply,) = answer([body(PROMPT, max_new_tokens=2)])
-    assert "columns" not in reply["meta_info"]
-
-
 def test_only_those_behind_what_the_caller_knows_are_sent(folders: dict[str, str]) -> None:
     """It knows three tokens: the third was not read when it was written, so its experts are the first."""
     model = HFModel(folders["mixtral"], torch.float32, returns_routes=True)
@@ -111,7 +102,8 @@ def test_only_those_behind_what_the_caller_knows_are_sent(folders: dict[str, str
     routes = EngineRoutes(model.routes)
     asked = {**body(PROMPT, max_new_tokens=4, sampling_seed=4), "return_routed_experts": True}
     with running(model) as (_, answer):
-        whole, rest = answer([asked, asked | routes.request(num_known=3)])
+        whole, rest, without = answer([asked, asked | routes.request(num_known=3), body(PROMPT, max_new_tokens=2)])
+    assert "columns" not in without["meta_info"], "who does not ask gets none"
     (first,) = completions(whole, model)
     (second,) = parse_replies(rest, 1, num_asked=len(PROMPT), columns=[routes], num_known=3)
     sent = rest["meta_info"]["columns"]["routed_experts"]
@@ -140,18 +132,15 @@ def test_a_retraction_leaves_the_experts_of_what_was_written_before(folders: dic
     """Its KV is computed again with newer weights, which choose other experts for the same tokens."""
     model = HFModel(folders["qwen3_moe"], torch.float32, returns_routes=True)
     before, after = reference_of(folders["qwen3_moe"]), reference_of(other)
-    answers: list[Any] = []
-    with running(model) as (engine, answer):
+    with running(model) as (engine, answer), ThreadPoolExecutor(1) as threads:
         engine.decode_sleep_s = 0.01
-        asked = threading.Thread(target=lambda: answers.extend(answer([wanting(max_new_tokens=40, sampling_seed=1)])))
-        asked.start()
+        asked = threads.submit(answer, [wanting(max_new_tokens=40, sampling_seed=1)])
         wait_until_written(engine, 8)
         engine.run_now(lambda: engine.pause("retract")).result()
         newer = model.read_folder(other)
         engine.run_alone(lambda: engine.load(lambda: model.load_weights(newer), "1", flush=True)).result()
         engine.run_now(engine.resume).result()
-        asked.join()
-    (completion,) = completions(answers, model)
+        (completion,) = completions(asked.result(), model)
     (first, second) = completion.versions
     assert (first.version, second.version, second.end) == (0, 1, 40)
     tokens = [*PROMPT, *completion.token_ids]
@@ -163,20 +152,16 @@ def test_a_retraction_leaves_the_experts_of_what_was_written_before(folders: dic
     assert not np.array_equal(expected[:old], recomputed[:old]), "the newer weights would have chosen others"
 
 
-def test_what_is_aborted_keeps_the_experts_of_its_tokens(folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_what_is_aborted_keeps_the_experts_of_its_tokens(folders: dict[str, str], mode: str) -> None:
     """Also while it waits after a retraction."""
     model, reference = HFModel(folders["mixtral"], torch.float32, returns_routes=True), reference_of(folders["mixtral"])
-    for mode in ("abort", "retract"):
-        answers: list[Any] = []
-        with running(model) as (engine, answer):
-            engine.decode_sleep_s = 0.01
-            bodies = [wanting(max_new_tokens=40)]
-            asked = threading.Thread(target=lambda a=answer, b=bodies, r=answers: r.extend(a(b)))
-            asked.start()
-            wait_until_written(engine, 4)
-            engine.run_now(lambda e=engine, m=mode: e.pause(m)).result()
-            engine.run_now(lambda e=engine: e.abort(lambda row: True)).result()
-            asked.join()
-        (completion,) = completions(answers, model)
-        assert completion.finish_reason == "abort"
-        assert np.array_equal(reported(completion), chosen_by(reference, [*PROMPT, *completion.token_ids])[:-1])
+    with running(model) as (engine, answer), ThreadPoolExecutor(1) as threads:
+        engine.decode_sleep_s = 0.01
+        asked = threads.submit(answer, [wanting(max_new_tokens=40)])
+        wait_until_written(engine, 4)
+        engine.run_now(lambda: engine.pause(mode)).result()
+        engine.run_now(lambda: engine.abort(lambda row: True)).result()
+        (completion,) = completions(asked.result(), model)
+    assert completion.finish_reason == "abort"
+    assert np.array_equal(reported(completion), chosen_by(reference, [*PROMPT, *completion.token_ids])[:-1])

@@ -3,8 +3,6 @@
 Data in the order of the file, so visit 9 is row 9.  The reward of a row says what its loss does.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from megarl.cli import main
 from megarl.mcore.checkpoint import files
 from megarl.trainer.checkpoint.checkpoint import all_checkpoints
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.full]
 NAN_LOSS, NAN_GRADIENT, EXPLODES, OVERFLOWS = 1000.0, 2000.0, 3000.0, 3e38
 PLUGIN = """
 from pathlib import Path
@@ -79,16 +77,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def run(parts: Path, runs: Path, name: str, bad: dict[int, float], *more: str) -> int:
     (runs / f"{name}.py").write_text(REWARD.format(bad=bad))
-    words = [
-        f"algorithm.plugins=[{parts}/planted.py]",
-        f"reward.fn={runs}/{name}.py:score",
-        "algorithm.adv_estimator=ten_times",
-        "algorithm.policy_loss_fn=planted",
-        "data.shuffle=false",
-        "data.val_files=[]",
-        *more,
-    ]
-    return main(["train", *settings(parts, runs, name, *words)])
+    words = [f"algorithm.plugins=[{parts}/planted.py]", f"reward.fn={runs}/{name}.py:score"]
+    words += ["algorithm.adv_estimator=ten_times", "algorithm.policy_loss_fn=planted"]
+    return main(["train", *settings(parts, runs, name, *words, "data.shuffle=false", "data.val_files=[]", *more)])
 
 
 def account(folder: Path) -> dict[str, list[int]]:
@@ -106,7 +97,6 @@ def saved_weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.slow
 def test_a_run_stops_at_a_bad_number_with_the_name_of_its_sample(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,10 +110,11 @@ def test_a_run_stops_at_a_bad_number_with_the_name_of_its_sample(
     said = capfd.readouterr().err
     assert "the run stopped: token loss of planted is nan at token" in said
     assert "of sample 0-5#" in said
+    report = (tmp_path / "stops" / "logs" / "failure.txt").read_text()
+    assert "Traceback" in report and "token loss of planted is nan at token" in report
     assert steps(tmp_path / "stops", "trainer/skipped_steps") == {1: 0.0}
 
 
-@pytest.mark.slow
 def test_bad_steps_are_skipped_and_what_they_would_have_changed_is_as_before(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,7 +145,6 @@ def test_bad_steps_are_skipped_and_what_they_would_have_changed_is_as_before(
     assert len(state["spikes"]["actor"]["grad_norm"]) == 4 + 3 + 3 + 4 + 4 + 4
 
 
-@pytest.mark.slow
 def test_a_run_goes_back_to_its_save_and_leaves_the_batch_out(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,7 +169,6 @@ def test_a_run_goes_back_to_its_save_and_leaves_the_batch_out(
         assert third == steps(tmp_path / "clean", metric)[3], "what was between the save and the bad step is the same"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_supervised_training_looks_too(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str
@@ -187,11 +176,11 @@ def test_supervised_training_looks_too(
     """The first step's weights are so large that the second gradient is not finite, though its loss is."""
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(10, 16)]
     (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [f"model.path={parts}/model", f"sft.train_files=[{tmp_path}/sft.jsonl]", "sft.batch_size=2"]
-    words += ["trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=3"]
-    words += ["actor.optim.name=sgd", "actor.optim.lr=1e38", "actor.strategy=none", f"trainer.on_nonfinite={policy}"]
-    words += [f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=sft"]
-    assert main(["sft", *words]) == (0 if policy == "skip" else 1)
+    words = f"""model.path={parts}/model sft.train_files=[{tmp_path}/sft.jsonl] sft.batch_size=2 trainer.device=cpu
+        trainer.n_gpus_per_node=1 trainer.total_training_steps=3 actor.optim.name=sgd actor.optim.lr=1e38
+        actor.strategy=none trainer.on_nonfinite={policy} trainer.default_local_dir={tmp_path}
+        trainer.experiment_name=sft"""
+    assert main(["sft", *words.split()]) == (0 if policy == "skip" else 1)
     skipped = steps(tmp_path / "sft", "trainer/skipped_steps")
     assert skipped == ({1: 0, 2: 1, 3: 1} if policy == "skip" else {1: 0})
     said = capfd.readouterr().err

@@ -1,28 +1,24 @@
 """Teachers through the whole of the ring: on ranks of other layouts, behind a server, as reward, for agents."""
 
-from __future__ import annotations
-
 import json
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
 import psutil
 import pytest
-from ring_cases import make_parts, settings, steps
+from programs import runs
+from ring_cases import make_parts, steps
 
-from megarl.cli import main
 from megarl.data.examples.tiny import write_tiny_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.full]
+Trained = Callable[..., Path]
 
-ALONE = [
-    "algorithm.adv_estimator=none",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=false",
-    "actor.ppo_epochs=4",
-    "actor.optim.lr=1e-2",
-]
+ALONE = """algorithm.adv_estimator=none trainer.test_freq=-1 trainer.val_before_train=false actor.ppo_epochs=4
+    actor.optim.lr=1e-2 trainer.total_training_steps=5"""
 ROUTE = """
 def by_first_digit(prompt):
     return "odd" if int(prompt.text[0]) % 2 else "even"
@@ -57,18 +53,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def teachers(parts: Path) -> list[str]:
+@pytest.fixture
+def teachers(parts: Path) -> str:
     paths = [f"teachers.{name}.model.path={parts}/{name}" for name in ("odd", "even")]
-    return [*paths, f"distill.route={parts}/route.py:by_first_digit"]
-
-
-def test_a_data_source_of_no_prompt_is_refused_at_the_start(
-    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [f"teachers.odd.model.path={parts}/odd", "teachers.odd.data_sources=[arithmtic]"]
-    assert main(["train", *settings(parts, tmp_path, "misspelt", *ALONE, *words)]) != 0
-    assert "no prompt of data.train_files has the data_source arithmtic" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "misspelt").exists()
+    return " ".join([*paths, f"distill.route={parts}/route.py:by_first_digit"])
 
 
 def check_learning(run: Path, *names: str) -> None:
@@ -79,58 +67,40 @@ def check_learning(run: Path, *names: str) -> None:
     assert set(steps(run, "actor/pg_loss").values()) == {0.0}, "no advantage but the teachers'"
 
 
-def test_two_teachers_of_other_layouts_than_the_policy_s_teach_its_adapters(parts: Path, tmp_path: Path) -> None:
-    more = [
-        *ALONE,
-        *teachers(parts),
-        "actor.megatron.tensor_model_parallel_size=2",
-        "teachers.odd.megatron.tensor_model_parallel_size=1",
-        "teachers.odd.megatron.pipeline_model_parallel_size=2",
-        "teachers.even.megatron.tensor_model_parallel_size=1",
-        "distill.divergence=jsd",
-        "distill.beta=0.3",
-        "distill.coef=10",
-        "distill.end_coef=5",
-        "distill.decay_style=linear",
-        "actor.lora.rank=4",
-        "trainer.total_training_steps=5",
-    ]
-    assert main(["train", *settings(parts, tmp_path, "two", *more)]) == 0
-    run = tmp_path / "two"
+def test_two_teachers_of_other_layouts_than_the_policy_s_teach_its_adapters(trained: Trained, teachers: str) -> None:
+    run = trained(
+        "two",
+        f"""{ALONE} {teachers} actor.megatron.tensor_model_parallel_size=2 actor.lora.rank=4
+        teachers.odd.megatron.tensor_model_parallel_size=1 teachers.odd.megatron.pipeline_model_parallel_size=2
+        teachers.even.megatron.tensor_model_parallel_size=1 distill.divergence=jsd distill.beta=0.3 distill.coef=10
+        distill.end_coef=5 distill.decay_style=linear""",
+    )
     check_learning(run, "odd", "even")
     assert list(steps(run, "distill/coef").values()) == pytest.approx([10, 9, 8, 7, 6])
     shares = zip(steps(run, "distill/odd/share").values(), steps(run, "distill/even/share").values(), strict=True)
     assert all(odd + even == pytest.approx(1) for odd, even in shares)
 
 
-def end_server(run: Path, folder: Path, is_over: Event) -> list[psutil.Process]:
-    """SIGKILL of the server of this folder after the run's first step; returns it."""
+def end_server(run: Path, log: str, is_over: Event) -> list[psutil.Process]:
+    """SIGKILL of the server with this log after the run's first step; returns it."""
     while not is_over.wait(0.05) and not ((run / "metrics.jsonl").exists() and 1 in steps(run, "actor/grad_norm")):
         pass
-    found = [child for child in psutil.Process().children(recursive=True) if str(folder) in child.cmdline()]
+    servers = [child for child in psutil.Process().children(recursive=True) if runs(child, "megarl.hf_server.main")]
+    found = [server for server in servers if log in os.readlink(f"/proc/{server.pid}/fd/1")]
     for process in found:
         process.kill()
     return found
 
 
 def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likeliest_tokens(
-    parts: Path, tmp_path: Path
+    parts: Path, trained: Trained, teachers: str, tmp_path: Path
 ) -> None:
     """The server dies in the middle, and the iteration waits for the next one."""
-    more = [
-        *ALONE,
-        *teachers(parts),
-        "teachers.odd.engine=server",
-        "distill.top_k=20",
-        "rollout.ahead=1",
-        "trainer.total_training_steps=5",
-    ]
-    run = tmp_path / "served"
     is_over = Event()
     with ThreadPoolExecutor(1) as beside:
-        ended = beside.submit(end_server, run, parts / "odd", is_over)
+        ended = beside.submit(end_server, tmp_path / "served", "/teacher_odd/", is_over)
         try:
-            assert main(["train", *settings(parts, tmp_path, "served", *more)]) == 0
+            run = trained("served", ALONE, teachers, "teachers.odd.engine=server distill.top_k=20 rollout.ahead=1")
         finally:
             is_over.set()
         assert len(ended.result()) == 1
@@ -138,29 +108,15 @@ def test_a_teacher_behind_a_server_of_the_run_and_one_on_ranks_by_their_likelies
     assert (run / "logs/teacher_odd/server_0.log").exists()
 
 
-@pytest.mark.long
-def test_log_probs_as_reward_beside_the_run_s_own_with_adapters(parts: Path, tmp_path: Path) -> None:
-    more = [
-        *teachers(parts),
-        "algorithm.adv_estimator=grpo",
-        "distill.form=reward",
-        "distill.coef=0.1",
-        "actor.lora.rank=4",
-        "rollout.ahead=1",
-        "trainer.test_freq=-1",
-    ]
-    assert main(["train", *settings(parts, tmp_path, "reward", *more)]) == 0
-    run = tmp_path / "reward"
+def test_log_probs_as_reward_of_every_row_of_an_episode_that_runs_ahead(
+    parts: Path, trained: Trained, teachers: str
+) -> None:
+    run = trained(
+        "reward",
+        f"""{teachers} algorithm.adv_estimator=grpo distill.form=reward distill.coef=0.1 actor.lora.rank=4
+        rollout.ahead=1 trainer.test_freq=-1 agent.fn={parts}/chat.py:episode agent.max_tokens=80""",
+    )
     for name in ("odd", "even"):
         assert all(gap < 0 for gap in steps(run, f"distill/{name}/log_prob_gap").values()), "another model's tokens"
     assert all(abs(mean) > 1e-3 for mean in steps(run, "critic/advantages/mean").values()), "grpo's own mean is 0"
-    assert not steps(run, "distill/divergence")
-
-
-@pytest.mark.long
-def test_every_row_of_an_episode_is_taught_also_ahead(parts: Path, tmp_path: Path) -> None:
-    more = [*ALONE, *teachers(parts), f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80", "rollout.ahead=1"]
-    assert main(["train", *settings(parts, tmp_path, "chat", *more, "trainer.total_training_steps=4")]) == 0
-    run = tmp_path / "chat"
-    check_learning(run, "odd", "even")
     assert set(steps(run, "rows/mean").values()) == {2.0}

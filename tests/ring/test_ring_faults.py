@@ -1,6 +1,4 @@
-"""Whole small runs in which something is killed or fails: what is repaired, what stops the run, and what is left."""
-
-from __future__ import annotations
+"""Whole small runs in which something is killed or fails: what is repaired, what stops it, what it leaves."""
 
 import json
 import os
@@ -8,32 +6,31 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from ring_cases import PPO, lines, make_parts, settings, steps, train_in_a_process, wait_for_step
+from programs import runs
+from ring_cases import PPO, lines, settings, steps, train_in_a_process, wait_for_step
 from safetensors.torch import load_file, save_file
 from saved_runs import flip
 
 from megarl.cli import main
 from megarl.doctor.run_folder import explain
-from megarl.servers.launch import EngineLaunch
+from megarl.network.auth import VARIABLE, server_token
+from megarl.processes.ranks import TOKEN
+from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch
 from megarl.servers.supervisor import Servers, State, Supervision
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.full]
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_parts(tmp_path_factory.mktemp("parts"))
-
-
-@pytest.mark.slow
 def test_a_run_whose_newest_save_is_damaged_goes_on_from_the_one_before(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,7 +54,6 @@ def test_a_run_whose_newest_save_is_damaged_goes_on_from_the_one_before(
     assert 4 in after
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_ends_a_run_in_a_sentence(parts: Path, tmp_path: Path) -> None:
     """The driver may write to no file from its second step on, as on a full disk."""
     run = tmp_path / "full"
@@ -74,43 +70,46 @@ def test_a_disk_that_is_full_ends_a_run_in_a_sentence(parts: Path, tmp_path: Pat
     assert "Traceback" not in said
 
 
-def kill_a_server(driver: subprocess.Popen[bytes]) -> None:
-    children = psutil.Process(driver.pid).children(recursive=True)
-    os.kill(next(c for c in children if "megarl.hf_server.main" in c.cmdline()).pid, signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_comes_back_with_the_trainers_weights(parts: Path, tmp_path: Path) -> None:
-    """The only one: the trainer waits for it."""
-    words = settings(parts, tmp_path, "healed", *PPO, "trainer.total_training_steps=8")
-    process = train_in_a_process(words, tmp_path / "healed.log")
-    wait_for_step(tmp_path / "healed", 2, process)
-    kill_a_server(process)
-    assert process.wait(timeout=800) == 0, (tmp_path / "healed.log").read_text()
-    summary = json.loads((tmp_path / "healed" / "summary.json").read_text())
-    assert summary["servers_died"] == 1
-    assert summary["pushes"] == summary["pushes_verified"] == 9
-    assert_fresh(tmp_path / "healed", ahead=0)
-
-
-@pytest.mark.slow
-def test_of_two_servers_the_trainer_goes_on_with_one_until_the_other_is_back(parts: Path, tmp_path: Path) -> None:
-    """However many steps that takes: then the run is stopped."""
-    more = ["rollout.num_servers=2", "rollout.ahead=1", "trainer.total_training_steps=100000"]
-    run = tmp_path / "healed"
-    process = train_in_a_process(settings(parts, tmp_path, "healed", *PPO, *more), tmp_path / "healed.log")
+def test_of_two_servers_the_trainer_goes_on_with_one_until_the_other_is_back_and_stops_without_any(
+    parts: Path, tmp_path: Path
+) -> None:
+    """However many steps that takes: then both are killed until they may not come back any more."""
+    more = ["rollout.num_servers=2", "rollout.ahead=1", "rollout.max_restarts=1"]
+    run, log = tmp_path / "healed", tmp_path / "healed.log"
+    words = settings(parts, tmp_path, "healed", *PPO, *more, "trainer.total_training_steps=100000")
+    process = train_in_a_process(words, log)
     wait_for_step(run, 2, process)
-    kill_a_server(process)
+    children_of(process, "megarl.hf_server.main")[0].kill()
     deadline = time.monotonic() + 800
     while not any(
         row.get("push/servers_died") == 1 and row["push/servers"] == 2 for row in lines(run / "metrics.jsonl")
     ):
-        assert process.poll() is None, (tmp_path / "healed.log").read_text()
+        assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, "it does not come back"
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=300)
+    while process.poll() is None:
+        assert time.monotonic() < deadline, "it does not stop"
+        for server in children_of(process, "megarl.hf_server.main"):
+            server.kill()
+        time.sleep(0.1)
     assert_fresh(run, ahead=1)
+    said = log.read_text()
+    assert process.returncode == 1 and "Traceback" not in said
+    assert re.search("the run stopped: no server is left; .*server [01]", said)
+    assert (run / "logs" / "failure.txt").stat().st_size > 0
+    found = explain(run)
+    assert found.state == "failed"
+    assert re.match("the servers ended: no server is left; .*server [01]", found.cause), found.cause
+
+
+def children_of(driver: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
+    """Its processes that run this module."""
+    found = []
+    with suppress(psutil.NoSuchProcess):  # the driver has ended
+        for child in psutil.Process(driver.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                found += [child] if runs(child, module) else []
+    return found
 
 
 def assert_fresh(run: Path, *, ahead: int) -> None:
@@ -120,25 +119,6 @@ def assert_fresh(run: Path, *, ahead: int) -> None:
         assert all(sample["step"] - 1 - ahead <= v <= sample["step"] - 1 for v in versions)
 
 
-@pytest.mark.long
-def test_a_server_that_may_not_come_back_stops_the_run_with_its_name_and_log(parts: Path, tmp_path: Path) -> None:
-    words = settings(parts, tmp_path, "orphan", *PPO, "trainer.total_training_steps=200", "rollout.max_restarts=0")
-    process = train_in_a_process(words, tmp_path / "orphan.log")
-    wait_for_step(tmp_path / "orphan", 2, process)
-    kill_a_server(process)
-    assert process.wait(timeout=600) == 1
-    said = (tmp_path / "orphan.log").read_text()
-    assert "the run stopped: no server is left" in said
-    assert "server 0" in said
-    assert "Traceback" not in said
-    assert (tmp_path / "orphan" / "logs" / "failure.txt").stat().st_size > 0
-    found = explain(tmp_path / "orphan")
-    # Who notices first, the supervisor or a call that fails, is chance; what it says differs.
-    assert found.state == "failed"
-    assert re.match(r"the servers ended: no server is left; .*server 0", found.cause), found.cause
-
-
-@pytest.mark.long
 def test_ranks_that_start_again_go_on_without_a_server_that_is_away_until_it_is_back(
     parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,10 +132,8 @@ def test_ranks_that_start_again_go_on_without_a_server_that_is_away_until_it_is_
         more += ["algorithm.adv_estimator=grpo", "data.val_files=[]", "trainer.total_training_steps=100000"]
         process = train_in_a_process(settings(parts, tmp_path, "away", *more), log)
         wait_for_step(run, 2, process)
-        children = psutil.Process(process.pid).children(recursive=True)
-        rank = next(child for child in children if "megarl.roles.worker" in child.cmdline())
         os.kill(servers.pids[1], signal.SIGKILL)
-        rank.kill()
+        children_of(process, "megarl.roles.worker")[0].kill()
         for number in (1, 2):  # servers during a step: without the one that is away, and with both
             wait_for_servers(run, number, process, log)
             while State.RESTING not in servers.states and number == 1:
@@ -178,17 +156,12 @@ def wait_for_servers(run: Path, number: int, process: subprocess.Popen[bytes], l
         time.sleep(0.1)
 
 
-@pytest.mark.slow
-def test_a_reward_that_always_raises_stops_the_start_or_is_0_or_stops_the_run(
+def test_a_reward_that_always_raises_is_0_or_stops_the_run(
     parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fn = tmp_path / "mine.py"
     fn.write_text("def score(prompt, completion):\n    raise KeyError('no such unit')\n")
     common = ["algorithm.adv_estimator=grpo", f"reward.fn={fn}:score", "trainer.n_gpus_per_node=1"]
-    assert main(["train", *settings(parts, tmp_path, "tried", *common)]) == 2
-    said = capfd.readouterr().err
-    assert f"reward.fn={fn}:score: tried on {parts}/data/train.jsonl:1 with the answer" in said
-    assert not (tmp_path / "tried" / "metrics.jsonl").exists()
     common += ["reward.try_rows=0"]
     zero = [*common, "reward.on_error=zero", "trainer.total_training_steps=1"]
     assert main(["train", *settings(parts, tmp_path, "zero", *zero)]) == 0
@@ -198,18 +171,14 @@ def test_a_reward_that_always_raises_stops_the_start_or_is_0_or_stops_the_run(
     assert line.endswith(f"; counted as 0; more errors are in {tmp_path}/zero/logs/collector.log")
     assert main(["train", *settings(parts, tmp_path, "stop", *common, "reward.on_error=stop")]) == 1
     said = capfd.readouterr().err
-    assert "no such unit" in said
-    assert "sample" in said
-    found = explain(tmp_path / "stop")
-    assert found.cause.startswith("a reward failed: ")
-    assert "no such unit" in found.cause
+    assert "no such unit" in said and "sample" in said
+    assert re.match("a reward failed: .*no such unit", explain(tmp_path / "stop").cause)
     assert main(["train", *settings(parts, tmp_path, "unscored", *common, "data.val_files=[]")]) == 1
     said = capfd.readouterr().err
     assert "all 4 prompts of an iteration were lost; the first: 4 of 4 completions could not be scored" in said
     assert "no such unit" in said
 
 
-@pytest.mark.slow
 def test_a_model_with_weights_that_are_not_finite_is_one_sentence_before_the_first_step(
     parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,3 +189,70 @@ def test_a_model_with_weights_that_are_not_finite_is_one_sentence_before_the_fir
     assert main(["train", *settings(parts, tmp_path, "nan", *PPO, f"model.path={model}")]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("rollout.engine=auto")]
     assert said == [f"error: {model}/model.safetensors: the tensor {name} holds nan; expected finite numbers"]
+
+
+GIVEN = {VARIABLE: "the-token-of-a-run-that-nobody-reads", "HF_TOKEN": "hf_of_a_user", "WANDB_API_KEY": "0badc0de" * 5}
+
+
+def test_others_read_no_file_of_a_run_and_no_file_holds_a_key(
+    parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves, and then loses a rank, so that it writes its report of a failure too."""
+    for name, value in GIVEN.items():
+        monkeypatch.setenv(name, value)
+    more = ["trainer.save_freq=1", "trainer.total_training_steps=1000", "trainer.logger=[console,jsonl,tensorboard]"]
+    more += ["trainer.max_restarts=0"]
+    run = tmp_path / "runs/secret"
+    (run.parent).mkdir(mode=0o755)
+    log = tmp_path / "screen.log"
+    os.umask(os.umask(0o022))  # that of the tests, whatever it is, is not what protects the files
+    process = train_in_a_process(settings(parts, run.parent, "secret", *more), log)
+    try:
+        wait_for_step(run, 2, process)
+        children = psutil.Process(process.pid).children(recursive=True)
+        keys, shown = {*GIVEN.values(), server_token({}, GIVEN[VARIABLE])}, b""
+        forked = set()
+        for child in children:
+            shown += " ".join(child.cmdline()).encode()
+            if child.name() in ("roles.worker", "hf_server.main"):
+                # They are forked, and got their keys, the ranks' own too, over a socket.
+                assert not {VARIABLE, TOKEN, TOKEN_VARIABLE} & child.environ().keys()
+                forked.add(child.name())
+        assert forked == {"roles.worker", "hf_server.main"}
+        next(child for child in children if child.name() == "roles.worker").kill()
+        assert process.wait() == 1, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    files = [path for path in run.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "failure.txt", "rank_0.log"} <= names
+    assert any(path.suffix == ".safetensors" for path in files), "a checkpoint"
+    open_to_others = [str(path) for path in (run, *run.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
+    assert not open_to_others
+    texts = {str(path): path.read_bytes() for path in (*files, log)} | {"command lines": shown}
+    assert not [(name, key) for name, text in texts.items() for key in keys if key.encode() in text]
+
+
+REWARD = """
+def raises_last(prompt, completion):
+    if completion.versions[0].version == 1: raise KeyError("no such unit")
+    return sum(map(str.isdigit, completion.text)) / 6
+"""
+
+
+def test_a_reward_that_raises_in_the_last_evaluation_takes_only_its_score(
+    parts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The sentence comes when all is written, and the exit code is that of a failure."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    more = ["trainer.total_training_steps=1", "trainer.save_freq=1", "reward.on_error=stop", "reward.try_rows=0"]
+    more += ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", f"reward.fn={tmp_path}/mine.py:raises_last"]
+    assert main(["train", *settings(parts, tmp_path, "ends", *more)]) == 1
+    run = tmp_path / "ends"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 1 and summary["score_after"] is None and summary["score_before"] >= 0
+    for name in ("hf/config.json", "README.md", "report.html", "checkpoints/step_00000001"):
+        assert (run / name).exists(), name
+    out, err = capfd.readouterr()
+    assert "KeyError: 'no such unit'" in err and "KeyError" not in out.partition('"steps"')[2]

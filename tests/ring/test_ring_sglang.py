@@ -1,17 +1,15 @@
 """Whole small runs whose completions stock SGLang writes; the same with our HF server is in test_ring.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from ring_cases import lines, make_parts, settings, steps, train_in_a_process, wait_for_step
 
-from megarl.cli import main
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
@@ -46,20 +44,20 @@ def test_a_killed_server_comes_back_with_the_trainers_weights_slice_by_slice(par
         assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
 
 
-def test_adapters_are_pushed_alone(parts: Path, tmp_path: Path) -> None:
+def test_adapters_are_pushed_alone(trained: Callable[..., Path]) -> None:
     lora = ["actor.lora.rank=4", "actor.lora.push=adapter", "trainer.total_training_steps=4"]
-    assert main(["train", *settings(parts, tmp_path, "adapter", *with_sglang(*lora))]) == 0
-    summary = json.loads((tmp_path / "adapter" / "summary.json").read_text())
+    run = trained("adapter", *with_sglang(*lora))
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["pushes"] == summary["pushes_verified"] == 5
     assert summary["log_prob_gap_max"] < 1e-4, "SGLang's base with the adapter is the trainer's model"
-    for sample in lines(tmp_path / "adapter" / "samples.jsonl"):
+    for sample in lines(run / "samples.jsonl"):
         assert sample["versions"] == [[sample["step"] - 1, 0, sample["num_tokens"]]]
 
 
-def test_what_top_p_and_top_k_left_is_replayed(parts: Path, tmp_path: Path) -> None:
+def test_what_top_p_and_top_k_left_is_replayed(trained: Callable[..., Path]) -> None:
     """In pieces, with evaluations that sample from everything."""
     narrow = ["rollout.top_p=0.6", "rollout.top_k=20", "rollout.piece_tokens=4", "trainer.total_training_steps=2"]
-    assert main(["train", *settings(parts, tmp_path, "narrow", *with_sglang(*narrow))]) == 0
-    summary = json.loads((tmp_path / "narrow" / "summary.json").read_text())
+    run = trained("narrow", *with_sglang(*narrow))
+    summary = json.loads((run / "summary.json").read_text())
     assert 0 < summary["log_prob_gap_max"] < 1e-4
-    assert max(abs(kl) for kl in steps(tmp_path / "narrow", "actor/first_ppo_kl").values()) < 1e-8
+    assert max(abs(kl) for kl in steps(run, "actor/first_ppo_kl").values()) < 1e-8

@@ -1,6 +1,4 @@
-"""Whole small runs over two machines, each a process with a loopback address of its own; and ranks started again."""
-
-from __future__ import annotations
+"""Whole small runs over two machines, each a process with an address of its own, and one that a server joins."""
 
 import json
 import os
@@ -8,33 +6,26 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
-from ring_cases import PPO, lines, make_parts, settings, steps, wait_for_step
+from programs import runs
+from ring_cases import PPO, lines, settings, steps, wait_for_step
 
 from megarl.cli import main
+from megarl.metrics.report import SAMPLES, VISITS
+from megarl.network.auth import derived
+from megarl.rollout.client import ServerClient
+from megarl.servers.server_process import free_ports
 
-pytestmark = pytest.mark.dist
-COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
-METRICS = ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm")
+pytestmark = [pytest.mark.dist, pytest.mark.full]
+COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=5", "trainer.save_freq=2"]
 STARTED: list[subprocess.Popen[bytes]] = []
-TOKEN = {"MEGARL_TOKEN": "the secret of these tests"}
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_parts(tmp_path_factory.mktemp("parts"))
-
-
-@pytest.fixture(scope="module")
-def whole(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one machine."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert main(["train", *settings(parts, folder, "whole", *COMMON)]) == 0
-    return folder
+TOKEN = "the secret of these tests"
 
 
 @pytest.fixture(autouse=True)
@@ -47,65 +38,20 @@ def nothing_is_left() -> Iterator[None]:
     STARTED.clear()
 
 
-def start(words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "megarl", "train", *words]
+def start(words: Sequence[str], log: Path, *, command: str = "train", **environment: str) -> subprocess.Popen[bytes]:
+    run, environment = [sys.executable, "-m", "megarl", command, *words], {"MEGARL_TOKEN": TOKEN, **environment}
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **TOKEN, **environment})
+        process = subprocess.Popen(run, stdout=out, stderr=out, env={**os.environ, **environment})
     STARTED.append(process)
     return process
 
 
 def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Process]:
     """Its processes that run this module, the oldest first."""
-    found = [p for p in psutil.Process(process.pid).children(recursive=True) if f"-m {module}" in " ".join(p.cmdline())]
+    found = [child for child in psutil.Process(process.pid).children(recursive=True) if runs(child, module)]
     return sorted((p for p in found if "torch.distributed.run" not in p.cmdline()), key=psutil.Process.create_time)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_rank_of_the_other_machine_dies_and_the_run_goes_on_while_servers_stay(
-    parts: Path, whole: Path, tmp_path: Path
-) -> None:
-    """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit.
-
-    The servers speak https, as they do by themselves at addresses other than loopback.
-    """
-    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "rollout.tls=always"]
-    words = settings(parts, tmp_path, "two", *COMMON, *more)
-    driver = start(words, tmp_path / "driver.log")
-    # its number comes from where Kubernetes would tell it
-    other = start(words, tmp_path / "other.log", JOB_COMPLETION_INDEX="1", MEGARL_NODE_ADDR="127.0.0.2")
-    wait_for_step(tmp_path / "two", 3, driver)
-    servers = [descendants(process, "megarl.hf_server.main") for process in (driver, other)]
-    assert [len(of_one) for of_one in servers] == [1, 1], "a server on each machine"
-    (rank,) = descendants(other, "megarl.roles.worker")
-    os.kill(rank.pid, signal.SIGKILL)
-    while driver.poll() is None and driver.returncode is None:
-        assert all(server.is_running() for of_one in servers for server in of_one) or finished(tmp_path / "two")
-        try:
-            driver.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            continue
-    said = (tmp_path / "driver.log").read_text()
-    assert driver.returncode == 0, said
-    assert other.wait(timeout=60) == 0, (tmp_path / "other.log").read_text()
-    assert "the ranks are started again (1 of 3 without a new step)" in said
-    assert (tmp_path / "two/logs/restart_1.txt").stat().st_size > 0
-    summary = json.loads((tmp_path / "two/summary.json").read_text())
-    assert summary["servers_died"] == 0
-    assert summary["pushes"] == summary["pushes_verified"]
-    for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
-        assert f"https://{host}:" in (tmp_path / f"two/logs/server_{number}.log").read_text()
-    for metric in METRICS:
-        assert steps(tmp_path / "two", metric) == steps(whole / "whole", metric), metric
-    assert len(lines(tmp_path / "two/samples.jsonl")) == len(lines(whole / "whole/samples.jsonl"))
-
-
-def finished(run: Path) -> bool:
-    return (run / "summary.json").exists()
-
-
-@pytest.mark.slow
 def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, tmp_path: Path) -> None:
     more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     words = settings(parts, tmp_path, "lost", *PPO, "trainer.total_training_steps=200", *more)
@@ -124,33 +70,110 @@ def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, t
     assert not alive, f"left behind: {alive}"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_spare_machine_takes_the_place_of_one_that_is_killed_with_its_rank_and_its_server(
-    parts: Path, whole: Path, tmp_path: Path
+def test_a_rank_of_the_other_machine_starts_again_and_a_spare_machine_takes_the_place_of_one_that_is_killed(
+    parts: Path, tmp_path: Path
 ) -> None:
-    """No port is named: the other machines find the driver by the run's folder.  All steps are those of one machine."""
-    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.spare_nodes=1"]
-    words = settings(parts, tmp_path, "spare", *COMMON, *more)
-    driver = start(words, tmp_path / "driver.log")
+    """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit.
+
+    No port is named: the other machines find the driver by the run's folder.  The servers speak https, as they do by
+    themselves at addresses other than loopback; they stay when the rank dies.
+    """
+    assert main(["train", *settings(parts, tmp_path, "whole", *COMMON)]) == 0
+    more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.spare_nodes=1", "rollout.tls=always"]
+    words, run = settings(parts, tmp_path, "spare", *COMMON, *more), tmp_path / "spare"
+    driver = start(words, tmp_path / "0.log")
+    # Their numbers come from where Kubernetes would tell them.
     others = [
-        start([*words, f"trainer.node_rank={k}"], tmp_path / f"{k}.log", MEGARL_NODE_ADDR=f"127.0.0.{k + 1}")
+        start(words, tmp_path / f"{k}.log", JOB_COMPLETION_INDEX=str(k), MEGARL_NODE_ADDR=f"127.0.0.{k + 1}")
         for k in (1, 2)
     ]
-    wait_for_step(tmp_path / "spare", 3, driver)
-    (rank,), (server,) = (descendants(others[0], f"megarl.{module}") for module in ("roles.worker", "hf_server.main"))
+    wait_for_step(run, 1, driver)
+    servers = [descendants(process, "megarl.hf_server.main") for process in (driver, others[0])]
+    assert [len(of_one) for of_one in servers] == [1, 1], "a server on each machine"
+    (rank,) = descendants(others[0], "megarl.roles.worker")
+    rank.kill()
+    wait_for_step(run, 3, driver)
+    assert "the ranks are started again (1 of 3 without a new step)" in (tmp_path / "0.log").read_text()
+    assert (run / "logs/restart_1.txt").stat().st_size > 0
+    assert all(server.is_running() for of_one in servers for server in of_one)
+    for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
+        assert f"https://{host}:" in (run / f"logs/server_{number}.log").read_text()
+    left_behind = [*descendants(others[0], "megarl.roles.worker"), *servers[1]]
     others[0].kill()
-    said = ended(driver, tmp_path / "driver.log")
+    assert driver.wait(timeout=600) == 0, (tmp_path / "0.log").read_text()
     assert others[1].wait(timeout=60) == 0, (tmp_path / "2.log").read_text()
-    gone, alive = psutil.wait_procs([rank, server], timeout=30)
+    gone, alive = psutil.wait_procs(left_behind, timeout=30)
     assert not alive, f"left behind: {alive}"
+    said = (tmp_path / "0.log").read_text()
     assert re.search(r"warning: machine 1 \(host .*\) takes the place of host .*, which is lost", said)
-    assert not (tmp_path / "spare/driver_port").exists()
-    for metric in METRICS:
-        assert steps(tmp_path / "spare", metric) == steps(whole / "whole", metric), metric
+    assert not (run / "driver_port").exists()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["pushes"] == summary["pushes_verified"]
+    for metric in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm"):
+        assert steps(run, metric) == steps(tmp_path / "whole", metric), metric
+    assert len(lines(run / "samples.jsonl")) == len(lines(tmp_path / "whole/samples.jsonl"))
 
 
-def ended(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The log of a process that has ended well."""
-    assert process.wait(timeout=600) == 0, log.read_text()
-    return log.read_text()
+GRPO = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "data.val_files=[]", "reward.timeout_s=900"]
+GATES = """
+import time
+from pathlib import Path
+
+RUN, GATES = Path({run!r}), Path({gates!r})
+
+
+def gated(prompt, completion):
+    \"\"\"Nothing is scored before a server has joined, and after some steps nothing before it has left.\"\"\"
+    visits = RUN / {visits!r}
+    done = len(visits.read_text().splitlines()) if visits.exists() else 0
+    while not (GATES / ("left" if done >= 3 else "is_in")).exists():
+        time.sleep(0.05)
+    return sum(map(str.isdigit, completion.text)) / 6
+"""
+
+
+def wait_until(condition: Callable[[], object], log: Path, *processes: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert all(process.poll() is None for process in processes), log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(1500)
+def test_a_server_joins_a_run_writes_samples_for_it_and_leaves_without_a_loss(parts: Path, tmp_path: Path) -> None:
+    run, log, guest_log = tmp_path / "joined", tmp_path / "driver.log", tmp_path / "guest.log"
+    reward = tmp_path / "gates.py"
+    reward.write_text(GATES.format(run=str(run), gates=str(tmp_path), visits=VISITS))
+    (port,) = free_ports(["127.0.0.1"])
+    more = [f"reward.fn={reward}:gated", "reward.try_rows=0"]  # it waits
+    more += [f"rollout.join=127.0.0.1:{port}", "rollout.tls=always", "trainer.total_training_steps=6"]
+    words = settings(parts, tmp_path, "joined", *GRPO, *more)
+    driver, guest = start(words, log), start(words, guest_log, command="serve")
+    served = r"(https://127\.0\.0\.1:\d+) has its first verified weights and serves the run"
+    wait_until(lambda: re.search(served, log.read_text()), log, driver, guest)
+    found = re.search(served, log.read_text())
+    assert found is not None
+    (tmp_path / "is_in").touch()
+    with closing(ServerClient(found[1], derived(TOKEN, "servers"), timeout_s=60)) as joined:
+        wait_for_step(run, 3, driver)
+        info = joined.server_info()
+    assert info["internal_states"][0]["num_decoded_tokens"] > 0, "it has written samples of this run"
+    assert info["weight_version"] == "3"
+    guest.send_signal(signal.SIGTERM)
+    assert guest.wait(timeout=600) == 0, guest_log.read_text()
+    (tmp_path / "left").touch()
+    assert driver.wait(timeout=600) == 0, log.read_text()
+
+    said, summary = log.read_text(), json.loads((run / "summary.json").read_text())
+    assert f"{found[1]} joins the run" in said and f"{found[1]} leaves the run" in said
+    assert summary["pushes"] == summary["pushes_verified"] == 7
+    assert summary["servers_died"] == 0
+    assert [steps(run, "push/servers")[step] for step in (2, 6)] == [2.0, 1.0]
+    assert [steps(run, f"push/servers_{what}")[6] for what in ("joined", "left")] == [1.0, 1.0]
+    assert set(steps(run, "rollout/lost").values()) == {0.0}
+    visits = [visit for row in lines(run / VISITS) for visit in row["trained"]]
+    assert visits == list(range(4 * 6)), "each visit is trained once"
+    for sample in lines(run / SAMPLES):
+        assert {version for version, _, _ in sample["versions"]} == {sample["step"] - 1}

@@ -1,8 +1,7 @@
 """What a teacher's servers are asked again, and what they are not."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,8 @@ BATCH = Batch(torch.tensor([1, 2, 3]), torch.tensor([3]), {"response_mask": torc
 class Client:
     """Fails with these statuses before it answers."""
 
-    def __init__(self, *statuses: int) -> None:
-        self.left, self.asked, self.is_gone = list(statuses), 0, False
+    def __init__(self, *statuses: int, is_gone: bool = False) -> None:
+        self.left, self.asked, self.is_gone = list(statuses), 0, is_gone
 
     def scores(self, token_ids: list[int], start: int, top_k: int) -> Scores:
         self.asked += 1
@@ -42,9 +41,12 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def teacher_of(*clients: Any) -> TeacherServers:
+def teacher_of(*clients: Any, look_after: Callable[[], None] | None = None) -> TeacherServers:
+    """`look_after`: what the driver does while requests wait for servers that are gone."""
     teacher = TeacherServers(list, "")
     teacher._clients = list(clients)
+    if look_after is not None:
+        teacher.comes_back_s, teacher.look_after = 600.0, look_after
     return teacher
 
 
@@ -55,55 +57,35 @@ def test_what_may_pass_is_asked_of_the_next_server(rests: list[float]) -> None:
     assert rests == [1.0, 2.0, 4.0]
 
 
-def test_a_refusal_is_final(rests: list[float]) -> None:
-    client = Client(400)
-    with pytest.raises(ServerError, match="answered 400: no"):
+@pytest.mark.parametrize(("statuses", "asked"), [((400,), 1), ((503,) * 9, 5)])
+def test_a_refusal_is_final_and_so_is_the_last_try(rests: list[float], statuses: tuple[int, ...], asked: int) -> None:
+    client = Client(*statuses)
+    with pytest.raises(ServerError, match=f"answered {statuses[0]}: no"):
         teacher_of(client).log_probs(BATCH)
-    assert client.asked == 1 and not rests
-
-
-def test_the_last_try_raises(rests: list[float]) -> None:
-    client = Client(*[503] * 9)
-    with pytest.raises(ServerError, match="answered 503: no"):
-        teacher_of(client).log_probs(BATCH)
-    assert client.asked == 5 and len(rests) == 4
+    assert client.asked == asked and len(rests) == asked - 1
 
 
 def test_requests_wait_until_a_server_that_died_is_there_again(rests: list[float]) -> None:
     """Longer than five tries; it comes back only if the driver looks after it meanwhile."""
-    client = Client()
-    client.is_gone = True
+    client = Client(is_gone=True)
 
     def look_after() -> None:
         client.is_gone = client.asked <= 5
 
-    teacher = teacher_of(client)
-    teacher.comes_back_s, teacher.look_after = 600.0, look_after
+    teacher = teacher_of(client, look_after=look_after)
     assert teacher.log_probs(BATCH).tolist() == [0.0, -0.5, -0.5]
     assert client.asked > 6
 
 
-def test_one_refusal_ends_the_wait_for_the_others(rests: list[float]) -> None:
-    gone, other = Client(), Client(400)
-    gone.is_gone = True
-    teacher = teacher_of(gone, other)
-    teacher.comes_back_s = 600.0
-    mask = BATCH.columns["response_mask"].repeat(2)
-    two = Batch(BATCH.tokens.repeat(2), BATCH.lengths.repeat(2), {"response_mask": mask})
-    with pytest.raises(ServerError, match="answered 400: no"):
-        teacher.log_probs(two)
-
-
-def test_a_server_that_may_not_start_again_ends_the_wait(rests: list[float]) -> None:
+def test_one_refusal_or_a_server_that_may_not_start_again_ends_the_wait_for_the_others(rests: list[float]) -> None:
     def gone() -> None:
         raise RuntimeError("the server of teachers.math is gone")
 
-    client = Client()
-    client.is_gone = True
-    teacher = teacher_of(client)
-    teacher.comes_back_s, teacher.look_after = 600.0, gone
+    two = Batch(BATCH.tokens.repeat(2), BATCH.lengths.repeat(2), {"response_mask": torch.tensor([0.0, 1.0, 1.0] * 2)})
+    with pytest.raises(ServerError, match="answered 400: no"):
+        teacher_of(Client(is_gone=True), Client(400), look_after=lambda: None).log_probs(two)
     with pytest.raises(RuntimeError, match="is gone"):
-        teacher.log_probs(BATCH)
+        teacher_of(Client(is_gone=True), look_after=gone).log_probs(BATCH)
 
 
 def reply(log_probs: list[list[Any]], top: list[Any] | None = None) -> dict[str, Any]:

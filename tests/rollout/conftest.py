@@ -1,13 +1,4 @@
-"""Fixtures of servers, for the tests of this folder."""
+"""The servers of tiny models that the tests of this folder share; tests may be coroutines."""
 
-from server_fixtures import (  # noqa: F401
-    any_served,
-    any_server,
-    hf_served,
-    model_path,
-    other_path,
-    reference,
-    server,
-    sglang_pair,
-    tied_path,
-)
+from async_tests import pytest_pyfunc_call  # noqa: F401
+from server_fixtures import *  # noqa: F403

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from endless_servers import Behaviour, drip, endless, flood
+from tiny_server import Served
 
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes, digest_bytes, score_bytes
 from megarl.routed_experts import RoutedExperts
+from megarl.servers.supervisor import free_ports
 from megarl.weights.push.servers import reply_bytes_of_digests
 
 
@@ -26,26 +28,43 @@ def checksums_of(ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -
     return client.rank_checksums()
 
 
-def test_groups_that_all_answer_for_all_ranks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [rank(0, "a"), rank(1, "b")]
-    assert checksums_of(ranks * 2, monkeypatch) == checksums_of(ranks, monkeypatch) == [{"w": "a"}, {"w": "b"}]
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([rank(0, "a"), rank(1, "b")], "ab"),
+        ([rank(0, "a"), rank(1, "b")] * 2, "ab"),  # groups that all answer for all ranks are counted once
+        (
+            [rank(0, "a"), rank(1, "b"), rank(0, "x"), rank(1, "b")],
+            "abx",
+        ),  # answers that contradict each other are kept
+        ([{"checksums": {"w": "a"}}] * 2, "aa"),  # ranks that do not say who they are, too
+    ],
+)
+def test_each_rank_has_its_checksums_once(
+    ranks: list[dict[str, Any]], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sorted(each["w"] for each in checksums_of(ranks, monkeypatch)) == list(expected)
 
 
-def test_answers_that_contradict_each_other_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(checksums_of([rank(0, "a"), rank(1, "b"), rank(0, "x"), rank(1, "b")], monkeypatch)) == 3
-
-
-def test_ranks_that_do_not_say_who_they_are_are_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checksums_of([{"checksums": {"w": "a"}}] * 2, monkeypatch) == [{"w": "a"}, {"w": "a"}]
-
-
-@pytest.mark.parametrize(("behave", "how"), [(drip, "no whole reply within 0.3 s"), (flood, "a reply of more than")])
+@pytest.mark.parametrize(("behave", "how"), [(drip, "no whole reply within 0.15 s"), (flood, "a reply of more than")])
 def test_a_server_whose_replies_do_not_end_fails_questions_and_orders(behave: Behaviour, how: str) -> None:
-    limit_s = 0.3 if behave is drip else 600.0
+    limit_s = 0.15 if behave is drip else 600.0
     with endless(behave) as url, closing(ServerClient(url, "", timeout_s=limit_s)) as client:
         for call in (client.health, client.server_info, client.pause, client.checksums, client.adapters):
             with pytest.raises(ServerError, match=rf"^{url}/\w+.* failed: {how}"):
                 call()
+
+
+def test_an_error_is_one_sentence_with_url_route_and_status(server: Served) -> None:
+    with (
+        closing(ServerClient(server.url, "wrong")) as client,
+        pytest.raises(ServerError, match=rf"^{server.url}/model_info answered 401: Unauthorized$") as caught,
+    ):
+        client.model_info()
+    assert (caught.value.route, caught.value.status) == ("/model_info", 401)
+    (port,) = free_ports(["127.0.0.1"])
+    with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
+        ServerClient(f"http://127.0.0.1:{port}", "").health()
 
 
 def test_what_a_reply_may_have_follows_what_is_asked_for() -> None:
@@ -59,6 +78,7 @@ def test_what_a_reply_may_have_follows_what_is_asked_for() -> None:
     assert digest_bytes(10**6, 64) == 1 << 30
 
 
+@pytest.mark.full
 def test_the_digests_of_a_model_of_671_billion_parameters_are_within_their_limit() -> None:
     held = {f"model.layers.{60}.mlp.experts.{255}.down_proj.weight_scale_inv{i}": "0" * 64 for i in range(100_000)}
     told = json.dumps({"success": True, "ranks": [{"checksums": held}]})

@@ -1,21 +1,19 @@
 """One prompt becomes a group: seeds, text, rewards, and what happens when a completion fails."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from fake_servers import EOS, Writer, completion_of, refusing, serving, silent
+from fake_servers import EOS, Writer, completion_of, refusing, silent
 from hypothesis import given
 from hypothesis import strategies as st
+from pools import pool_of, until
 from several_rows import groups_of_rows
 
+from megarl.rewards.result import RewardResult
 from megarl.rollout.collect import collect_group, for_completion
 from megarl.rollout.collector.messages import pack, unpack
-from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
@@ -23,40 +21,26 @@ PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
 PROMPT = Prompt("0-7", [5, 6, 9], "x")
 
 
-@dataclass(frozen=True)
-class Result:
-    reward: float
-    extra: dict[str, float] = field(default_factory=dict)
-    pred: str | None = None
-
-
 async def number_of_tokens(prompt, completions):
-    return [Result(float(len(completion.token_ids)), {"n": 1.0}) for completion in completions]
-
-
-def run(test):
-    asyncio.run(asyncio.wait_for(test(), 240))
+    return [RewardResult(float(len(completion.token_ids)), {"n": 1.0}) for completion in completions]
 
 
 async def collect(pool, n=2, params=PARAMS, prompt=PROMPT, score=number_of_tokens, **how):
     return await collect_group(pool, prompt, n, params, score, decode=lambda ids: f"{ids}", **how)
 
 
-def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_and_scored():
-    async def test():
-        async with serving(Writer()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
-            for piece_tokens in (0, 1, 4):
-                group = await collect(pool, n=3, piece_tokens=piece_tokens)
-                assert [sample.learnt_ids for sample in group] == [
-                    completion_of(for_completion(PARAMS, "0-7", index).sampling_seed, 3, 6) for index in range(3)
-                ]
-                for sample in group:
-                    tokens = sample.learnt_ids
-                    assert (sample.text, sample.reward) == (f"{tokens}", float(len(tokens)))
-                    assert (sample.prompt, sample.reward_extra, sample.greedy_reward) == (PROMPT, {"n": 1.0}, None)
-            assert [body["sampling_params"]["n"] for body in seen[0][:3]] == [1, 1, 1]
-
-    run(test)
+async def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_and_scored():
+    async with pool_of(Writer()) as (pool, _, seen):
+        for piece_tokens in (0, 1, 4):
+            group = await collect(pool, n=3, piece_tokens=piece_tokens)
+            assert [sample.learnt_ids for sample in group] == [
+                completion_of(for_completion(PARAMS, "0-7", index).sampling_seed, 3, 6) for index in range(3)
+            ]
+            for sample in group:
+                tokens = sample.learnt_ids
+                assert (sample.text, sample.reward) == (f"{tokens}", float(len(tokens)))
+                assert (sample.prompt, sample.reward_extra, sample.greedy_reward) == (PROMPT, {"n": 1.0}, None)
+        assert [body["sampling_params"]["n"] for body in seen[0][:3]] == [1, 1, 1]
 
 
 def test_seeds_depend_on_the_run_the_visit_and_the_index_alone():
@@ -67,16 +51,13 @@ def test_seeds_depend_on_the_run_the_visit_and_the_index_alone():
     assert for_completion(SamplingParams(), "0-1", 0).sampling_seed is None
 
 
-def test_the_completions_of_a_prompt_prefer_one_server():
-    async def test():
-        async with serving(Writer(), Writer()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
-            prompts = [Prompt(f"0-{i}", [5, i], "x") for i in range(8)]
-            await asyncio.gather(*(collect(pool, n=4, prompt=prompt) for prompt in prompts))
-            for bodies in seen:
-                asked = [body["input_ids"][1] for body in bodies]
-                assert len(asked) == 16 and all(asked.count(prompt) == 4 for prompt in asked)
-
-    run(test)
+async def test_the_completions_of_a_prompt_prefer_one_server():
+    async with pool_of(Writer(), Writer()) as (pool, _, seen):
+        prompts = [Prompt(f"0-{i}", [5, i], "x") for i in range(8)]
+        await asyncio.gather(*(collect(pool, n=4, prompt=prompt) for prompt in prompts))
+        for bodies in seen:
+            asked = [body["input_ids"][1] for body in bodies]
+            assert len(asked) == 16 and all(asked.count(prompt) == 4 for prompt in asked)
 
 
 class Greedy(Writer):
@@ -88,17 +69,14 @@ class Greedy(Writer):
         return [7, 8, EOS], "stop"
 
 
-def test_a_greedy_completion_is_asked_for_once_and_gives_its_reward_to_all():
-    async def test():
-        drawn = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, max_new_tokens=6, sampling_seed=4)
-        async with serving(Greedy()) as (urls, seen), EnginePool(urls, "", timeout_s=200) as pool:
-            group = await collect(pool, params=drawn, greedy=True)
-            assert [sample.greedy_reward for sample in group] == [3.0, 3.0] and len(seen[0]) == 3
-            (greedy,) = [b["sampling_params"] for b in seen[0] if b["sampling_params"]["temperature"] == 0]
-            assert (greedy["top_p"], greedy["top_k"], greedy["max_new_tokens"]) == (1.0, -1, 6)
-            assert unpack(pack(group), PROMPT) == group
-
-    run(test)
+async def test_a_greedy_completion_is_asked_for_once_and_gives_its_reward_to_all():
+    drawn = SamplingParams(temperature=0.5, top_p=0.5, top_k=3, max_new_tokens=6, sampling_seed=4)
+    async with pool_of(Greedy()) as (pool, _, seen):
+        group = await collect(pool, params=drawn, greedy=True)
+        assert [sample.greedy_reward for sample in group] == [3.0, 3.0] and len(seen[0]) == 3
+        (greedy,) = [b["sampling_params"] for b in seen[0] if b["sampling_params"]["temperature"] == 0]
+        assert (greedy["top_p"], greedy["top_k"], greedy["max_new_tokens"]) == (1.0, -1, 6)
+        assert unpack(pack(group), PROMPT) == group
 
 
 class Failing(Writer):
@@ -111,55 +89,43 @@ class Failing(Writer):
     async def write(self, body, ended):
         if body["sampling_params"].get("sampling_seed") != self.seed:
             return await super().write(body, ended)
-        while len(self.ended) <= self.others:
-            await asyncio.sleep(0.005)
+        await until(lambda: len(self.ended) > self.others)
         return [], "length"  # no tokens: a failed attempt
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_one_lost_completion_loses_its_group_and_frees_the_servers(greedy):
-    async def test():
-        server = Failing(for_completion(PARAMS, "0-7", 1).sampling_seed, others=2 + greedy)
-        options = {"timeout_s": 200, "retries": 0}
-        async with serving(server) as (urls, _), EnginePool(urls, "", **options) as pool:
-            lost = await collect(pool, n=3, greedy=greedy)
-            assert isinstance(lost, LostRollout) and lost.prompt == PROMPT
-            assert lost.reason.startswith("1 attempts failed: http") and "before the first token" in lost.reason
-            while server.ended:  # the others are cancelled, and the server hears of it
-                await asyncio.sleep(0.005)
-            assert pool.counters()["in_flight"] == 0
-
-    run(test)
+async def test_one_lost_completion_loses_its_group_and_frees_the_servers(greedy):
+    server = Failing(for_completion(PARAMS, "0-7", 1).sampling_seed, others=2 + greedy)
+    async with pool_of(server, retries=0) as (pool, *_):
+        lost = await collect(pool, n=3, greedy=greedy)
+        assert isinstance(lost, LostRollout) and lost.prompt == PROMPT
+        assert lost.reason.startswith("1 attempts failed: http") and "before the first token" in lost.reason
+        await until(lambda: not server.ended)  # the others are cancelled, and the server hears of it
+        assert pool.counters()["in_flight"] == 0
 
 
-def test_the_tokens_of_a_lost_or_cancelled_group_are_counted():
-    async def test():
-        first, second = (for_completion(PARAMS, "0-7", index) for index in range(2))
-        tokens = completion_of(first.sampling_seed, 3, 6)
+async def test_the_tokens_of_a_lost_or_cancelled_group_are_counted():
+    first, second = (for_completion(PARAMS, "0-7", index) for index in range(2))
+    tokens = completion_of(first.sampling_seed, 3, 6)
 
-        async def refuses_one(request):
-            if (await request.json())["sampling_params"]["sampling_seed"] != second.sampling_seed:
-                return await writer(request)
-            while pool.counters()["pieces"] == 0:
-                await asyncio.sleep(0.005)
-            return await (silent if cancelled else refusing)(request)
+    async def refuses_one(request):
+        if (await request.json())["sampling_params"]["sampling_seed"] != second.sampling_seed:
+            return await writer(request)
+        await until(lambda: pool.counters()["pieces"])
+        return await (silent if cancelled else refusing)(request)
 
-        writer, cancelled = Writer(), False
-        async with serving(refuses_one) as (urls, _):
-            async with EnginePool(urls, "", timeout_s=200) as pool:
-                assert isinstance(await collect(pool), LostRollout)
-                assert pool.counters()["wasted_lost"] == pool.counters()["tokens"] == len(tokens)
-            cancelled = True
-            async with EnginePool(urls, "", timeout_s=200) as pool:
-                asked = asyncio.create_task(collect(pool))
-                while pool.counters()["pieces"] == 0:
-                    await asyncio.sleep(0.005)
-                asked.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await asked
-                assert pool.counters()["wasted_cancelled"] >= len(tokens)
-
-    run(test)
+    writer, cancelled = Writer(), False
+    async with pool_of(refuses_one) as (pool, *_):
+        assert isinstance(await collect(pool), LostRollout)
+        assert pool.counters()["wasted_lost"] == pool.counters()["tokens"] == len(tokens)
+    cancelled = True
+    async with pool_of(refuses_one) as (pool, *_):
+        asked = asyncio.create_task(collect(pool))
+        await until(lambda: pool.counters()["pieces"])
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert pool.counters()["wasted_cancelled"] >= len(tokens)
 
 
 def test_packing_a_group_loses_nothing():
@@ -184,32 +150,26 @@ def test_packing_samples_of_several_rows_loses_nothing_and_sends_no_prompt(seed,
     assert unpack(packed, prompt) == group
     for sample, (rows, *_) in zip(group, packed, strict=True):
         for row, (num_shared, token_ids, *_) in zip(sample.rows, rows, strict=True):
-            begins = row.token_ids[: len(prompt.token_ids)] == prompt.token_ids
-            assert (num_shared, len(token_ids)) == (
-                begins * len(prompt.token_ids),
-                len(row.token_ids) - begins * len(prompt.token_ids),
-            )
+            size = len(prompt.token_ids) * (row.token_ids[: len(prompt.token_ids)] == prompt.token_ids)
+            assert (num_shared, len(token_ids)) == (size, len(row.token_ids) - size)
 
 
 def refusing_to_score(*places):
     """Rewards of 1, and none for the completions at these places."""
 
     async def score(prompt, completions):
-        return [f"no judge {at}" if at in places else Result(1.0) for at in range(len(completions))]
+        return [f"no judge {at}" if at in places else RewardResult(1.0) for at in range(len(completions))]
 
     return score
 
 
-def test_a_completion_without_a_reward_leaves_its_group():
-    async def test():
-        async with serving(Writer()) as (urls, _), EnginePool(urls, "", timeout_s=200) as pool:
-            whole = await collect(pool, n=4)
-            group = await collect(pool, n=4, score=refusing_to_score(1, 3))
-            assert [s.learnt_ids for s in group] == [whole[at].learnt_ids for at in (0, 2)]
-            left = sum(whole[at].num_learnt for at in (1, 3))
-            assert pool.counters()["wasted_unscored"] == left
-
-    run(test)
+async def test_a_completion_without_a_reward_leaves_its_group():
+    async with pool_of(Writer()) as (pool, *_):
+        whole = await collect(pool, n=4)
+        group = await collect(pool, n=4, score=refusing_to_score(1, 3))
+        assert [s.learnt_ids for s in group] == [whole[at].learnt_ids for at in (0, 2)]
+        left = sum(whole[at].num_learnt for at in (1, 3))
+        assert pool.counters()["wasted_unscored"] == left
 
 
 @pytest.mark.parametrize(
@@ -220,13 +180,10 @@ def test_a_completion_without_a_reward_leaves_its_group():
         (3, True, (3,), "1 of 4 completions could not be scored; the first: no judge 3"),
     ],
 )
-def test_a_group_in_which_nothing_is_left_to_compare_is_lost(n, greedy, places, reason):
-    async def test():
-        async with serving(Writer()) as (urls, _), EnginePool(urls, "", timeout_s=200) as pool:
-            lost = await collect(pool, n=n, greedy=greedy, score=refusing_to_score(*places))
-            assert lost == LostRollout(PROMPT, reason, unscored=len(places))
-            assert unpack(pack(lost), PROMPT) == lost
-            counters = pool.counters()
-            assert counters["wasted_unscored"] == counters["tokens"]
-
-    run(test)
+async def test_a_group_in_which_nothing_is_left_to_compare_is_lost(n, greedy, places, reason):
+    async with pool_of(Writer()) as (pool, *_):
+        lost = await collect(pool, n=n, greedy=greedy, score=refusing_to_score(*places))
+        assert lost == LostRollout(PROMPT, reason, unscored=len(places))
+        assert unpack(pack(lost), PROMPT) == lost
+        counters = pool.counters()
+        assert counters["wasted_unscored"] == counters["tokens"]

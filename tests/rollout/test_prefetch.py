@@ -1,7 +1,5 @@
 """What is admitted and taken for each iteration, what dynamic sampling keeps of it, and what a checkpoint keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,27 +13,38 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
-Scores = Callable[[int], list[float] | None]
+Scores = Callable[[int], list[float] | LostRollout]
+
+
+def prompt_of(number: int) -> Prompt:
+    """The prompt of visit i is the token i."""
+    return Prompt(f"0-{number}", [number], "")
 
 
 class Numbers:
-    """The prompt of visit i is the token i."""
-
     def visit(self, number: int) -> Prompt:
-        return Prompt(f"0-{number}", [number], "")
+        return prompt_of(number)
+
+
+def sample_of(number: int, score: float, length: int = 1, **extra: float) -> Sample:
+    completion = Completion([1] * length, [-1.0] * length, "stop", (VersionSpan(0, 0, length),))
+    return Sample.of(prompt_of(number), completion, score, extra)
+
+
+def lost(number: int) -> LostRollout:
+    return LostRollout(prompt_of(number), "no server")
 
 
 class Written:
-    """Stands for the collectors: `scores(i)` are the rewards of the group of visit i, None loses it.
+    """Stands for the collectors: `scores(i)` are the rewards of the group of visit i, or say how it was lost.
 
     Each `wait` finishes what was asked for, or only what `finishes` names.
     """
 
-    def __init__(self, scores: Scores) -> None:
-        self.scores = scores
+    def __init__(self, scores: Scores, finishes: set[int] | None) -> None:
+        self.scores, self.finishes = scores, finishes
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.open: dict[int, Ticket] = {}
-        self.finishes: set[int] | None = None
         self.counters: dict[str, float] = {}
 
     def submit(self, prompts: Sequence[Prompt], **how: Any) -> list[Ticket]:
@@ -51,21 +60,31 @@ class Written:
         return bool(done)
 
     def group(self, number: int) -> list[Sample] | LostRollout:
-        prompt, scores = Prompt(f"0-{number}", [number], ""), self.scores(number)
-        if scores is None:
-            return LostRollout(prompt, "no server")
-        completion = Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-        return [Sample.of(prompt, completion, score, {"acc": -score}) for score in scores]
+        scores = self.scores(number)
+        if isinstance(scores, LostRollout):
+            return scores
+        return [sample_of(number, score, acc=-score) for score in scores]
 
 
 def prefetcher(
-    scores: Scores, *, ahead: int = 0, num_steps: int = 9, first_step: int = 0, **how: Any
+    scores: Scores, *, ahead: int = 0, num_steps: int = 9, finishes: set[int] | None = None, **how: Any
 ) -> tuple[Prefetcher, Written, Ledger]:
     """Iterations of four visits."""
-    written, ledger = Written(scores), how.pop("ledger", Ledger("data"))
-    sizes = {"num_prompts": 4, "n": 2, "first_step": first_step, "num_steps": num_steps}
+    written, ledger = Written(scores, finishes), how.pop("ledger", Ledger("data"))
+    sizes = {"num_prompts": 4, "n": 2, "first_step": 0, "num_steps": num_steps}
     how = {"params": SamplingParams(sampling_seed=7), "ahead": ahead, "order": "finished"} | sizes | how
     return Prefetcher(written, ledger, Numbers(), **how), written, ledger
+
+
+def resumed(
+    asking: Prefetcher, ledger: Ledger, *, left_out: Sequence[int] = (), **how: Any
+) -> tuple[Prefetcher, Written, Ledger]:
+    """A later run that goes on from the checkpoint after the first iteration."""
+    state, waiting = ledger.state_dict(), asking.waiting
+    ledger = Ledger("data")
+    ledger.load_state_dict(state, finished=waiting)
+    ledger.leave_out(left_out)
+    return prefetcher(odd_differ, first_step=1, ledger=ledger, waiting=waiting, **how)
 
 
 def following(asking: Prefetcher) -> RolloutBatch:
@@ -92,17 +111,13 @@ def test_without_a_filter_every_group_counts() -> None:
     assert "rollout/dropped_share" not in first.metrics
     assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0, "skipped": 0}
     assert [(how["n"], how["greedy"]) for _, how in written.asked] == [(2, False)] * 2
-
-
-def test_greedy_completions_are_asked_for_where_they_are_wanted() -> None:
     asking, written, _ = prefetcher(odd_differ, greedy=True)
     following(asking)
     assert written.asked[0][1]["greedy"] is True
 
 
 def test_an_iteration_that_is_not_ready_is_not_taken() -> None:
-    asking, written, _ = prefetcher(odd_differ)
-    written.finishes = {0, 1, 2}
+    asking, written, _ = prefetcher(odd_differ, finishes={0, 1, 2})
     assert not asking.ready()
     assert asking.progress == (3, 4)
     with pytest.raises(AssertionError, match="an iteration is taken when it is ready"):
@@ -124,8 +139,7 @@ def test_no_more_is_outstanding_than_staleness_allows(order: str, ahead: int) ->
 
 
 def test_of_what_is_finished_the_oldest_is_taken() -> None:
-    asking, written, _ = prefetcher(odd_differ, ahead=1)
-    written.finishes = {1, 3, 4, 6, 7}
+    asking, written, _ = prefetcher(odd_differ, ahead=1, finishes={1, 3, 4, 6, 7})
     first = following(asking)
     assert numbers(first.groups) == [1, 3, 4, 6], "visit 0 is not finished; visit 7 is younger"
     assert first.metrics["rollout/finished_waiting"] == 1 and first.metrics["rollout/in_flight"] == 3
@@ -135,15 +149,6 @@ def test_of_what_is_finished_the_oldest_is_taken() -> None:
     assert numbers(second.groups) == [0, 2, 5, 7]
     assert second.metrics["rollout/displacement_max"] == 4, "visit 0 was the fifth that was trained"
     assert second.metrics["rollout/oldest_start_lag"] == 0, "those of the third iteration are outstanding"
-
-
-def test_in_the_order_of_the_prompts_an_iteration_waits_for_its_slowest() -> None:
-    asking, written, _ = prefetcher(odd_differ, ahead=1, order="prompts")
-    written.finishes = {0, 1, 3, 4, 5, 6, 7}
-    assert not asking.ready()
-    assert not asking.ready()
-    written.finishes = None
-    assert numbers(following(asking).groups) == [0, 1, 2, 3]
 
 
 def test_groups_that_are_all_alike_are_dropped_and_others_take_their_place() -> None:
@@ -167,15 +172,6 @@ def test_an_on_policy_iteration_with_refill_is_the_same_whatever_finishes_first(
     written.finishes = None
     assert numbers(following(asking).groups) == [1, 3, 5, 7]
     assert ledger.open == [] and ledger.num_settled == 8
-
-
-def test_a_surplus_group_waits_for_the_next_iteration() -> None:
-    asking, written, ledger = prefetcher(lambda number: [0.0, 1.0], ahead=1, keep=Filter())
-    following(asking)
-    assert list(asking.waiting) == [4, 5, 6, 7]
-    assert numbers(following(asking).groups) == [4, 5, 6, 7]
-    assert [asked for asked, _ in written.asked] == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
-    assert ledger.counts == {"trained": 8, "filtered": 0, "lost": 0, "skipped": 0}
 
 
 def test_ahead_of_the_training_a_dropped_group_is_replaced_where_the_iteration_needs_it_or_with_the_next() -> None:
@@ -214,23 +210,23 @@ def test_a_metric_may_be_a_further_number_of_the_reward() -> None:
         following(asking)
 
 
-def test_a_difference_that_no_batch_can_hold_is_none():
+def test_a_difference_that_no_batch_can_hold_is_none() -> None:
     """0.1 + 0.2 and 0.3 are one float32."""
-    completion = Completion([1], [-0.5], "stop", (VersionSpan(0, 0, 1),))
-    group = [Sample.of(Prompt("0-0", [5], "x"), completion, reward) for reward in (0.1 + 0.2, 0.3)]
+    group = [sample_of(0, reward) for reward in (0.1 + 0.2, 0.3)]
     assert not Filter().keeps(group)
-    assert Filter().keeps([*group, Sample.of(group[0].prompt, completion, 0.31)])
+    assert Filter().keeps([*group, sample_of(0, 0.31)])
 
 
 def test_a_sample_whose_reward_failed_counts_as_0() -> None:
-    prompt, completion = Prompt("0-0", [0], ""), Completion([1], [-1.0], "stop", (VersionSpan(0, 0, 1),))
-    failed = Sample.of(prompt, completion, 0.0, {"reward_error": 1.0})
-    assert not Filter("acc").keeps([failed, Sample.of(prompt, completion, 1.0, {"acc": 0.0})])
-    assert Filter("acc").keeps([failed, Sample.of(prompt, completion, 0.0, {"acc": 1.0})])
+    failed = sample_of(0, 0.0, reward_error=1.0)
+    assert not Filter("acc").keeps([failed, sample_of(0, 1.0, acc=0.0)])
+    assert Filter("acc").keeps([failed, sample_of(0, 0.0, acc=1.0)])
 
 
 def test_a_lost_group_is_missing_in_its_iteration_and_with_refill_it_is_replaced() -> None:
-    loses_1 = lambda number: None if number == 1 else [0.0, 1.0]  # noqa: E731
+    def loses_1(number: int) -> list[float] | LostRollout:
+        return lost(number) if number == 1 else [0.0, 1.0]
+
     asking, _, ledger = prefetcher(loses_1)
     found = following(asking)
     assert numbers(found.groups) == [0, 2, 3] and [lost.reason for lost in found.lost] == ["no server"]
@@ -243,28 +239,23 @@ def test_a_lost_group_is_missing_in_its_iteration_and_with_refill_it_is_replaced
 
 @pytest.mark.parametrize("keep", [None, Filter(), Filter(refill=False)])
 def test_an_iteration_that_lost_all_stops_the_run(keep: Filter | None) -> None:
-    asking, _, _ = prefetcher(lambda number: None, keep=keep)
+    asking, _, _ = prefetcher(lost, keep=keep)
     with pytest.raises(RuntimeError, match="^all 4 prompts of an iteration were lost; the first: no server$"):
         following(asking)
 
 
 def test_with_refill_an_iteration_that_only_loses_ends_though_one_group_was_there() -> None:
-    asking, _, ledger = prefetcher(lambda number: [0.0, 1.0] if number == 0 else None, keep=Filter(max_batches=3))
+    asking, _, ledger = prefetcher(lambda n: [0.0, 1.0] if n == 0 else lost(n), keep=Filter(max_batches=3))
     with pytest.raises(RuntimeError, match="1 of 1 groups had .* 12 more were lost, the first: no server$"):
         following(asking)
     assert ledger.counts == {"trained": 0, "filtered": 0, "lost": 12, "skipped": 0}
 
 
 def test_a_resumed_run_uses_what_waited_and_begins_the_rest_again() -> None:
-    asking, written, ledger = prefetcher(odd_differ, ahead=2)
-    written.finishes = {0, 1, 2, 3, 6, 9}
+    asking, written, ledger = prefetcher(odd_differ, ahead=2, finishes={0, 1, 2, 3, 6, 9})
     following(asking)
-    state, waiting = ledger.state_dict(), asking.waiting
-    assert sorted(waiting) == [6, 9] and state["open"] == [4, 5, 6, 7, 8, 9, 10, 11]
-
-    ledger = Ledger("data")
-    ledger.load_state_dict(state, finished=waiting)
-    again, written, _ = prefetcher(odd_differ, ahead=2, first_step=1, num_steps=4, ledger=ledger, waiting=waiting)
+    assert sorted(asking.waiting) == [6, 9] and ledger.state_dict()["open"] == [4, 5, 6, 7, 8, 9, 10, 11]
+    again, written, ledger = resumed(asking, ledger, ahead=2, num_steps=4)
     found = [following(again) for _ in range(3)]
     assert [asked for asked, _ in written.asked] == [[4, 5, 7, 8, 10, 11, 12, 13, 14, 15]]
     assert [numbers(batch.groups) for batch in found] == [[4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
@@ -273,13 +264,9 @@ def test_a_resumed_run_uses_what_waited_and_begins_the_rest_again() -> None:
 
 def test_what_a_rollback_left_out_is_settled_in_the_iteration_that_would_have_begun_it() -> None:
     """Saved after the first iteration with 4 to 7 open; the rollback leaves out 5 and 6, and 8 to 11."""
-    asking, _, ledger = prefetcher(odd_differ, ahead=1)
+    asking, written, ledger = prefetcher(odd_differ, ahead=1, finishes={0, 1, 2, 3})
     following(asking)
-    state = ledger.state_dict()
-    ledger = Ledger("data")
-    ledger.load_state_dict(state)
-    ledger.leave_out([5, 6, 8, 9, 10, 11])
-    again, written, _ = prefetcher(odd_differ, first_step=1, num_steps=3, ledger=ledger)
+    again, written, ledger = resumed(asking, ledger, left_out=[5, 6, 8, 9, 10, 11], num_steps=3)
     found = [following(again) for _ in range(2)]
     assert [asked for asked, _ in written.asked] == [[4, 7, 12, 13], [14, 15, 16, 17]]
     assert found[0].visits == {"trained": [4, 7, 12, 13], "filtered": [], "lost": [], "skipped": [5, 6, 8, 9, 10, 11]}
@@ -295,40 +282,9 @@ def test_visits_of_a_step_that_was_skipped_do_not_count_as_trained() -> None:
     assert ledger.counts == {"trained": 2, "filtered": 0, "lost": 0, "skipped": 2}
 
 
-def test_a_run_that_resumes_with_a_smaller_lead_first_uses_what_is_there() -> None:
-    asking, _, ledger = prefetcher(odd_differ, ahead=3)
-    following(asking)
-    state, waiting = ledger.state_dict(), asking.waiting
-    ledger = Ledger("data")
-    ledger.load_state_dict(state, finished=waiting)
-    again, written, _ = prefetcher(odd_differ, ahead=0, first_step=1, ledger=ledger, waiting=waiting)
-    found = [following(again) for _ in range(4)]
-    assert [numbers(batch.groups)[0] for batch in found] == [4, 8, 12, 16]
-    assert [asked for asked, _ in written.asked] == [[16, 17, 18, 19]]
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_in_the_order_of_the_prompts_a_smaller_lead_lets_no_visit_overtake_those_that_were_open(ahead: int) -> None:
-    """Visits 10 to 13 have waited, those around them were still generated."""
-    asking, written, ledger = prefetcher(odd_differ, ahead=3, order="prompts")
-    written.finishes = {0, 1, 2, 3, 10, 11, 12, 13}
-    following(asking)
-    state, waiting = ledger.state_dict(), asking.waiting
-    assert sorted(waiting) == [10, 11, 12, 13]
-    ledger = Ledger("data")
-    ledger.load_state_dict(state, finished=waiting)
-    how = {"ahead": ahead, "order": "prompts", "first_step": 1, "ledger": ledger, "waiting": waiting}
-    again, written, _ = prefetcher(odd_differ, **how)
-    found = [following(again) for _ in range(5)]
-    assert [number for batch in found for number in numbers(batch.groups)] == list(range(4, 24))
-    assert written.asked[0][0][:8] == [4, 5, 6, 7, 8, 9, 14, 15], "they are asked for before anything new"
-    assert ahead == 3 or len(written.asked[0][0]) == 8, "and nothing new before there is room"
-
-
 def test_a_turn_of_shared_gpus_lasts_its_time_or_until_nothing_is_left_to_do() -> None:
     now = [0.0]
-    asking, written, _ = prefetcher(odd_differ, ahead=1, turn_s=5.0, clock=lambda: now[0])
-    written.finishes = {0, 1, 2, 3}
+    asking, written, _ = prefetcher(odd_differ, ahead=1, turn_s=5.0, clock=lambda: now[0], finishes={0, 1, 2, 3})
     assert not asking.ready(), "the iteration is there, but the servers have time left"
     now[0] = 4.9
     assert not asking.ready()
@@ -358,8 +314,7 @@ def test_what_an_iteration_waited_only_for_rewards(
     began: float, turn_s: float | None, leaves: bool, expected: float
 ) -> None:
     now = [began]
-    asking, written, _ = prefetcher(odd_differ, ahead=int(leaves), turn_s=turn_s, clock=lambda: now[0])
-    written.finishes = set()
+    asking, written, _ = prefetcher(odd_differ, ahead=int(leaves), turn_s=turn_s, clock=lambda: now[0], finishes=set())
     assert not asking.ready()
     tickets = [written.open[visit] for visit in range(4)]
     for ticket, times in zip(tickets, [(1.0, 9.0), (7.0, 8.0), (2.0, 2.5), (3.0, 10.0)], strict=True):
@@ -369,8 +324,7 @@ def test_what_an_iteration_waited_only_for_rewards(
 
 
 def test_what_is_generated_can_be_waited_for_without_beginning_more() -> None:
-    asking, written, _ = prefetcher(odd_differ, ahead=1)
-    written.finishes = {0, 1, 2, 3}
+    asking, written, _ = prefetcher(odd_differ, ahead=1, finishes={0, 1, 2, 3})
     following(asking)
     assert not asking.is_idle
     written.finishes = None
@@ -380,22 +334,16 @@ def test_what_is_generated_can_be_waited_for_without_beginning_more() -> None:
 
 
 def as_long_as_its_number(visit: int) -> list[Sample]:
-    length = visit + 1
-    completion = Completion([1] * length, [-1.0] * length, "stop", (VersionSpan(0, 0, length),))
-    return [Sample.of(Prompt(f"0-{visit}", [visit], ""), completion, 0.0)]
+    return [sample_of(visit, 0.0, length=visit + 1)]
 
 
 def test_lengths_that_were_trained_are_compared_with_lengths_that_were_generated() -> None:
-    asking, written, ledger = prefetcher(odd_differ, ahead=1)
-    written.finishes = {0, 1, 2, 3, 4}
+    asking, written, ledger = prefetcher(odd_differ, ahead=1, finishes={0, 1, 2, 3, 4})
     written.group = as_long_as_its_number  # type: ignore[method-assign]
     found = following(asking)
     assert found.metrics["rollout/length_trained_over_generated"] == pytest.approx(2.5 / 3.0)
 
-    state, waiting = ledger.state_dict(), asking.waiting
-    ledger = Ledger("data")
-    ledger.load_state_dict(state, finished=waiting)
-    again, written, _ = prefetcher(odd_differ, first_step=1, ledger=ledger, waiting=waiting)
+    again, written, _ = resumed(asking, ledger)
     written.group = as_long_as_its_number  # type: ignore[method-assign]
     found = following(again)
     assert numbers(found.groups) == [4, 5, 6, 7]
@@ -403,8 +351,7 @@ def test_lengths_that_were_trained_are_compared_with_lengths_that_were_generated
 
 
 def test_the_time_before_the_first_iteration_is_waited_for_is_no_idle_time_of_the_servers() -> None:
-    asking, written, _ = prefetcher(odd_differ)
-    written.finishes = set()
+    asking, written, _ = prefetcher(odd_differ, finishes=set())
     written.counters = {"busy_s": 0.0, "servers_s": 100.0}
     assert not asking.ready()
     written.finishes, written.counters = None, {"busy_s": 3.0, "servers_s": 104.0}
@@ -421,19 +368,12 @@ def test_every_metric_is_on_the_page_of_the_outputs() -> None:
 
 
 def test_what_could_not_be_scored_is_counted_once_and_its_visits_are_settled() -> None:
-    class Unscored(Written):
-        def group(self, number: int) -> list[Sample] | LostRollout:
-            if number == 2:
-                return LostRollout(Prompt("0-2", [2], ""), "3 of 4 completions could not be scored", unscored=3)
-            return super().group(number)
+    def scores(number: int) -> list[float] | LostRollout:
+        if number == 2:
+            return LostRollout(prompt_of(2), "3 of 4 completions could not be scored", unscored=3)
+        return [0.0, 1.0, 0.5, 0.0][: 3 if number == 1 else 4]
 
-    one_left_out = lambda number: [0.0, 1.0, 0.5] if number == 1 else [0.0, 1.0, 0.5, 0.0]  # noqa: E731
-    written, ledger = Unscored(one_left_out), Ledger("data")
-    params = SamplingParams(sampling_seed=7)
-    asking = Prefetcher(
-        written, ledger, Numbers(), num_prompts=4, n=4, params=params, ahead=0, order="finished", first_step=0,
-        num_steps=9,
-    )  # fmt: skip
+    asking, _, ledger = prefetcher(scores, n=4)
     found, after = following(asking), following(asking)
     assert [len(group) for group in found.groups] == [4, 3, 4]
     assert found.visits == {"trained": [0, 1, 3], "filtered": [], "lost": [2], "skipped": []}

@@ -1,7 +1,5 @@
 """Runs in virtual time: random lengths, deaths of servers and collectors, kills and resumes of the driver."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
@@ -11,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_rollout import VirtualCollectors, VirtualPrompts
+from async_policies import simulate
+from virtual_rollout import Trace, VirtualCollectors, VirtualPrompts, lognormal_trace
 
 from megarl.data.groups import load_groups, save_groups
 from megarl.data.ledger import FILTERED, LOST, TRAINED, Ledger
@@ -171,3 +170,22 @@ def test_what_drains_in_order_is_the_same_with_dynamic_sampling_whatever_takes_h
         ages = {step - s.versions[0].version for step, groups in enumerate(first) for g in groups for s in g}
         assert max(ages) in (1, 2)
         assert all(len(sample.versions) == 1 for groups in first for group in groups for sample in group)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("order", ["finished", "prompts"])
+def test_the_lengths_that_are_trained_are_those_of_the_prompts(order: str, ahead: int) -> None:
+    """Weights change every 100 s, the time of a mean completion, or more rarely where the trainer waits."""
+    num_prompts, n, steps, longest = 16, 4, 240, 800  # a token takes a second
+    law = lognormal_trace(num_prompts * (steps + 40), n, mean=100.0, longest=longest)
+    servers = VirtualCollectors(Trace(law), servers=4, max_running=64, whole=False)
+    policy = Prefetcher(
+        servers, Ledger("data"), VirtualPrompts(), num_prompts=num_prompts, n=n, ahead=ahead, order=order, first_step=0,
+        params=SamplingParams(max_new_tokens=longest), num_steps=10**6, clock=lambda: servers.now,
+    )  # fmt: skip
+    found = simulate(policy, servers, train_s=100.0, steps=steps, warmup=40)
+    assert found.distance(law) < 0.03
+    assert set(Counter(found.visits).values()) == {1}
+    taken = num_prompts * steps
+    assert set(range(taken - num_prompts * 60)) <= set(found.visits), "a long answer is late, but it comes"
+    assert max(found.visits) < taken + ahead * num_prompts + num_prompts * 60

@@ -1,20 +1,17 @@
 """The experts of tokens in replies: SGLang's field, our own server's column, and attempts that lost them."""
 
-from __future__ import annotations
-
-import asyncio
 from base64 import b64encode
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_servers import serving
+from pools import pool_of
 from routing_server import OF, ROUTES, RoutingServer, entry, experts_at, field_of
 from wire import column_on_the_wire
 
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.pieces import write
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost, read_columns
 from megarl.routed_experts import RoutedExperts
@@ -54,6 +51,13 @@ def test_what_the_caller_knows_is_not_sent_and_stays_zero() -> None:
     assert ROUTES.request(0)["routed_experts_start_len"] == 0
     column = read(meta_of(field_of(1, 4)), num_known=2)
     assert column.tolist() == [[[0, 0], [0, 0]]] * 2 + [entry(token) for token in range(2, 5)]
+
+
+def test_the_field_is_read_beside_other_columns_where_it_is_wanted_and_a_token_was_written() -> None:
+    meta = meta_of(field_of(0, 4), columns={"some": column_on_the_wire(np.zeros(5))})
+    assert sorted(read_columns(meta, 3, 2, [ROUTES])) == ["routed_experts", "some"]
+    assert sorted(read_columns(meta, 3, 2)) == ["some"]
+    assert read_columns({}, 3, 0, [ROUTES]) == {}
 
 
 def test_only_completions_that_are_learnt_have_them() -> None:
@@ -116,70 +120,41 @@ def test_after_a_retraction_sglang_has_only_the_experts_of_another_pass(meta: di
         read(meta)
 
 
-def written(server: RoutingServer, num_tokens: int, **how: Any) -> tuple[Any, dict[str, float]]:
-    async def test() -> tuple[Any, dict[str, float]]:
-        async with (
-            serving(server) as (urls, _),
-            EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool,
-        ):
-            return await write(pool, PROMPT, SamplingParams(max_new_tokens=num_tokens), **how), pool.counters()
-
-    return asyncio.run(asyncio.wait_for(test(), 240))
+async def written(server: RoutingServer, num_tokens: int) -> tuple[Any, dict[str, float]]:
+    async with pool_of(server, columns=[ROUTES]) as (pool, *_):
+        return await write(pool, PROMPT, SamplingParams(max_new_tokens=num_tokens)), pool.counters()
 
 
-def test_pieces_ask_only_for_the_experts_of_new_tokens_and_are_joined_without_a_gap() -> None:
-    server = RoutingServer()
-    completion, _ = written(server, 6, piece_tokens=2)
-    assert [body["routed_experts_start_len"] for body in server.bodies] == [0, 4, 6]
-    column = completion.columns["routed_experts"]
-    assert column.tolist() == [[[0, 0], [0, 0]], *(entry(token) for token in range(1, 9))]
-
-
-def test_a_later_turn_asks_for_the_experts_behind_what_is_known() -> None:
-    server = RoutingServer()
-    completion, _ = written(server, 4, piece_tokens=3, num_known=2)
-    assert [body["routed_experts_start_len"] for body in server.bodies] == [1, 5]
-    assert completion.columns["routed_experts"][2:].tolist() == [entry(token) for token in range(2, 7)]
-
-
-def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() -> None:
+async def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() -> None:
     server = RoutingServer(num_lost=2)
-    completion, counters = written(server, 5)
+    completion, counters = await written(server, 5)
     assert len(server.bodies) == 3
     assert completion.columns["routed_experts"][-1].tolist() == entry(7)
     assert (counters["wasted_retracted"], counters["tokens"]) == (10.0, 15.0)
 
 
-def test_a_piece_that_lost_its_experts_goes_to_another_server() -> None:
-    async def test() -> list[int]:
-        pressed, other = RoutingServer(num_lost=100), RoutingServer()
-        async with serving(pressed, other) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
-            for _ in range(2):
-                await write(pool, PROMPT, SamplingParams(max_new_tokens=5), prefer=urls[0])
-            return [len(pressed.bodies), len(other.bodies)]
-
-    assert asyncio.run(asyncio.wait_for(test(), 240)) == [2, 2]
+async def test_a_piece_that_lost_its_experts_goes_to_another_server() -> None:
+    async with pool_of(RoutingServer(num_lost=100), RoutingServer(), columns=[ROUTES]) as pooled:
+        for _ in range(2):
+            await write(pooled.pool, PROMPT, SamplingParams(max_new_tokens=5), prefer=pooled.urls[0])
+        assert pooled.counts == [2, 2]
 
 
-def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt() -> None:
+async def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt() -> None:
     """More of them than a request has attempts."""
+    server = RoutingServer(num_lost=20)
+    async with pool_of(server, columns=[ROUTES]) as (pool, urls, _):
 
-    async def test() -> tuple[Any, int]:
-        server = RoutingServer(num_lost=20)
-        async with serving(server) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[ROUTES]) as pool:
+        def push(number: int) -> None:  # of the driver, meanwhile
+            pool.trust(urls[0], number)
+            server.version = str(number)
 
-            def push(number: int) -> None:  # of the driver, meanwhile
-                pool.trust(urls[0], number)
-                server.version = str(number)
-
-            server.before_reply = push
-            pool.trust(urls[0], 0)
-            return await write(pool, PROMPT, SamplingParams(max_new_tokens=5)), len(server.bodies)
-
-    completion, num_asked = asyncio.run(asyncio.wait_for(test(), 240))
-    assert (len(completion.token_ids), num_asked) == (5, 21)
+        server.before_reply = push
+        pool.trust(urls[0], 0)
+        completion = await write(pool, PROMPT, SamplingParams(max_new_tokens=5))
+        assert (len(completion.token_ids), len(server.bodies)) == (5, 21)
 
 
-def test_a_server_that_always_loses_them_ends_the_completion() -> None:
+async def test_a_server_that_always_loses_them_ends_the_completion() -> None:
     with pytest.raises(RolloutFailed, match="5 attempts failed: .*the request was retracted"):
-        written(RoutingServer(num_lost=100), 5)
+        await written(RoutingServer(num_lost=100), 5)

@@ -1,34 +1,28 @@
 """The tokens that could be drawn, from the reply of a server to the batch of a step."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
-from fake_servers import reply_to, serving
+from fake_servers import good
+from pools import pool_of
 from wire import column_on_the_wire, reply_item
 
 from megarl.data.batch import make_batch
 from megarl.data.groups import load_groups, save_groups
-from megarl.ragged import COUNTS, Ragged, gathered
+from megarl.ragged import COUNTS, gathered
 from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.engine_support import EngineSupport
 from megarl.rollout.pieces import join, write
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams, parse_replies
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.sample import SUPPORT, Completion, Prompt, Sample
 
-NARROW = SamplingParams(top_p=0.9, top_k=20, max_new_tokens=4)
 TOLD = EngineSupport(0.9, 20, num_ids=10)
-MASKS = [[2, 9], [4], [3, 6, 8], [1, 5]]  # of the tokens 9, 4, 6, 1
-TOKENS = [9, 4, 6, 1]
 
 
 def item(tokens: list[int], masks: Any, log_probs: Any = None) -> dict[str, Any]:
@@ -58,15 +52,11 @@ def test_log_probs_are_those_over_the_support() -> None:
     ("masks", "log_probs", "words"),
     [
         (None, None, "rollout.top_p=0.9 and rollout.top_k=20: the server does not tell which tokens could be drawn"),
-        ([[4]], None, "output_token_sampling_mask of a completion: expected 2 lists of ids"),
-        ([[4], []], None, "expected 2 lists of ids"),
-        ([[4], [7, 8]], None, "expected 2 lists of ids below 10, each with the token's own"),
-        ("no list", None, "expected 2 lists of ids"),
-        ([[4, None], [6]], None, "expected 2 lists of ids below 10"),
-        ([[4, 2.7], [6]], None, "expected 2 lists of ids below 10"),
-        ([[4, True], [6]], None, "expected 2 lists of ids below 10"),
-        ([[4, -1], [6]], None, "expected 2 lists of ids below 10"),
-        ([[4, 10], [6]], None, "expected 2 lists of ids below 10"),
+        *(
+            (masks, None, "output_token_sampling_mask of a completion: expected 2 lists of ids below 10, each with the")
+            for masks in ("no list", [[4]], *([[4], odd] for odd in ([], [7, 8], [6, None], [6, 2.7], [6, True])))
+        ),
+        *(([[4, beyond], [6]], None, "expected 2 lists of ids below 10") for beyond in (-1, 10)),
         ([[4], [6]], -0.5, "a completion has 2 tokens and no list of log-probs of its sampling"),
         ([[4], [6]], [-0.5, None], "a completion has the log-prob None: expected a finite number of at most 0"),
         ([[4], [6]], [float("nan"), -0.5], "a completion has the log-prob nan"),
@@ -87,18 +77,13 @@ def test_an_id_that_no_column_holds_is_an_error_also_where_the_vocabulary_is_not
         EngineSupport(0.9, 20).read(meta, 3, 1, num_known=0)
 
 
-def test_a_support_without_the_log_probs_over_it_is_none() -> None:
-    sent = item([4], [[4]])
-    del sent["meta_info"]["output_token_sampling_logprobs"]
-    with pytest.raises(ValueError, match="the server does not tell which tokens could be drawn"):
-        read(sent)
-
-
-def test_an_array_is_no_support() -> None:
-    sent = item([4], [[4]])
-    sent["meta_info"]["columns"] = {SUPPORT: column_on_the_wire(np.zeros((4, 2), np.int32))}
-    with pytest.raises(ValueError, match="but the field output_token_sampling_mask"):
-        read(sent)
+def test_half_of_a_support_and_an_array_are_none() -> None:
+    half, array = item([4], [[4]]), item([4], [[4]])
+    del half["meta_info"]["output_token_sampling_logprobs"]
+    array["meta_info"]["columns"] = {SUPPORT: column_on_the_wire(np.zeros((4, 2), np.int32))}
+    for sent, words in ((half, "does not tell which tokens"), (array, "but the field output_token_sampling_mask")):
+        with pytest.raises(ValueError, match=words):
+            read(sent)
 
 
 def test_a_request_that_ended_in_the_queue_has_lost_its_support() -> None:
@@ -131,61 +116,10 @@ def test_it_comes_through_pieces_a_pipe_files_and_a_batch(tmp_path: Path) -> Non
     assert lists == [[], [5, 6, 7, 8, 9], [], [4, 9, 5], [6], [8, 7]]
 
 
-def test_samples_with_and_without_a_support_are_not_mixed() -> None:
-    prompt = Prompt("0-1", [3], "")
-    ((plain, *_),) = parse_replies(reply_item([4], [-0.5], [(0, 0, 1)], {}), 1)
-    group = [Sample.of(prompt, c, 1.0) for c in (completed([4], [[4, 5]], 1), plain)]
-    with pytest.raises(ValueError, match="column sampling_support of the completions: sample 0-1#1 has no such column"):
-        make_batch([group])
-
-
-class Server:
-    """Writes TOKENS, as many as it is asked for; tells the support if it is asked to, and if it `tells` at all."""
-
-    def __init__(self, *, tells: bool = True) -> None:
-        self.tells = tells
-        self.bodies: list[dict[str, Any]] = []
-
-    async def __call__(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.bodies.append(body)
-        done = len(body["input_ids"]) - 1
-        part = slice(done, done + body["sampling_params"]["max_new_tokens"])
-        (sent,) = reply_to(TOKENS[part], finish="length")
-        if self.tells and body.get("return_sampling_mask"):
-            log_probs = [-0.25] * len(TOKENS[part])
-            sent["meta_info"] |= {"output_token_sampling_mask": MASKS[part]}
-            sent["meta_info"] |= {"output_token_sampling_logprobs": log_probs}
-        return web.json_response([sent])
-
-
-def written(server: Server, params: SamplingParams, **how: Any) -> Completion:
-    async def test() -> Completion:
-        async with serving(server) as (urls, _), EnginePool(urls, "", timeout_s=200, columns=[TOLD]) as pool:
-            return await write(pool, [3], params, **how)
-
-    return asyncio.run(asyncio.wait_for(test(), 240))
-
-
-def test_pieces_are_joined_with_their_supports() -> None:
-    server = Server()
-    completion = written(server, NARROW, piece_tokens=3)
-    assert len(server.bodies) == 2
-    assert completion.log_probs == [-0.25] * 4
-    column = completion.columns[SUPPORT]
-    assert isinstance(column, Ragged)
-    assert column.lists() == [[], *MASKS]
-
-
-def test_an_evaluation_which_samples_otherwise_does_not_ask_for_it() -> None:
-    server = Server()
-    for params in (SamplingParams(top_p=0.9, max_new_tokens=4), SamplingParams(max_new_tokens=4), NARROW.as_greedy()):
-        completion = written(server, params)
-        assert not completion.columns
-        assert completion.log_probs == [-0.5 * token for token in TOKENS]
-    assert not [body for body in server.bodies if "return_sampling_mask" in body]
-
-
-def test_a_server_that_does_not_tell_is_an_error_that_says_so() -> None:
-    with pytest.raises(RolloutFailed, match=r"does not tell which tokens could be drawn; expected one that does"):
-        written(Server(tells=False), NARROW)
+async def test_an_evaluation_which_samples_otherwise_does_not_ask_for_it() -> None:
+    async with pool_of(good, columns=[TOLD]) as (pool, _, (bodies,)):
+        narrow = SamplingParams(top_p=0.9, top_k=20, max_new_tokens=4)
+        for params in (replace(narrow, top_k=-1), replace(narrow, top_p=1.0, top_k=-1), narrow.as_greedy()):
+            completion = await write(pool, [3], params)
+            assert not completion.columns and len(completion.log_probs) == 2
+        assert not [body for body in bodies if "return_sampling_mask" in body]

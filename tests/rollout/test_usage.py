@@ -1,37 +1,26 @@
-from __future__ import annotations
+"""Totals that collectors count become metrics of a step."""
 
 import pytest
 
 from megarl.rollout.usage import Usage
 
+COUNTED = ("stale_prefix", "failed_requests", "collector_restarts", "slow_servers")
+
 
 def test_totals_become_shares_of_the_step() -> None:
     usage = Usage({})
     first = {"tokens": 100.0, "wasted_fenced": 10.0, "wasted_failed": 0.0, "busy_s": 6.0, "servers_s": 8.0}
-    first |= {"stale_prefixes": 1.0, "restarts": 1.0, "slow_servers": 2.0, "failed_requests": 3.0}
-    assert usage.of_step(first) == {
-        "tokens_wasted_share": 0.1,
-        "tokens_wasted_share/fenced": 0.1,
-        "servers_idle_share": 0.25,
-        "stale_prefix": 1.0,
-        "failed_requests": 3.0,
-        "collector_restarts": 1.0,
-        "slow_servers": 2.0,
-    }
-    second = first | {"tokens": 300.0, "wasted_failed": 50.0, "busy_s": 10.0, "servers_s": 12.0}
-    found = usage.of_step(second)
+    first |= {"stale_prefixes": 1.0, "failed_requests": 3.0, "restarts": 1.0, "slow_servers": 2.0}
+    shares = {"tokens_wasted_share": 0.1, "tokens_wasted_share/fenced": 0.1, "servers_idle_share": 0.25}
+    assert usage.of_step(first) == shares | dict(zip(COUNTED, (1.0, 3.0, 1.0, 2.0), strict=True))
+    found = usage.of_step(first | {"tokens": 300.0, "wasted_failed": 50.0, "busy_s": 10.0, "servers_s": 12.0})
     assert found["tokens_wasted_share"] == found["tokens_wasted_share/failed"] == 0.25
-    assert (
-        found["servers_idle_share"] == 0
-        and found["stale_prefix"] == found["failed_requests"] == 0
-        and found["collector_restarts"] == 1
-    )
+    assert found["servers_idle_share"] == 0
+    assert [found[name] for name in COUNTED] == [0, 0, 1, 2], "the last two are totals"
 
 
 def test_without_any_token_and_time_nothing_is_a_share() -> None:
-    names = ("tokens_wasted_share", "stale_prefix", "failed_requests", "collector_restarts", "slow_servers")
-    zeros = dict.fromkeys(names, 0.0)
-    assert Usage({}).of_step({}) == zeros
+    assert Usage({}).of_step({}) == dict.fromkeys(("tokens_wasted_share", *COUNTED), 0.0)
 
 
 def test_an_estimate_of_wasted_tokens_is_never_more_than_all() -> None:

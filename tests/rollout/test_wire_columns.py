@@ -1,16 +1,12 @@
 """Columns of a reply: any name, dtype and shape, and an entry for each token of request and completion."""
 
-from __future__ import annotations
-
 from base64 import b64encode
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from wire import column_on_the_wire, reply_item
+from wire import column_on_the_wire, parse_completions, reply_item
 
-from megarl.rollout.protocol import SamplingParams, generate_body, parse_completions
 from megarl.rollout.wire_columns import COLUMN_DTYPES, column_to_json, read_columns
 
 
@@ -22,6 +18,7 @@ def test_a_column_arrives_as_it_was_sent(dtype: str, shape: tuple[int, ...]) -> 
     found = read_columns({"columns": {"some": column_on_the_wire(sent)}}, 3, 2)["some"]
     assert (found.dtype, found.shape, found.flags.writeable) == (np.dtype(dtype), shape, True)
     assert np.array_equal(found, sent)
+    assert column_to_json(sent) == column_on_the_wire(sent), "it is written as it is read"
 
 
 def test_the_format_by_hand() -> None:
@@ -54,12 +51,9 @@ def test_a_completion_has_the_columns_of_its_reply() -> None:
     assert np.array_equal(second.columns["routes"], routes + 1)
 
 
-def test_most_replies_have_no_columns() -> None:
+def test_most_replies_have_no_columns_and_who_gets_them_says_how_long_its_request_was() -> None:
     assert read_columns({}, None, 2) == read_columns({"columns": {}}, None, 2) == {}
     assert read_columns({"columns": None}, 3, 2) == {}
-
-
-def test_a_caller_that_gets_columns_says_how_long_its_request_was() -> None:
     with pytest.raises(AssertionError, match="how many tokens it asked with"):
         read_columns({"columns": {"some": column_on_the_wire(np.zeros(5))}}, None, 2)
 
@@ -99,62 +93,3 @@ def test_a_bad_column_is_one_sentence_with_its_name(value: Any, words: str) -> N
 def test_columns_that_are_no_object_are_refused() -> None:
     with pytest.raises(ValueError, match="^the columns of a completion are a list: expected an object$"):
         read_columns({"columns": [1]}, 3, 2)
-
-
-class Doubled:
-    """A column that an engine reports in a field of its own, for new tokens only; none of its numbers is above 30."""
-
-    name = "ours"
-
-    def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:  # noqa: ARG002
-        return True
-
-    def request(self, num_known: int) -> dict[str, Any]:
-        return {"wants_doubled_from": num_known}
-
-    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> np.ndarray:  # noqa: ARG002
-        return np.array([0] * num_asked + [2 * number for number in meta["their_field"]])
-
-    def check(self, column: np.ndarray, num_known: int) -> None:
-        if column[num_known:].max() > 30:
-            raise ValueError("a number above 30")
-
-
-def test_an_engines_own_field_becomes_a_column() -> None:
-    meta = {"their_field": [7, 8], "columns": {"some": GOOD}}
-    found = read_columns(meta, 3, 2, [Doubled()])
-    assert found["ours"].tolist() == [0, 0, 0, 14, 16]
-    assert sorted(found) == ["ours", "some"]
-    with pytest.raises(ValueError, match=r"column ours of a completion has the shape \[6\]: expected 5 entries"):
-        read_columns({"their_field": [1] * 3}, 3, 2, [Doubled()])
-    with pytest.raises(ValueError, match="^a number above 30$"):
-        read_columns({"their_field": [15, 16]}, 3, 2, [Doubled()])
-    assert read_columns({"their_field": [16, 7]}, 3, 2, [Doubled()], num_known=4)["ours"].tolist() == [0, 0, 0, 32, 14]
-
-
-@pytest.mark.parametrize("num_entries", [0, 4])
-def test_a_column_of_another_length_is_refused_before_its_entries_are_read(num_entries: int) -> None:
-    sent = {"ours": column_on_the_wire(np.zeros(num_entries))}
-    with pytest.raises(ValueError, match=rf"^column ours .* has the shape \[{num_entries}\]: expected 5 entries"):
-        read_columns({"columns": sent}, 3, 2, [Doubled()], num_known=5)
-
-
-def test_a_field_is_read_only_if_it_is_wanted_and_the_column_is_not_there_already() -> None:
-    assert read_columns({"their_field": [7, 8]}, 3, 2) == {}
-    sent = {"ours": column_on_the_wire(np.arange(5))}
-    assert read_columns({"columns": sent, "their_field": [7, 8]}, 3, 2, [Doubled()])["ours"].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(KeyError):
-        read_columns({}, 3, 2, [Doubled()])
-    assert read_columns({}, 3, 0, [Doubled()]) == {}, "a completion without a token has no columns"
-
-
-def test_a_request_asks_for_the_columns_that_its_caller_lacks() -> None:
-    body = generate_body([5, 6, 7], 1, SamplingParams(), "r", columns=[Doubled()], num_known=2)
-    assert body["wants_doubled_from"] == 2
-    assert generate_body([5, 6, 7], 1, SamplingParams(), "r").keys() == body.keys() - {"wants_doubled_from"}
-
-
-@pytest.mark.parametrize("dtype", sorted(COLUMN_DTYPES))
-def test_a_column_is_written_as_it_is_read(dtype: str) -> None:
-    sent = np.arange(10).reshape(5, 2).astype(dtype)
-    assert column_to_json(sent) == column_on_the_wire(sent)

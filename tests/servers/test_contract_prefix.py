@@ -1,33 +1,20 @@
 """The prefix cache of every rollout server: it saves prefills, and its salt keeps KV of different weights apart."""
 
-from __future__ import annotations
-
-import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_server import PARAMS, VARIANTS
+from tiny_server import BOTH, LIMIT_S, against
 from transformers import Qwen3ForCausalLM
+from wire import parse_completions
 
-from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_completions, parse_replies
+from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_replies
 
 PROMPT = [5, 6, 7, 8, 20, 11, 30, 3, 9, 14, 25, 4, 17, 2, 28, 13]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
 LONG_GREEDY = SamplingParams(temperature=0, max_new_tokens=1000, ignore_eos=True)
-LIMIT_S = 240
 CLOSE = 1e-4  # between log-probs of the same weights; of other weights they differ by more than FAR
 FAR = 1e-2
-
-alone = pytest.mark.parametrize("any_served", [p for p in PARAMS if VARIANTS[p.id].servers == 1], indirect=True)
-routed = pytest.mark.parametrize("any_served", [p for p in PARAMS if VARIANTS[p.id].router], indirect=True)
-
-
-@pytest.fixture
-def server(any_server):
-    """One server of every variant; several of them differ only in how they are reached."""
-    return any_server
 
 
 @pytest.fixture
@@ -40,12 +27,6 @@ def salt():
 def after(other_path):
     """transformers' own forward pass over the weights of the push."""
     return Qwen3ForCausalLM.from_pretrained(other_path).eval()
-
-
-@pytest.fixture
-def background():
-    with ThreadPoolExecutor(4) as threads:
-        yield threads
 
 
 def generate(server, prompt, salt, params=GREEDY, rid=None, url=None):
@@ -80,14 +61,7 @@ def push(server, mode, flush_cache):
     server.engine.resume()
 
 
-def wait_until_writing(server):
-    deadline = time.monotonic() + LIMIT_S
-    while server.num_running() < 1 or (server.variant.engine == "sglang" and server.num_tokens() < 2 * len(PROMPT)):
-        assert time.monotonic() < deadline, "the request never began to write"
-        time.sleep(0.01)
-
-
-@alone
+@against(*BOTH, "sglang_old")  # which has no prefix cache
 def test_answers_of_one_prompt_share_its_prefill(server, reference, background, salt):
     first = generate(server, PROMPT, salt)
     rest = [future.result() for future in [background.submit(generate, server, PROMPT, salt) for _ in range(3)]]
@@ -96,7 +70,6 @@ def test_answers_of_one_prompt_share_its_prefill(server, reference, background, 
     assert max(distance(reference, PROMPT, reply.completion) for reply in (first, *rest)) < CLOSE
 
 
-@alone
 def test_a_completion_in_pieces_prefills_only_its_last_token(server, reference, salt):
     whole = generate(server, PROMPT, salt, SamplingParams(temperature=0, max_new_tokens=18, ignore_eos=True)).completion
     tokens = []
@@ -109,7 +82,7 @@ def test_a_completion_in_pieces_prefills_only_its_last_token(server, reference, 
     assert tokens == whole.token_ids
 
 
-@alone
+@against(*BOTH, "sglang_old")
 def test_after_a_push_a_new_salt_begins_afresh_and_the_old_one_is_stale(server, after, salt):
     generate(server, PROMPT, f"{salt} 0")
     push(server, "in_place", flush_cache=False)
@@ -122,10 +95,9 @@ def test_after_a_push_a_new_salt_begins_afresh_and_the_old_one_is_stale(server, 
         assert distance(after, PROMPT, stale.completion) > FAR
 
 
-@alone
 def test_what_was_written_through_a_push_is_read_anew_under_the_new_salt(server, after, background, salt):
     future = background.submit(generate, server, PROMPT, f"{salt} 0", LONG_GREEDY)
-    wait_until_writing(server)
+    server.wait_until_writing(len(PROMPT))
     push(server, "in_place", flush_cache=False)
     piece = [*PROMPT, *future.result(timeout=LIMIT_S).completion.token_ids]
     assert len(piece) == len(PROMPT) + 1000
@@ -134,11 +106,11 @@ def test_what_was_written_through_a_push_is_read_anew_under_the_new_salt(server,
     assert distance(after, piece, fresh.completion) < CLOSE
 
 
-@alone
+@against(*BOTH, "sglang_old")
 def test_a_retracted_request_goes_on_with_kv_of_the_new_weights_alone(server, after, background, salt):
     generate(server, PROMPT, salt)
     future = background.submit(generate, server, PROMPT, salt, LONG_GREEDY)
-    wait_until_writing(server)
+    server.wait_until_writing(len(PROMPT))
     push(server, "retract", flush_cache=True)
     completion = future.result(timeout=LIMIT_S).completion
     if server.engine.abilities.version_spans:
@@ -149,10 +121,9 @@ def test_a_retracted_request_goes_on_with_kv_of_the_new_weights_alone(server, af
     assert distance(after, PROMPT, generate(server, PROMPT, salt).completion) < CLOSE, "the push emptied the cache"
 
 
-@alone
 def test_an_aborted_request_goes_on_where_it_ended(server, reference, background, salt):
     future = background.submit(generate, server, PROMPT, salt, LONG_GREEDY, rid="ended")
-    wait_until_writing(server)
+    server.wait_until_writing(len(PROMPT))
     server.engine.abort("ended")
     first = future.result(timeout=LIMIT_S).completion
     assert first.finish_reason == "abort"
@@ -165,7 +136,6 @@ def test_an_aborted_request_goes_on_where_it_ended(server, reference, background
     assert distance(reference, piece, second.completion) < CLOSE
 
 
-@alone
 def test_prompt_log_probs_are_whole_although_the_prompt_is_cached(server, reference):
     generate(server, PROMPT, None)
     found = server.engine.prompt_log_probs(PROMPT)
@@ -175,14 +145,13 @@ def test_prompt_log_probs_are_whole_although_the_prompt_is_cached(server, refere
     assert found == pytest.approx(expected.tolist(), abs=CLOSE)
 
 
-@alone
 def test_flush_cache_empties_it(server, salt):
     generate(server, PROMPT, salt)
     server.engine.wait_until_idle()
     assert generate(server, PROMPT, salt).cached_tokens == 0
 
 
-@routed
+@against("sglang_smg")
 def test_the_router_passes_the_salt_on(server, salt):
     for url in server.urls:
         generate(server, PROMPT, None, url=url)
@@ -190,7 +159,6 @@ def test_the_router_passes_the_salt_on(server, salt):
     assert generate(server, PROMPT, salt, url=server.generate_urls[0]).cached_tokens == 0
 
 
-@alone
 def test_a_salt_for_each_prompt(server, salt):
     body = {"input_ids": [PROMPT, PROMPT], "sampling_params": GREEDY.to_json(), "return_logprob": True}
     generate(server, PROMPT, f"{salt} 1")

@@ -1,7 +1,5 @@
 """Servers that somebody else started, and servers whose ranks lie over several machines."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading
@@ -19,34 +17,36 @@ from megarl.servers.sglang import _machines
 from megarl.servers.supervisor import Servers, State, Supervision
 
 
-class Foreign:
+class Foreign(http.server.BaseHTTPRequestHandler):
     """A server that somebody else may start again."""
 
-    def __init__(self) -> None:
-        self.startup_time = 1.0
-        outer = self
+    startup_time = 1.0
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = json.dumps({"startup_time": outer.startup_time}).encode()
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(body)
+    def do_GET(self) -> None:
+        body = json.dumps({"startup_time": Foreign.startup_time}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
 
-            def log_message(self, *_: object) -> None:
-                """Into no log."""
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+    def log_message(self, *_: object) -> None:
+        """Into no log."""
 
 
 @pytest.fixture
-def foreign() -> Iterator[Foreign]:
-    server = Foreign()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Its url."""
+    monkeypatch.setattr(Foreign, "startup_time", 1.0)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Foreign) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()  # looks every 10 ms
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture
+def servers(foreign: str) -> Iterator[Servers]:
+    with Servers.at([foreign], TOKEN, Supervision(ask_every_s=0, rest_s=0.01)) as servers:
+        servers.start()
+        yield servers
 
 
 def states_until(servers: Servers, state: State) -> list[State]:
@@ -60,43 +60,31 @@ def states_until(servers: Servers, state: State) -> list[State]:
     return seen
 
 
-def impatient(servers: Servers) -> Servers:
-    servers._patience = Supervision(ask_every_s=0, rest_s=0.01)
-    return servers
+def test_a_server_that_runs_is_used_and_left_running(foreign: str) -> None:
+    for _ in range(2):
+        with Servers.at([foreign], TOKEN) as servers:
+            servers.start()
+            assert (servers.urls, servers.states) == ([foreign], [State.SERVING])
+            assert servers.poll() == []
 
 
-def test_a_server_that_runs_is_used_and_left_running(foreign: Foreign) -> None:
-    with Servers.at([foreign.url], TOKEN) as servers:
-        servers.start()
-        assert (servers.urls, servers.states) == ([foreign.url], [State.SERVING])
-        assert servers.poll() == []
-    with Servers.at([foreign.url], TOKEN) as servers:
-        servers.start()  # it is still there
+def test_one_that_was_started_again_has_lost_its_weights_and_is_told_of(servers: Servers) -> None:
+    Foreign.startup_time = 2.0
+    assert states_until(servers, State.SERVING) == [State.RESTING, State.SERVING], "pushed to before it is used"
 
 
-def test_one_that_was_started_again_has_lost_its_weights_and_is_told_of(foreign: Foreign) -> None:
-    with impatient(Servers.at([foreign.url], TOKEN)) as servers:
-        servers.start()
-        foreign.startup_time = 2.0
-        assert states_until(servers, State.SERVING) == [State.RESTING, State.SERVING], "pushed to before it is used"
+def test_one_of_no_use_is_tried_again_but_not_ended(servers: Servers, foreign: str) -> None:
+    (event,) = servers.restart(0, "its weights are wrong")
+    assert (event.state, event.url) == (State.RESTING, foreign)
+    assert states_until(servers, State.SERVING) == [State.SERVING]
 
 
-def test_one_of_no_use_is_tried_again_but_not_ended(foreign: Foreign) -> None:
-    with impatient(Servers.at([foreign.url], TOKEN)) as servers:
-        servers.start()
-        (event,) = servers.restart(0, "its weights are wrong")
-        assert (event.state, event.url) == (State.RESTING, foreign.url)
-        assert states_until(servers, State.SERVING) == [State.SERVING]
-
-
-def test_one_that_is_away_holds_up_no_start_of_the_ranks(foreign: Foreign) -> None:
-    (away,) = (f"http://127.0.0.1:{port}" for port in free_ports(["127.0.0.1"]))
-    with impatient(Servers.at([foreign.url], TOKEN)) as servers:
-        servers.start()
-        servers.add(away)
-        servers.restart(1, "it does not answer")
-        assert servers.revive() == [], "it would be waited for for half an hour"
-        assert servers.states == [State.SERVING, State.RESTING]
+def test_one_that_is_away_holds_up_no_start_of_the_ranks(servers: Servers) -> None:
+    (port,) = free_ports(["127.0.0.1"])
+    servers.add(f"http://127.0.0.1:{port}")
+    servers.restart(1, "it does not answer")
+    assert servers.revive() == [], "it would be waited for for half an hour"
+    assert servers.states == [State.SERVING, State.RESTING]
 
 
 @pytest.mark.parametrize("url", ["gpu7:30000", "http://gpu7", "ftp://gpu7:1", "http://gpu7:1/v1", "http://gpu7:x"])
@@ -126,7 +114,7 @@ class FakeHandle:
         self.ended = True
 
     def end(self, grace_s: float) -> None:
-        self.ended = True
+        self.ended, self.code = True, self.code or 0  # who waits for it to serve ends, too
 
 
 class FakeMachine:

@@ -1,7 +1,5 @@
 """One NCCL in the trainer's environment and in SGLang's: made-up environments, with metadata alone."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -35,27 +33,28 @@ def load(*words: str):
     return config
 
 
-def test_versions_of_both_are_read_and_a_difference_is_refused(tmp_path: Path) -> None:
-    new = environment(tmp_path / "new", nvidia_nccl_cu13="2.30.7", torch="2.14.1")
-    old = environment(tmp_path / "old", nvidia_nccl_cu13="2.29.7", torch="2.13.0")
-    assert (nccl.nccl_of(new), nccl.nccl_of(old)) == ("2.30.7", "2.29.7")
-    nccl.check_one_nccl(new, new)
-    with pytest.raises(
-        ValueError, match=r"has NCCL 2.30.7 and the trainer's NCCL 2.29.7, .*`bash launch/gpu/install.sh`"
-    ):
-        nccl.check_one_nccl(new, old)
+NEW, OLD = {"nvidia_nccl_cu13": "2.30.7", "torch": "2.14.1"}, {"nvidia_nccl_cu13": "2.29.7", "torch": "2.13.0"}
 
 
-def test_cuda_12_and_13_with_one_nccl_are_no_difference(tmp_path: Path) -> None:
-    twelve = environment(tmp_path / "12", nvidia_nccl_cu12="2.30.7")
-    thirteen = environment(tmp_path / "13", nvidia_nccl_cu13="2.30.7")
-    nccl.check_one_nccl(twelve, thirteen)
-
-
-def test_an_nccl_that_is_no_package_is_not_known(tmp_path: Path) -> None:
-    without = environment(tmp_path / "without", torch="2.14.1")
-    assert nccl.nccl_of(without) is None
-    nccl.check_one_nccl(environment(tmp_path / "with", nvidia_nccl_cu13="2.30.7"), without)
+@pytest.mark.parametrize(
+    ("one", "other", "versions"),
+    [
+        (NEW, OLD, ("2.30.7", "2.29.7")),
+        (NEW, {"nvidia_nccl_cu12": "2.30.7"}, ("2.30.7", "2.30.7")),  # CUDA 12 and 13 are no difference
+        (NEW, {"torch": "2.14.1"}, ("2.30.7", None)),  # an NCCL that is no package is not known
+    ],
+)
+def test_versions_of_both_are_read_and_a_difference_is_refused(
+    tmp_path: Path, one: dict[str, str], other: dict[str, str], versions: tuple[str, str | None]
+) -> None:
+    pythons = environment(tmp_path / "one", **one), environment(tmp_path / "other", **other)
+    assert tuple(map(nccl.nccl_of, pythons)) == versions
+    if versions == ("2.30.7", "2.29.7"):
+        said = r"has NCCL 2.30.7 and the trainer's NCCL 2.29.7, .*`bash launch/gpu/install.sh`"
+        with pytest.raises(ValueError, match=said):
+            nccl.check_one_nccl(*pythons)
+    else:
+        nccl.check_one_nccl(*pythons)
 
 
 def test_paths_of_this_process_do_not_lead_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

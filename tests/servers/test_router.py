@@ -1,7 +1,5 @@
 """The real router smg before two servers of ours, told apart by the version that they stamp, and trust behind it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -127,13 +125,6 @@ def test_a_router_that_ended_is_named_with_its_log(servers, tmp_path):
             router.check()
 
 
-@sglang
-def test_a_router_that_cannot_start_says_why(servers, tmp_path):
-    router = Router(TOKEN, tmp_path / "router.log", python=sglang_of(CURRENT), args=("--no-such-option",))
-    with pytest.raises(ServerDied, match="no-such-option"):
-        router.start(servers.urls)
-
-
 def test_the_router_waits_longer_for_a_server_than_its_client_waits_for_the_router(tmp_path):
     """smg gives up after 1800 s by default."""
     launches = []
@@ -153,68 +144,42 @@ class Notes:
 
     url = ROUTER
 
-    def __init__(self, *urls: str) -> None:
-        self.urls = list(urls)
-        self.said: list[tuple[Any, ...]] = []
+    def __init__(self, urls: list[str]) -> None:
+        self.urls, self.said = urls, list[tuple[Any, ...]]()
 
-    def add(self, url: str) -> None:
-        self.said.append(("add", url))
-
-    def remove(self, url: str) -> None:
-        self.said.append(("remove", url))
-
-    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        self.said.append(("trust", url, version, adapter))
-
-    def fence(self, url: str) -> None:
-        self.said.append(("fence", url))
-
-    def hold(self, url: str) -> None:
-        self.said.append(("hold", url))
+    def __getattr__(self, name: str) -> Any:
+        return lambda *what: self.said.append((name, *what))
 
 
-def test_a_server_gets_work_before_its_version_counts() -> None:
-    notes: Any = Notes()
-    Routed(notes, notes).trust(A, 7)
-    assert notes.said == [("add", A), ("trust", ROUTER, 7, None)]
+TRUSTED = ("trust", ROUTER, 7)
+A_WORKS, B_WORKS = [("add", A), TRUSTED], [("add", B), TRUSTED]
 
 
-def test_servers_of_an_earlier_life_get_nothing_before_they_are_trusted_again() -> None:
-    notes: Any = Notes(A, B)
+@pytest.mark.parametrize(
+    ("here", "orders", "said"),
+    [
+        # A server gets work before its version counts.
+        ([], [("trust", A, 7)], A_WORKS),
+        # Those of an earlier life get nothing before they are trusted again.
+        ([A, B], [("trust", A, 7)], [("remove", A), ("remove", B), *A_WORKS]),
+        # The work of a fenced one is asked for again of the others.
+        (
+            [],
+            [("trust", A, 7), ("trust", B, 7), ("fence", A)],
+            [*A_WORKS, *B_WORKS, ("remove", A), ("fence", ROUTER), TRUSTED],
+        ),
+        # One that was never trusted takes nothing with it.
+        ([], [("trust", B, 7), ("fence", A)], [*B_WORKS, ("remove", A)]),
+        # Without any server nothing is asked for.
+        ([], [("trust", A, 7), ("fence", A)], [*A_WORKS, ("remove", A), ("fence", ROUTER)]),
+        # A held one holds all, because the router chooses.
+        ([], [("hold", A)], [("hold", ROUTER)]),
+    ],
+    ids=["trusted", "earlier_life", "fenced", "never_trusted", "none_left", "held"],
+)
+def test_what_router_and_collector_are_told_of_a_server(here: list[str], orders: Any, said: Any) -> None:
+    notes: Any = Notes(here)
     routed = Routed(notes, notes)
-    routed.trust(A, 7)
-    assert notes.said == [("remove", A), ("remove", B), ("add", A), ("trust", ROUTER, 7, None)]
-
-
-def test_the_work_of_a_fenced_server_is_asked_for_again_of_the_others() -> None:
-    notes: Any = Notes()
-    routed = Routed(notes, notes)
-    routed.trust(A, 7)
-    routed.trust(B, 7)
-    notes.said.clear()
-    routed.fence(A)
-    assert notes.said == [("remove", A), ("fence", ROUTER), ("trust", ROUTER, 7, None)]
-
-
-def test_a_server_that_was_never_trusted_takes_nothing_with_it() -> None:
-    notes: Any = Notes()
-    routed = Routed(notes, notes)
-    routed.trust(B, 7)
-    notes.said.clear()
-    routed.fence(A)
-    assert notes.said == [("remove", A)]
-
-
-def test_without_any_server_nothing_is_asked_for() -> None:
-    notes: Any = Notes()
-    routed = Routed(notes, notes)
-    routed.trust(A, 7)
-    notes.said.clear()
-    routed.fence(A)
-    assert notes.said == [("remove", A), ("fence", ROUTER)]
-
-
-def test_a_held_server_holds_all_because_the_router_chooses() -> None:
-    notes: Any = Notes()
-    Routed(notes, notes).hold(A)
-    assert notes.said == [("hold", ROUTER)]
+    for name, *what in orders:
+        getattr(routed, name)(*what)
+    assert notes.said == said

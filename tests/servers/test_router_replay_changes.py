@@ -3,8 +3,6 @@
 Whatever happens, each token of a completion has the experts of the pass that sampled it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +29,7 @@ from megarl.sample import Completion
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+pytestmark = [pytest.mark.full, pytest.mark.sglang]
 
 KV_TOKENS = 512  # two completions of LONG fit, six of SHORT do not
 PROMPTS = [[10 + i, 20, 30 + i, 7] for i in range(6)]

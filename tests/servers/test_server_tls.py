@@ -1,10 +1,12 @@
-"""What somebody between a run and its servers sees, and what of a server's private key is anywhere to be seen."""
-
-from __future__ import annotations
+"""What somebody between a run and its servers sees, what of a server's private key shows, and whom clients trust."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -15,10 +17,12 @@ import pytest
 from tiny_server import TOKEN, Served
 
 from megarl.network.sockets import listen
+from megarl.network.tls import authority_certificate, server_certificate
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool import EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
-from megarl.servers.launch import EngineLaunch
+from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch
+from megarl.servers.server_process import free_ports
 from megarl.servers.supervisor import Servers
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
@@ -39,55 +43,45 @@ def sealed(model_path: str, log_dir: Path) -> Iterator[Servers]:
         yield servers
 
 
-class Between:
-    """A machine between client and server, which reads all that goes through it."""
+@contextmanager
+def between(url: str) -> Iterator[tuple[str, bytearray]]:
+    """The address of a machine between clients and this server, and what it sees of all that goes through it."""
+    parts, seen = urlsplit(url), bytearray()
 
-    def __init__(self, host: str, port: int) -> None:
-        self.seen = bytearray()
-        self._there, self._listener = (host, port), listen(host)
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                caller = self._listener.accept()[0]
-            except OSError:  # closed
-                return
-            server = socket.create_connection(self._there)
-            for one, other in ((caller, server), (server, caller)):
-                threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
-
-    def _pass(self, one: socket.socket, other: socket.socket) -> None:
+    def forward(one: socket.socket, other: socket.socket) -> None:
         with suppress(OSError):  # one of them has closed its end
             while data := one.recv(2**16):
-                self.seen += data
+                seen.extend(data)
                 other.sendall(data)
             other.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
-        self._listener.close()
+    def accept() -> None:
+        with suppress(OSError):  # closed
+            while True:
+                caller, server = listener.accept()[0], socket.create_connection((parts.hostname, parts.port))
+                for ends in ((caller, server), (server, caller)):
+                    threading.Thread(target=forward, args=ends, daemon=True).start()
+
+    with listen(str(parts.hostname)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"{parts.scheme}://{parts.hostname}:{listener.getsockname()[1]}", seen
 
 
-@contextmanager
-def between(url: str) -> Iterator[tuple[str, Between]]:
-    """The address of somebody before this server."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None and parts.port is not None
-    with closing(Between(parts.hostname, parts.port)) as found:
-        yield f"{parts.scheme}://{parts.hostname}:{found.port}", found
-
-
-def use(url: str) -> None:
-    """As a collector and as a trainer."""
+def collect(url: str, key: str = TOKEN) -> None:
+    """As a collector."""
 
     async def complete() -> None:
         params = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
-        async with EnginePool([url], TOKEN, timeout_s=60) as pool:
+        async with EnginePool([url], key, timeout_s=60, rest_s=0.001, retries=0) as pool:
             assert len((await pool.generate(PROMPT, params)).completion.token_ids) == 4
 
     asyncio.run(complete())
-    with closing(ServerClient(url, TOKEN)) as client:
+
+
+def use(url: str, key: str = TOKEN) -> None:
+    """As a collector and as a trainer."""
+    collect(url, key)
+    with closing(ServerClient(url, key)) as client:
         client.health()
         assert len(client.prompt_log_probs(PROMPT)) == len(PROMPT) - 1
 
@@ -97,15 +91,15 @@ def test_who_is_between_a_run_and_its_server_sees_neither_the_key_nor_a_prompt(
 ) -> None:
     with between(hf_served.url) as (url, sees_http):
         use(url)
-    assert TOKEN.encode() in sees_http.seen
-    assert any(prompt in sees_http.seen for prompt in LISTS)
+    assert TOKEN.encode() in sees_http
+    assert any(prompt in sees_http for prompt in LISTS)
 
     assert sealed.urls[0].startswith("https://127.0.0.2:")
     with between(sealed.urls[0]) as (url, sees_https):
         use(url)
-    assert len(sees_https.seen) > 1000, "all of it went through"
-    assert TOKEN.encode() not in sees_https.seen
-    assert not any(prompt in sees_https.seen for prompt in LISTS)
+    assert len(sees_https) > 1000, "all of it went through"
+    assert TOKEN.encode() not in sees_https
+    assert not any(prompt in sees_https for prompt in LISTS)
 
 
 def test_a_server_with_https_answers_nobody_without_it(sealed: Servers) -> None:
@@ -119,7 +113,7 @@ def test_a_client_sends_nothing_to_a_server_of_another_run(sealed: Servers) -> N
     with between(sealed.urls[0]) as (url, sees), closing(ServerClient(url, "the key of another run")) as client:
         with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
             client.health()
-        assert b"the key of another run" not in sees.seen
+        assert b"the key of another run" not in sees
 
 
 def test_the_private_key_is_in_no_file_and_in_no_word_of_the_process(sealed: Servers, log_dir: Path) -> None:
@@ -151,3 +145,38 @@ def test_the_private_key_is_in_no_file_and_in_no_word_of_the_process(sealed: Ser
 )
 def test_servers_that_other_machines_reach_have_https(tls: str, host: str, scheme: str) -> None:
     assert urlsplit(EngineLaunch("hf", "", host=host, port=1, tls=tls).url).scheme == scheme
+
+
+OTHER = "the key of the server whose certificate is the user's"  # what a process trusts is kept by the key
+
+
+@pytest.fixture
+def served(model_path: str, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """The address of a server, and the certificate of the authority that vouches for it."""
+    (tmp_path / "server.pem").write_bytes(server_certificate("of the user", ["127.0.0.1"]))  # with its private key
+    (tmp_path / "authority.pem").write_bytes(authority_certificate("of the user"))
+    (port,) = free_ports(["127.0.0.1"])
+    command = [sys.executable, "-m", "megarl.hf_server.main", "--model-path", model_path, "--port", str(port)]
+    command += [f"--ssl-{what}file={tmp_path / 'server.pem'}" for what in ("cert", "key")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env={**os.environ, TOKEN_VARIABLE: OTHER}, stdout=log, stderr=log)
+    while b"serving " not in (tmp_path / "log").read_bytes():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    yield f"https://127.0.0.1:{port}", tmp_path / "authority.pem"
+    process.kill()
+    process.wait()
+
+
+def test_clients_trust_the_certificate_that_they_were_given_and_no_other(
+    served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, certificate = served
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
+        ServerClient(url, OTHER).model_info()
+    with pytest.raises(RolloutFailed):
+        collect(url, OTHER)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    use(url, OTHER)

@@ -1,7 +1,5 @@
 """How SGLang is started: its command line, its environment, and the modules that stand in for GPU packages."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -14,7 +12,7 @@ import megarl
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import smg_command
 from megarl.servers.sglang import sglang_command
-from megarl.servers.sglang_environment import PYTHON_VARIABLE, foreign_environment, sglang_python
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 from megarl.servers.sglang_server import hide_in_logs
 
 STAND_INS = Path(megarl.__file__).parent / "servers" / "sglang_cpu"
@@ -50,14 +48,54 @@ def test_a_server_without_gpu_has_its_recipe(make):
     assert str(STAND_INS) in command.environment["PYTHONPATH"].split(":")
 
 
-def test_a_server_whose_weights_are_pushed_reads_none(make):
-    assert option(make(reads_weights=False), "--load-format") == "dummy"
-    assert "--load-format" not in make().argv
+BF16 = {"device": "cuda", "dtype": "bfloat16"}
+CASES = {
+    "weights that are read": ({}, "", ["--load-format"]),
+    "weights that are pushed": ({"reads_weights": False}, "--load-format dummy", []),
+    "a limit of the KV cache without GPU": ({}, "--max-total-tokens 65536", []),
+    "one of the user": ({"max_total_tokens": 9}, "--max-total-tokens 9", []),
+    "GPUs": (
+        {"device": "cuda", "index": 1, "tensor_parallel_size": 2, "memory_fraction": 0.5},
+        "--base-gpu-id 2 --mem-fraction-static 0.5",
+        ["--device", "--max-total-tokens"],
+    ),
+    "the first GPU": ({"device": "cuda", "first_gpu": 5}, "--base-gpu-id 5", []),
+    "memory that is released": (BF16 | {"memory_saver": True}, "--enable-memory-saver", []),
+    "memory without GPU": ({"memory_saver": True}, "", ["--enable-memory-saver"]),
+    # Attention groups have the head to themselves.
+    "attention groups": ({"tensor_parallel_size": 4, "attention_dp": 2}, "--attn-dp-size 2 --enable-dp-lm-head", []),
+    "one group": ({"tensor_parallel_size": 4}, "", ["--attn-dp-size", "--enable-dp-lm-head"]),
+    # It loads so that it can quantize again.
+    "quantized": (BF16 | {"quantization": "fp8"}, "--quantization fp8 --load-format flash_rl", []),
+    "not quantized": (BF16, "", ["--quantization", "--load-format", "--attention-backend"]),
+    # An attention that computes in float32.
+    "float32 on a GPU": ({"device": "cuda"}, "--attention-backend triton", ["--enable-fp32-lm-head"]),
+    # Logits are not rounded to 16 bits.
+    "bfloat16 on a GPU": (BF16, "--enable-fp32-lm-head", []),
+    "bfloat16 without GPU": ({"dtype": "bfloat16"}, "", ["--enable-fp32-lm-head"]),
+    "deterministic": (BF16 | {"args": ("--enable-deterministic-inference",)}, "", ["--enable-fp32-lm-head"]),
+    # An idle server leaves its core to others.
+    "idle on a GPU": (BF16, "--sleep-on-idle", []),
+    # SGLang's watchdog does not stop during a pause in place.
+    "a long pause": ({"longest_pause_s": 1000.0}, "--watchdog-timeout 1300.0", []),
+    "arguments of the user": ({"args": ("--dtype", "bfloat16")}, " --dtype bfloat16", []),  # the last, and so they win
+    "adapters": (
+        {"lora_rank": 8, "lora_targets": ("q_proj", "v_proj"), "lora_slots": 3},
+        "--max-lora-rank 8 --max-loras-per-batch 3 --enable-lora --lora-target-modules q_proj v_proj "
+        "--lora-backend torch_native",
+        [],
+    ),
+    "no adapters": ({}, "", ["--enable-lora", "--max-lora-rank"]),
+}
 
 
-def test_the_kv_cache_is_always_limited_without_gpu(make):
-    assert int(option(make(), "--max-total-tokens")) == 65536
-    assert option(make(max_total_tokens=9), "--max-total-tokens") == "9"
+@pytest.mark.parametrize("case", CASES)
+def test_fields_of_a_launch_become_options(make, case):
+    fields, wanted, missing = CASES[case]
+    argv = make(**fields).argv
+    assert wanted in " ".join(argv)
+    assert not set(missing) & set(argv)
+    assert "args" not in fields or tuple(argv[-len(fields["args"]) :]) == fields["args"]
 
 
 def test_each_rank_of_each_server_has_a_core(make):
@@ -67,76 +105,17 @@ def test_each_rank_of_each_server_has_a_core(make):
     assert "TORCHDYNAMO_DISABLE" not in make().environment
 
 
-def test_a_server_on_gpus_has_nothing_of_that(make):
-    fields = {"index": 1, "tensor_parallel_size": 2, "memory_fraction": 0.5, "memory_saver": True}
-    command = make(device="cuda", dtype="bfloat16", **fields)
-    assert option(command, "--base-gpu-id") == "2"
-    assert option(command, "--mem-fraction-static") == "0.5"
-    assert "--enable-memory-saver" in command.argv
-    assert command.environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
-    assert not {"--device", "--attention-backend", "--max-total-tokens"} & set(command.argv)
-    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(command.environment)
-    assert "sglang_cpu" not in command.environment["PYTHONPATH"]
-    assert option(make(device="cuda", first_gpu=5), "--base-gpu-id") == "5"
-    assert "--enable-memory-saver" not in make(memory_saver=True).argv
+def test_the_environment_of_a_server_on_gpus_has_nothing_of_that(make):
+    environment = make(**BF16, memory_saver=True).environment
+    assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(environment)
+    assert "sglang_cpu" not in environment["PYTHONPATH"]
 
 
-def test_attention_groups_have_the_head_to_themselves(make):
-    command = make(tensor_parallel_size=4, attention_dp=2)
-    assert option(command, "--attn-dp-size") == "2" and "--enable-dp-lm-head" in command.argv
-    assert not {"--attn-dp-size", "--enable-dp-lm-head"} & set(make(tensor_parallel_size=4).argv)
-
-
-def test_a_quantized_server_loads_so_that_it_can_quantize_again(make):
-    command = make(device="cuda", dtype="bfloat16", quantization="fp8")
-    assert (option(command, "--quantization"), option(command, "--load-format")) == ("fp8", "flash_rl")
-    assert not {"--quantization", "--load-format"} & set(make(device="cuda", dtype="bfloat16").argv)
-
-
-def test_float32_on_a_gpu_takes_an_attention_that_computes_in_it(make):
-    assert option(make(device="cuda"), "--attention-backend") == "triton"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_an_idle_server_leaves_its_core_to_others(make, device):
-    assert "--sleep-on-idle" in make(device=device).argv
-
-
-def test_a_long_pause_is_no_hang(make):
-    """SGLang's watchdog does not stop during a pause in place."""
-    assert float(option(make(longest_pause_s=1000.0), "--watchdog-timeout")) == 1300
-
-
-def test_logits_are_not_rounded_to_16_bits_on_a_gpu(make):
-    flag = "--enable-fp32-lm-head"
-    assert flag in make(device="cuda", dtype="bfloat16").argv
-    assert flag not in make(device="cuda").argv + make(dtype="bfloat16").argv
-    assert flag not in make(device="cuda", dtype="bfloat16", args=("--enable-deterministic-inference",)).argv
-
-
-def test_further_arguments_come_last_and_so_win(make):
-    assert make(args=("--dtype", "bfloat16")).argv[-2:] == ["--dtype", "bfloat16"]
-
-
-def test_adapters_are_allowed_for(make):
-    argv = " ".join(make(lora_rank=8, lora_targets=("q_proj", "v_proj"), lora_slots=3).argv)
-    assert "--enable-lora --lora-target-modules q_proj v_proj --lora-backend torch_native" in argv
-    assert "--max-lora-rank 8 --max-loras-per-batch 3" in argv
-    assert "lora" not in " ".join(make().argv)
-
-
-def test_nothing_of_the_trainers_environment_leaks(make, monkeypatch):
-    for name in (
-        "VIRTUAL_ENV",
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "TORCHELASTIC_RUN_ID",
-        "PYTHONHOME",
-        "PYTORCH_ALLOC_CONF",
-    ):
+def test_nothing_of_the_trainers_environment_leaks(make, tmp_path, monkeypatch):
+    ours = ["VIRTUAL_ENV", "RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PYTORCH_ALLOC_CONF"]
+    for name in (*ours, "PYTHONHOME", "PYTHONPATH"):
         monkeypatch.setenv(name, "/trainer")
-    monkeypatch.setenv("PYTHONPATH", "/trainer")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("no_proxy", "example.org")
     environment = make(host="10.0.0.1").environment
@@ -145,6 +124,7 @@ def test_nothing_of_the_trainers_environment_leaks(make, monkeypatch):
     assert environment["no_proxy"] == environment["NO_PROXY"] == "example.org,127.0.0.1,localhost,10.0.0.1"
     assert environment["PATH"].startswith(str(Path(sys.executable).parent))
     assert "MEGARL_SERVER_TOKEN" not in environment
+    assert Path(environment["TMPDIR"]).parent.parent == tmp_path and Path(environment["TMPDIR"]).is_dir()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -184,17 +164,12 @@ def test_python_is_the_configured_one_or_the_variables_or_the_default(tmp_path, 
     assert sglang_python(".venv-sglang/bin/python") == python
 
 
-@pytest.mark.parametrize("configured", ["/nowhere/python", None])
+@pytest.mark.parametrize("configured", ["/nowhere/python", "/", None])
 def test_a_missing_python_is_one_sentence(configured, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     with pytest.raises(ValueError, match=r"no Python there.*bash launch/sglang_cpu\.sh.*rollout\.sglang\.python$"):
         sglang_python(configured)
-
-
-def test_a_folder_is_no_python(tmp_path):
-    with pytest.raises(ValueError, match=f"rollout.sglang.python={tmp_path}: no Python there"):
-        sglang_python(str(tmp_path))
 
 
 def test_the_token_shows_as_stars_in_the_log(monkeypatch, caplog):
@@ -241,8 +216,3 @@ def test_stand_ins_can_be_imported_and_do_no_work():
     environment = {**os.environ, "PYTHONPATH": str(STAND_INS)}
     done = subprocess.run([sys.executable, "-c", STAND_IN_USE], env=environment, check=True, capture_output=True)
     assert done.stdout == b"all refused\n"
-
-
-def test_temporary_files_of_a_server_are_in_its_folder(tmp_path):
-    environment = foreign_environment(Path(sys.executable), tmp_path, "127.0.0.1")
-    assert Path(environment["TMPDIR"]).parent == tmp_path and Path(environment["TMPDIR"]).is_dir()

@@ -1,7 +1,5 @@
 """The command lines for GPUs, as SGLang's own code understands them on a machine with 8 H100; nothing is started."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -61,93 +59,70 @@ ALWAYS = {
     "random_seed": 3,
     "decode_graphs": ("full", 256),  # backend, largest batch
 }
-# name: (model, fields of EngineLaunch, further arguments, what differs from ALWAYS)
-CASES: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any]]] = {
-    "bfloat16": ("dense", {}, [], {}),
+ON_8 = {"tp_size": 8, "decode_graphs": ("full", 512)}
+# name: (model, fields of EngineLaunch, what differs from ALWAYS)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bfloat16": ("dense", {}, {}),
     "float32": (
         "dense",
         {"dtype": "float32"},
-        [],
         {"dtype": "float32", "attention_backend": "triton", "enable_fp32_lm_head": False},
     ),
-    "tp8": ("dense", {"tensor_parallel_size": 8}, [], {"tp_size": 8, "decode_graphs": ("full", 512)}),
+    "tp8": ("dense", {"tensor_parallel_size": 8}, ON_8),
     "the second server": (
         "dense",
         {"tensor_parallel_size": 4, "index": 1},
-        [],
         {"tp_size": 4, "base_gpu_id": 4, "decode_graphs": ("full", 512)},
     ),
     "two nodes": (
         "mla",
         {"tensor_parallel_size": 16, "num_machines": 2, "machine": 1, "meeting_host": "10.0.0.1", "first_gpu": 0},
-        [],
-        {
-            "tp_size": 16,
-            "nnodes": 2,
-            "node_rank": 1,
-            "dist_init_addr": "10.0.0.1:6",
-            "decode_graphs": ("full", 512),
-        },
+        ON_8 | {"tp_size": 16, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:6"},
     ),
     "experts": (
         "moe",
         {"tensor_parallel_size": 8, "expert_parallel_size": 8},
-        [],
-        {"tp_size": 8, "ep_size": 8, "moe_a2a_backend": "none", "decode_graphs": ("full", 512)},
+        ON_8 | {"ep_size": 8, "moe_a2a_backend": "none"},
     ),
     "deterministic": (
         "dense",
-        {"tensor_parallel_size": 2},
-        ["--enable-deterministic-inference"],
-        {
-            "tp_size": 2,
-            "enable_deterministic_inference": True,
-            "sampling_backend": "pytorch",
-            "enable_fp32_lm_head": False,
-        },
+        {"tensor_parallel_size": 2, "args": ("--enable-deterministic-inference",)},
+        {"tp_size": 2, "enable_deterministic_inference": True, "sampling_backend": "pytorch"}
+        | {"enable_fp32_lm_head": False},
     ),
-    "memory saver": ("dense", {"memory_saver": True}, [], {"enable_memory_saver": True}),
+    "memory saver": ("dense", {"memory_saver": True}, {"enable_memory_saver": True}),
     "adapters": (
         "dense",
         {"lora_rank": 8, "lora_targets": ("q_proj", "v_proj"), "lora_slots": 3},
-        [],
-        {
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "max_loras_per_batch": 3,
-            "lora_target_modules": ["q_proj", "v_proj"],
-        },
+        {"enable_lora": True, "max_lora_rank": 8, "max_loras_per_batch": 3}
+        | {"lora_target_modules": ["q_proj", "v_proj"]},
     ),
     "groups of attention": (
         "mla",
         {"tensor_parallel_size": 8, "expert_parallel_size": 8, "attention_dp": 8},
-        [],
-        {"tp_size": 8, "ep_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True, "decode_graphs": ("full", 512)},
+        ON_8 | {"ep_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True},
     ),
     "the experts of tokens": (
         "moe",
         {"returns_routes": True},
-        [],
         {"enable_return_routed_experts": True, "moe_runner_backend": "auto"},
     ),
     # Where triton_kernels is; it reports no experts (config/validate/router_replay.py).
-    "what computes the experts of gpt-oss": ("gpt-oss", {}, [], {"moe_runner_backend": "triton_kernel"}),
+    "what computes the experts of gpt-oss": ("gpt-oss", {}, {"moe_runner_backend": "triton_kernel"}),
     "what else may compute them": (
         "gpt-oss",
-        {"returns_routes": True},
-        ["--moe-runner-backend=triton"],
+        {"returns_routes": True, "args": ("--moe-runner-backend=triton",)},
         {"enable_return_routed_experts": True, "moe_runner_backend": "triton"},
     ),
-    "fp8": ("moe", {"quantization": "fp8"}, [], {"quantization": "fp8", "load_format": "flash_rl"}),
-    "random weights": ("dense", {"reads_weights": False}, [], {"load_format": "dummy"}),
+    "fp8": ("moe", {"quantization": "fp8"}, {"quantization": "fp8", "load_format": "flash_rl"}),
+    "random weights": ("dense", {"reads_weights": False}, {"load_format": "dummy"}),
     "random weights in fp8": (
         "moe",
         {"reads_weights": False, "quantization": "fp8"},
-        [],
         {"quantization": "fp8", "load_format": "flash_rl"},
     ),
-    "a long pause": ("dense", {"longest_pause_s": 3600.0}, [], {"watchdog_timeout": 3900.0}),
-    "SGLang's own share of memory": ("dense", {"memory_fraction": None}, [], {"mem_fraction_static": 0.83}),
+    "a long pause": ("dense", {"longest_pause_s": 3600.0}, {"watchdog_timeout": 3900.0}),
+    "SGLang's own share of memory": ("dense", {"memory_fraction": None}, {"mem_fraction_static": 0.83}),
 }
 
 
@@ -159,25 +134,12 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         config.architectures = [architecture]
         config.save_pretrained(folder / name)
     inputs, environment = [], {}
-    for number, (model, fields, args, _) in enumerate(CASES.values()):
+    usual = {"port": 5, "group_port": 6, "python": sglang_of(CURRENT), "device": "cuda", "dtype": "bfloat16"}
+    usual |= {"memory_fraction": 0.6, "weight_version": 7, "random_seed": 3}
+    for number, (model, fields, _) in enumerate(CASES.values()):
         own = folder / str(number)
         own.mkdir()
-        launch = EngineLaunch(
-            "sglang",
-            str(folder / model),
-            **{
-                "port": 5,
-                "group_port": 6,
-                "python": sglang_of(CURRENT),
-                "device": "cuda",
-                "dtype": "bfloat16",
-                "memory_fraction": 0.6,
-                "weight_version": 7,
-                "random_seed": 3,
-                "args": tuple(args),
-                **fields,
-            },
-        )
+        launch = EngineLaunch("sglang", str(folder / model), **(usual | fields))
         command = sglang_command(launch, own)
         assert command.argv[1:3] == ["-m", "megarl.servers.sglang_server"]  # argv[3] is the parent
         environment = command.environment | {"PYTHONPATH": f"{command.environment['PYTHONPATH']}:{STAND_INS}"}
@@ -193,7 +155,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 
 @pytest.mark.parametrize("case", CASES)
 def test_sglang_flags_mean_what_we_rely_on(resolved: dict[str, dict[str, Any]], case: str) -> None:
-    answer, wanted = resolved[case], ALWAYS | CASES[case][3]
+    answer, wanted = resolved[case], ALWAYS | CASES[case][2]
     assert "error" not in answer, answer["error"]
     found = answer["args"]
     graphs = found["cuda_graph_config"]["decode"]
@@ -208,12 +170,8 @@ def test_sglang_flags_mean_what_we_rely_on(resolved: dict[str, dict[str, Any]], 
         ("tp8", {"NCCL_GRAPH_REGISTER": "0"}),
         (
             "deterministic",
-            {
-                "NCCL_GRAPH_REGISTER": "0",
-                "NCCL_ALGO": "allreduce:tree",
-                "NCCL_MIN_NCHANNELS": "8",
-                "NCCL_MAX_NCHANNELS": "8",
-            },
+            {"NCCL_GRAPH_REGISTER": "0", "NCCL_ALGO": "allreduce:tree"}
+            | {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"},
         ),
     ],
 )

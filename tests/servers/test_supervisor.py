@@ -1,16 +1,13 @@
 """Real server processes: started, killed, replaced, and never left behind."""
 
-from __future__ import annotations
-
-import asyncio
 import os
+import re
 import signal
 import socket
-import subprocess
 import sys
-import textwrap
 import time
-from contextlib import closing
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,16 +15,10 @@ import torch
 from tiny_server import TOKEN
 
 from megarl.hf_server import main
-from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.pool.pool import EnginePool
-from megarl.rollout.protocol import SamplingParams
 from megarl.servers.engines import ENGINES
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, ServerCommand, hf_command
 from megarl.servers.server_process import ServerProcess
 from megarl.servers.supervisor import ServerDied, Servers, State, Supervision, free_ports
-
-PARAMS = SamplingParams(max_new_tokens=200, ignore_eos=True)
-
 
 HEALTHY = """
 import http.server, sys
@@ -53,6 +44,28 @@ def python_command(code):
     return lambda launch, folder: ServerCommand([sys.executable, "-c", code], dict(os.environ))
 
 
+LAUNCH = EngineLaunch("hf", "/m")
+
+
+@pytest.fixture(autouse=True)
+def use(monkeypatch):
+    """Changes how servers are started; at first so that each serves at once."""
+
+    def change(command):
+        monkeypatch.setitem(ENGINES, "hf", command)
+
+    change(healthy_command)
+    return change
+
+
+@contextmanager
+def serving(folder, count=1, **patience):
+    """So many servers that serve."""
+    with Servers([LAUNCH] * count, TOKEN, folder, Supervision(**patience)) as servers:
+        servers.start()
+        yield servers
+
+
 def alive(pid):
     """Whether the process runs; a zombie, whom nobody has waited for yet, does not."""
     try:
@@ -68,6 +81,11 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
+def kill_and_wait(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 def events_until(servers, count):
     """The next so many events of a supervisor."""
     events = []
@@ -80,30 +98,23 @@ def events_until(servers, count):
     return events
 
 
-def test_the_token_is_in_the_environment_and_not_on_the_command_line():
-    command = hf_command(EngineLaunch("hf", "/m", port=5, max_total_tokens=9, random_seed=3), Path("/f")).argv
-    assert command[1:3] == ["-m", "megarl.hf_server.main"]
-    assert "--max-total-tokens 9" in " ".join(command)
-    assert not any("token" in part and "tokens" not in part for part in command)
+def options(**fields):
+    return " ".join(hf_command(EngineLaunch("hf", "/m", port=5, **fields), Path("/f")).argv)
 
 
-def test_a_server_is_told_whether_to_note_the_experts_of_tokens():
-    for notes in (False, True):
-        command = hf_command(EngineLaunch("hf", "/m", port=5, returns_routes=notes), Path("/f"))
-        assert ("--enable-return-routed-experts" in command.argv) is notes
-
-
-def test_the_hf_engine_has_no_tensor_parallelism():
+def test_the_command_of_the_hf_engine_has_its_options_and_no_token():
+    command = options(max_total_tokens=9, random_seed=3)
+    assert " -m megarl.hf_server.main " in command and "--max-total-tokens 9" in command
+    assert "token " not in command and "key" not in command
+    flag = "--enable-return-routed-experts"
+    assert flag in options(returns_routes=True) and flag not in command
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2"):
-        hf_command(EngineLaunch("hf", "/m", port=5, tensor_parallel_size=2), Path("/f"))
+        options(tensor_parallel_size=2)
 
 
 def test_the_hf_engine_takes_one_gpu_where_there_is_one(monkeypatch):
-    def options(**fields):
-        return " ".join(hf_command(EngineLaunch("hf", "/m", port=5, memory_fraction=0.3, **fields), Path("/f")).argv)
-
     assert "--device cpu" in options(device="cpu") and "--memory-fraction" not in options(device="cpu")
-    assert "--device cuda:6 --memory-fraction 0.3" in options(device="cuda", first_gpu=6)
+    assert "--device cuda:6 --memory-fraction 0.3" in options(device="cuda", first_gpu=6, memory_fraction=0.3)
     assert "--device cuda:2" in options(device="cuda", index=2)
     for has_gpu, wanted in ((True, "--device cuda:0"), (False, "--device cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
@@ -123,28 +134,25 @@ def test_free_ports_differ_and_can_be_bound():
         taken.bind(("127.0.0.1", ports[0]))
 
 
-def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", python_command(ENDS))
-    servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "logs")
+def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path, use):
+    use(python_command(ENDS))
+    servers = Servers([LAUNCH], TOKEN, tmp_path / "logs")
     with pytest.raises(ServerDied, match=r"server 0 .*exit code 1.*server_0\.log(?s:.*)no model here"):
         servers.start()
     assert servers.pids[0] is not None and not alive(servers.pids[0])
 
 
-def test_a_server_that_refuses_its_model_is_a_mistake_of_the_user(tmp_path, monkeypatch):
-    program = "import sys; print('Traceback:\\nerror: /m holds nothing', file=sys.stderr); sys.exit({code})"
-    monkeypatch.setitem(ENGINES, "hf", python_command(program.format(code=2)))
-    with pytest.raises(ValueError, match=r"^/m holds nothing$"):
-        Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "refused").start()
-    monkeypatch.setitem(ENGINES, "hf", python_command(program.format(code=1)))
-    with pytest.raises(ServerDied, match="exit code 1"):
-        Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path / "failed").start()
+@pytest.mark.parametrize(("code", "error", "said"), [(2, ValueError, r"^/m holds nothing$"), (1, ServerDied, "code 1")])
+def test_a_server_that_refuses_its_model_is_a_mistake_of_the_user(tmp_path, use, code, error, said):
+    use(python_command(f"import sys; print('Traceback:\\nerror: /m holds nothing', file=sys.stderr); sys.exit({code})"))
+    with pytest.raises(error, match=said):
+        Servers([LAUNCH], TOKEN, tmp_path).start()
 
 
-def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", python_command(SLEEPS))
-    servers = Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(start_timeout_s=0.5))
-    with pytest.raises(ServerDied, match=r"server 0 did not serve within 0\.5 s"):
+def test_a_server_that_never_serves_is_given_up_and_ended(tmp_path, use):
+    use(python_command(SLEEPS))
+    servers = Servers([LAUNCH], TOKEN, tmp_path, Supervision(start_timeout_s=0.3))
+    with pytest.raises(ServerDied, match=r"server 0 did not serve within 0\.3 s"):
         servers.start()
     assert servers.pids[0] is not None and not alive(servers.pids[0])
 
@@ -161,28 +169,23 @@ except OSError as error:
 
 
 @pytest.mark.parametrize("code", [HEALTHY, WORDY], ids=["brief", "wordy"])
-def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, monkeypatch, code):
-    def command(launch, folder):
-        return ServerCommand([sys.executable, "-c", code, str(launch.port)], dict(os.environ))
-
-    monkeypatch.setitem(ENGINES, "hf", command)
+def test_a_port_that_was_taken_meanwhile_is_replaced(tmp_path, use, code):
+    use(lambda launch, folder: ServerCommand([sys.executable, "-c", code, str(launch.port)], dict(os.environ)))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         busy = taken.getsockname()[1]
-        with Servers([EngineLaunch("hf", "/m", port=busy)], TOKEN, tmp_path) as servers:
+        with Servers([replace(LAUNCH, port=busy)], TOKEN, tmp_path) as servers:
             servers.start()
             assert servers.urls != [f"http://127.0.0.1:{busy}"]
 
 
-def test_a_restarted_server_keeps_its_url_and_the_others_their_process(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
+def test_a_restarted_server_keeps_its_url_and_the_others_their_process(tmp_path):
     progress = []
-    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path) as servers:
+    with Servers([LAUNCH] * 2, TOKEN, tmp_path) as servers:
         servers.start(lambda ready, total: progress.append((ready, total)))
         assert progress == [(1, 2), (2, 2)]
         urls, (first, second) = servers.urls, servers.pids
-        os.kill(first, signal.SIGKILL)
-        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        kill_and_wait(first)
         with pytest.raises(ServerDied, match=rf"server 0 \(pid {first}\) ended with exit code -9"):
             servers.check()
         died, serving = events_until(servers, 2)
@@ -195,32 +198,21 @@ def test_a_restarted_server_keeps_its_url_and_the_others_their_process(tmp_path,
     assert not any(alive(pid) for pid in servers.pids)
 
 
-def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    patience = Supervision(answer_within_s=0.5, ask_every_s=0, rest_s=0.01)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, patience) as servers:
-        servers.start()
+def test_a_server_that_hangs_is_started_again(tmp_path):
+    with serving(tmp_path, answer_within_s=0.5, ask_every_s=0, rest_s=0.01) as servers:
+        for _ in range(20):
+            assert servers.poll() == [], "of a healthy server there is nothing to say"
+            time.sleep(0.005)
         (hung,) = servers.pids
         os.kill(hung, signal.SIGSTOP)
-        died, serving = events_until(servers, 2)
+        died, again = events_until(servers, 2)
         assert "server 0 did not answer within 0.5 s" in died.reason
         assert not alive(hung)
-        assert serving.incarnation == 2 and servers.states == [State.SERVING]
+        assert again.incarnation == 2 and servers.states == [State.SERVING]
 
 
-def test_polling_a_healthy_server_says_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(ask_every_s=0)) as servers:
-        servers.start()
-        for _ in range(50):
-            assert servers.poll() == []
-            time.sleep(0.01)
-
-
-def test_a_server_told_to_start_again_does_so(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0.01)) as servers:
-        servers.start()
+def test_a_server_told_to_start_again_does_so(tmp_path):
+    with serving(tmp_path, rest_s=0.01) as servers:
         (stopped,) = servers.restart(0, "it failed two pushes")
         assert stopped.state is State.RESTING
         assert "server 0 is to start again: it failed two pushes; its log" in stopped.reason
@@ -228,60 +220,51 @@ def test_a_server_told_to_start_again_does_so(tmp_path, monkeypatch):
         time.sleep(0.02)
         assert servers.poll(starts=False) == [], "its rest is over, and it may not start yet"
         assert servers.states == [State.RESTING]
-        (serving,) = events_until(servers, 1)
-        assert (serving.state, serving.incarnation) == (State.SERVING, 2)
+        (again,) = events_until(servers, 1)
+        assert (again.state, again.incarnation) == (State.SERVING, 2)
 
 
-def test_a_server_that_dies_too_often_is_given_up_and_the_others_serve_on(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    patience = Supervision(max_restarts=2, rest_s=0.01)
-    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
-        servers.start()
-        monkeypatch.setitem(ENGINES, "hf", python_command(ENDS))
+def no_room(launch, folder):
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize(
+    ("command", "max_restarts", "incarnation", "reason"),
+    [
+        (python_command(ENDS), 2, 3, r"after 2 restarts, server 0 \(pid (?s:.*)no model here"),
+        (no_room, 1, 1, "server 0 did not start: no space left on device"),  # it cannot even be spawned
+    ],
+    ids=["dies", "no_room"],
+)
+def test_a_server_that_cannot_be_started_again_is_out_and_the_others_serve_on(
+    tmp_path, use, command, max_restarts, incarnation, reason
+):
+    with serving(tmp_path, 2, max_restarts=max_restarts, rest_s=0.01) as servers:
+        use(command)
         os.kill(servers.pids[0], signal.SIGKILL)
         died, gone = events_until(servers, 2)
         assert (died.state, gone.state) == (State.RESTING, State.OUT)
-        assert gone.incarnation == 3
-        assert gone.reason.startswith("after 2 restarts, server 0 (pid ") and "no model here" in gone.reason
+        assert gone.incarnation == incarnation
+        assert re.search(reason, gone.reason)
         assert servers.states == [State.OUT, State.SERVING]
         assert servers.poll() == []
 
 
-def test_a_server_that_served_long_has_all_its_restarts_again(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0, settled_after_s=0)) as servers:
-        servers.start()
-        for incarnation in range(2, 7):
+def test_a_server_that_served_long_has_all_its_restarts_again(tmp_path):
+    with serving(tmp_path, rest_s=0, settled_after_s=0, max_restarts=1) as servers:
+        for incarnation in range(2, 4):
             os.kill(servers.pids[0], signal.SIGKILL)
             assert [event.incarnation for event in events_until(servers, 2)] == [incarnation - 1, incarnation]
 
 
-def test_a_server_that_was_of_no_use_has_no_restart_forgiven(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    patience = Supervision(rest_s=0, settled_after_s=0, max_restarts=1)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, patience) as servers:
-        servers.start()
+def test_a_server_that_was_of_no_use_has_no_restart_forgiven(tmp_path):
+    with serving(tmp_path, rest_s=0, settled_after_s=0, max_restarts=1) as servers:
         assert [event.state for event in servers.restart(0, "its weights are wrong")] == [State.RESTING]
         events_until(servers, 1)
         assert [event.state for event in servers.restart(0, "again")] == [State.OUT]
 
 
-def test_a_server_that_cannot_even_be_spawned_is_out_and_the_others_serve_on(tmp_path, monkeypatch):
-    def no_room(launch, folder):
-        raise OSError("no space left on device")
-
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, Supervision(max_restarts=1, rest_s=0)) as servers:
-        servers.start()
-        monkeypatch.setitem(ENGINES, "hf", no_room)
-        os.kill(servers.pids[0], signal.SIGKILL)
-        died, gone = events_until(servers, 2)
-        assert (died.state, gone.state) == (State.RESTING, State.OUT)
-        assert "server 0 did not start: no space left on device" in gone.reason
-        assert servers.states == [State.OUT, State.SERVING]
-
-
-def test_the_folder_of_a_server_goes_with_it(tmp_path, monkeypatch):
+def test_the_folder_of_a_server_goes_with_it(tmp_path, use):
     folders = []
 
     def command(launch, folder):
@@ -289,20 +272,20 @@ def test_the_folder_of_a_server_goes_with_it(tmp_path, monkeypatch):
         (folder / "socket").touch()
         return healthy_command(launch, folder)
 
-    monkeypatch.setitem(ENGINES, "hf", command)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0)) as servers:
-        servers.start()
+    use(command)
+    with serving(tmp_path, rest_s=0) as servers:
         servers.restart(0, "a test")
         events_until(servers, 1)
         assert [folder.exists() for folder in folders] == [False, True]
     assert not any(folder.exists() for folder in folders)
 
 
-def test_children_of_a_server_end_with_it(tmp_path, monkeypatch):
-    code = (
-        "import subprocess, sys; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait()"
+def test_children_of_a_server_end_with_it(tmp_path, use):
+    use(
+        python_command(
+            "import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); child.wait()"
+        )
     )
-    monkeypatch.setitem(ENGINES, "hf", python_command(code))
     server = ServerProcess(EngineLaunch("hf", "/m", port=1), TOKEN, tmp_path / "log", name="server")
     server.spawn()
     wait_for(lambda: server.log.read_text().endswith("\n"))
@@ -320,70 +303,7 @@ def test_a_server_does_not_bind_to_the_world_without_a_token(monkeypatch, capsys
     assert TOKEN_VARIABLE in capsys.readouterr().err
 
 
-def is_writing(engine):
-    return engine.server_info()["internal_states"][0]["num_running_reqs"] > 0
-
-
-def test_one_of_two_servers_is_killed_and_the_work_goes_on(server, model_path, tmp_path):
-    with Servers([EngineLaunch("hf", model_path)], TOKEN, tmp_path) as servers:
-        servers.start()
-        (victim,) = servers.pids
-
-        async def work(engine):
-            async with EnginePool([server.url, *servers.urls], TOKEN, timeout_s=240) as pool:
-                tasks = [asyncio.create_task(pool.generate([5, 6 + i % 12], PARAMS)) for i in range(24)]
-                while not await asyncio.to_thread(is_writing, engine):
-                    assert not all(task.done() for task in tasks)
-                os.kill(victim, signal.SIGKILL)
-                return await asyncio.gather(*tasks)
-
-        with closing(ServerClient(servers.urls[0], TOKEN)) as engine:
-            answers = asyncio.run(work(engine))
-        assert all(len(piece.completion.token_ids) == 200 for piece in answers)
-        with pytest.raises(ServerDied, match=rf"server 0 \(pid {victim}\) ended with exit code -9.*server_0\.log"):
-            servers.check()
-
-
-def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
-    child = """
-        import sys, time
-        from megarl.processes.lifetime import die_with_parent
-        die_with_parent(int(sys.argv[1]))
-        open(sys.argv[2], "w").write("ready")
-        time.sleep(600)
-    """
-    parent = f"""
-        import os, subprocess, sys
-        child = subprocess.Popen([sys.executable, "-c", {textwrap.dedent(child)!r}, str(os.getpid()), sys.argv[1]])
-        print(child.pid, flush=True)
-        child.wait()
-    """
-    ready = tmp_path / "ready"
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(parent), str(ready)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        pid = int(process.stdout.readline())
-        wait_for(ready.exists)
-        assert alive(pid)
-        process.kill()
-    wait_for(lambda: not alive(pid))
-
-
-def test_engine_errors_are_one_sentence_with_url_route_and_status(server):
-    with pytest.raises(ServerError, match=rf"^{server.url}/model_info answered 401: Unauthorized$") as caught:
-        ServerClient(server.url, "wrong").model_info()
-    assert (caught.value.route, caught.value.status) == ("/model_info", 401)
-    (port,) = free_ports(["127.0.0.1"])
-    with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
-        ServerClient(f"http://127.0.0.1:{port}", "").health()
-
-
-def kill_and_wait(pid):
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-def test_all_servers_are_waited_for_at_once(tmp_path, monkeypatch):
+def test_all_servers_are_waited_for_at_once(tmp_path, use):
     """The first one serves only after the second one did; then the first one never serves, and the second one ends."""
     go = tmp_path / "go"
     waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]):\n    time.sleep(0.02)\n"
@@ -392,27 +312,21 @@ def test_all_servers_are_waited_for_at_once(tmp_path, monkeypatch):
         code = HEALTHY if launch.index else waits + HEALTHY
         return ServerCommand([sys.executable, "-c", code, str(launch.port), str(go)], dict(os.environ))
 
-    monkeypatch.setitem(ENGINES, "hf", command)
-    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path) as servers:
+    use(command)
+    with Servers([LAUNCH] * 2, TOKEN, tmp_path) as servers:
         servers.start(lambda ready, total: go.touch())
         assert servers.states == [State.SERVING] * 2
-    codes = [SLEEPS, ENDS]
-    monkeypatch.setitem(ENGINES, "hf", lambda launch, folder: python_command(codes[launch.index])(launch, folder))
+    use(lambda launch, folder: python_command([SLEEPS, ENDS][launch.index])(launch, folder))
     with pytest.raises(ServerDied, match=r"server 1 .* ended with exit code 1"):
-        Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path).start()
+        Servers([LAUNCH] * 2, TOKEN, tmp_path).start()
 
 
-def test_servers_that_ended_are_revived_and_one_that_cannot_start_rests(tmp_path, monkeypatch):
-    def command(launch, folder):
-        return (python_command(ENDS) if launch.index == 1 else healthy_command)(launch, folder)
-
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    with Servers([EngineLaunch("hf", "/m")] * 4, TOKEN, tmp_path, Supervision(rest_s=600)) as servers:
-        servers.start()
+def test_servers_that_ended_are_revived_and_one_that_cannot_start_rests(tmp_path, use):
+    with serving(tmp_path, 4, rest_s=600) as servers:
         urls, before = servers.urls, servers.pids
         for pid in before[:3]:
             kill_and_wait(pid)
-        monkeypatch.setitem(ENGINES, "hf", command)
+        use(lambda launch, folder: (python_command(ENDS) if launch.index == 1 else healthy_command)(launch, folder))
         (reason,) = servers.revive()
         assert reason.startswith("server 1 (pid ") and "ended with exit code 1" in reason and "no model here" in reason
         assert servers.states == [State.SERVING, State.RESTING, State.SERVING, State.SERVING]
@@ -420,32 +334,20 @@ def test_servers_that_ended_are_revived_and_one_that_cannot_start_rests(tmp_path
         assert servers.pids[3] == before[3] and not set(servers.pids[:3]) & set(before)
 
 
-def test_a_run_whose_servers_cannot_be_revived_stops_when_none_is_left(tmp_path, monkeypatch):
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    patience = Supervision(max_restarts=1, rest_s=0.01)
-    with Servers([EngineLaunch("hf", "/m")] * 2, TOKEN, tmp_path, patience) as servers:
-        servers.start()
+def test_a_run_whose_servers_cannot_be_revived_stops_when_none_is_left(tmp_path, use):
+    with serving(tmp_path, 2, max_restarts=1, rest_s=0.01) as servers:
         for pid in servers.pids:
             kill_and_wait(pid)
-        monkeypatch.setitem(ENGINES, "hf", python_command(ENDS))
+        use(python_command(ENDS))
         with pytest.raises(ServerDied, match=r"^no server is left; after 1 restarts, server [01] (?s:.*)no model here"):
             servers.revive()
         assert servers.states == [State.OUT, State.OUT]
 
 
-def test_a_run_waits_for_a_server_that_is_revived_at_its_second_start(tmp_path, monkeypatch):
-    starts = []
-
-    def command(launch, folder):
-        starts.append(launch.index)
-        if len(starts) == 1:
-            raise OSError("no space left on device")
-        return healthy_command(launch, folder)
-
-    monkeypatch.setitem(ENGINES, "hf", healthy_command)
-    with Servers([EngineLaunch("hf", "/m")], TOKEN, tmp_path, Supervision(rest_s=0.01)) as servers:
-        servers.start()
+def test_a_run_waits_for_a_server_that_is_revived_at_its_second_start(tmp_path, use):
+    commands = iter([no_room, healthy_command])
+    with serving(tmp_path, rest_s=0.01) as servers:
         kill_and_wait(servers.pids[0])
-        monkeypatch.setitem(ENGINES, "hf", command)
+        use(lambda launch, folder: next(commands)(launch, folder))
         assert servers.revive() == ["server 0 did not start: no space left on device"]
-        assert servers.states == [State.SERVING] and len(starts) == 2
+        assert servers.states == [State.SERVING] and not list(commands)

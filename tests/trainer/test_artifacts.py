@@ -1,19 +1,19 @@
 """What a run leaves behind at its end, whatever the rewards do there."""
 
-from __future__ import annotations
-
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answers import completion
 from config_helpers import load
 
 from megarl.metrics.evaluation.audit import Audit
 from megarl.rewards.scorer import Rewards
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.sample import Prompt, Sample
 from megarl.trainer.artifacts import finish
 from megarl.trainer.evaluation.evaluate import Evaluation
 from megarl.trainer.observed.run_log import Totals
@@ -37,8 +37,7 @@ def run_of(folder: Path, *words: str) -> Any:
 
 
 def evaluation(**extra: float) -> Evaluation:
-    completion = Completion([1], [-1.0], "stop", (VersionSpan(3, 0, 1),), "2")
-    return Evaluation([[Sample.of(Prompt("eval-0", [1], "1+1=", "2"), completion, 1.0, extra)]], version=3)
+    return Evaluation([[Sample.of(Prompt("eval-0", [1], "1+1=", "2"), completion("2"), 1.0, extra)]], version=3)
 
 
 def test_a_check_of_the_export_that_fails_is_one_warning_and_the_rest_is_written(
@@ -46,13 +45,18 @@ def test_a_check_of_the_export_that_fails_is_one_warning_and_the_rest_is_written
 ) -> None:
     """Its process finds no model, and ends."""
     run = run_of(tmp_path, "trainer.check_export=true", "data.val_files=[v.jsonl]")
+    story: list[str] = []
+    run.server_manager.release_memory = lambda: story.append("servers release")
+    run.roles.actor.export = lambda folder, **_: story.append(folder.name)
     summary = finish(run, evaluation(), Totals(0.0, {}))
+    assert story == ["servers release", "hf"], "a model is written when the servers have given their memory back"
     assert summary["accuracy_after"] == 1.0 and summary["accuracy_transformers"] is None
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert (tmp_path / "README.md").exists() and "1+1=" in (tmp_path / "answers.md").read_text()
     err = capsys.readouterr().err
     assert err.count("warning: ") == 1
-    assert "warning: trainer.check_export=true: hf/ is written, and its check failed: the answers of " in err
+    said = r"warning: trainer.check_export=true: hf/ is written, and its check failed: the answers of transformers' "
+    assert re.search(rf"(?s){said}generate ended with exit code 1; their log: \S+\n.*no tokenizer", err), err
 
 
 def test_the_end_says_what_is_known_of_the_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """What a run does about bad numbers, without a run: what is said, counted, settled and raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,21 +55,18 @@ def test_a_step_that_is_skipped_is_said_in_a_line_and_counted(tmp_path: Path) ->
     assert not any(bad_numbers.metrics.values())
 
 
-def test_before_the_first_step_the_whole_batch_is_skipped(tmp_path: Path) -> None:
+def test_a_prompt_is_skipped_if_it_was_in_no_step_of_all_epochs(tmp_path: Path) -> None:
     said: list[str] = []
-    bad_numbers = begun("skip", tmp_path, said, epochs=3)
-    with bad_numbers.judged():
-        raise NonFiniteError("score", 1, None, float("inf"))
-    sentence = "score is inf for sample 0-4#1: expected a finite number; training on this batch is skipped"
-    assert said == [f"step 12: {sentence}"]
-    assert bad_numbers.skipped == VISITS
-
-
-def test_a_prompt_of_several_epochs_is_skipped_if_it_was_in_no_step(tmp_path: Path) -> None:
-    bad_numbers = begun("skip", tmp_path, epochs=2)
+    bad_numbers = begun("skip", tmp_path, said, epochs=2)
     for groups in ((0, 1), (1,)):
         bad_numbers.judge(of_a_step(BadNumber("x"), "actor", *groups))
     assert bad_numbers.skipped == [41]
+    with bad_numbers.judged():  # before the first step, which is the whole batch
+        raise NonFiniteError("score", 1, None, float("inf"))
+    assert said[2:] == [
+        "step 12: score is inf for sample 0-4#1: expected a finite number; training on this batch is skipped"
+    ]
+    assert bad_numbers.skipped == VISITS
 
 
 def test_a_rollback_is_written_down_and_left_out_from_then_on(tmp_path: Path) -> None:

@@ -1,22 +1,36 @@
 """From the configuration to the parts of a run."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
 from config_helpers import load
 
+from megarl.config import Config, load_config
+from megarl.config.placement import placements
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.metrics.jsonl import read_lines
 from megarl.processes import presence
 from megarl.rollout.engine_routes import EngineRoutes
 from megarl.rollout.engine_support import EngineSupport
 from megarl.routed_experts import RoutedExperts
-from megarl.trainer.build import engine_columns, make_group, make_servers, model_folder, start_trackers
+from megarl.servers.supervisor import Supervision
+from megarl.trainer import build as build_module
+from megarl.trainer.build import (
+    check_ids,
+    engine_columns,
+    make_group,
+    make_mini_model,
+    make_servers,
+    model_folder,
+    server_launch,
+    server_threads,
+    start_trackers,
+    supervision,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +77,8 @@ def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.M
         raise OSError(f"{name} is private\nask its owner")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match=r"^model.path=runs/models/mine: no such folder; expected a folder with a con"):
+        model_folder("runs/models/mine")  # no hub is asked for what can only be a folder
     with pytest.raises(ValueError, match=r"^model.path=org/x: neither a folder nor .* gives \(org/x is private\)$"):
         model_folder("org/x")
 
@@ -77,14 +93,11 @@ def test_a_run_gets_advice_on_its_own_schedule(tmp_path: Path) -> None:
     assert found["advice"].startswith("turn_too_long: ")
 
 
-SMALL = {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 16, "moe_intermediate_size": 8}
-
-
 @pytest.mark.parametrize(("chosen", "wants"), [("off", False), ("old", False), ("rollout", True)])
 def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
     tmp_path: Path, chosen: str, wants: bool
 ) -> None:
-    folder = write_tiny_model(tmp_path / "model", family="mixtral", **SMALL)
+    folder = write_tiny_model(tmp_path / "model", family="mixtral", layers=2, moe_intermediate_size=8)
     config = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf")
     of = RoutedExperts(2, (0, 1), num_experts=4, chosen=2)
     assert engine_columns(config) == ((EngineRoutes(of, (1.0, 1.0, -1)),) if wants else ())
@@ -95,3 +108,94 @@ def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
     for trains in (False, True):
         (server,) = make_servers(config, "", trains=trains)._servers
         assert server.process.launch.returns_routes is (wants and trains)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "servers", "size", "placement", "first", "wanted"),
+    [
+        (2, 4, 2, "shared", None, [(0, 0), (0, 2), (1, 0), (1, 2)]),
+        (2, 2, 1, "separate", 6, [(0, 6), (1, 6)]),
+        (4, 2, 1, "shared", None, [(0, 0), (2, 0)]),
+        (2, 3, 1, "shared", None, [(0, 0), (0, 1), (1, 0)]),
+        (4, 2, 8, "shared", None, [(0, 1, 0), (2, 3, 0)]),  # each over two machines of four GPUs
+        (2, 2, 8, "separate", None, [(0, 4), (1, 4)]),  # never over the trainer's
+    ],
+)
+def test_servers_are_dealt_over_the_machines(
+    nnodes: int, servers: int, size: int, placement: str, first: int | None, wanted: list[tuple[int, int]]
+) -> None:
+    config = Config()
+    config.trainer.nnodes, config.trainer.n_gpus_per_node = nnodes, 4
+    rollout = config.rollout
+    rollout.num_servers, rollout.tensor_model_parallel_size = servers, size
+    rollout.placement, rollout.first_gpu = placement, first
+    assert [(*machines, gpu) for machines, gpu in placements(config, trains=True)] == wanted
+
+
+@pytest.mark.parametrize(("call_s", "answer_s"), [(600.0, 600.0), (30.0, 180.0), (3600.0, 3600.0)])
+def test_servers_get_the_time_to_load_and_may_be_busy_with_a_push_as_long_as_a_call_to_the_ranks_may_take(
+    call_s: float, answer_s: float
+) -> None:
+    config = Config()
+    config.rollout.start_timeout_s, config.rollout.max_restarts = 7200.0, 5
+    config.trainer.call_timeout_s = call_s
+    patience = Supervision(start_timeout_s=7200.0, answer_within_s=answer_s, max_restarts=5)
+    assert supervision(config) == patience
+    assert server_launch(config).longest_pause_s == call_s
+    config.rollout.urls = ["http://a:1"]
+    assert make_servers(config, "token")._patience == patience
+
+
+@pytest.mark.parametrize(
+    ("words", "trains", "reads"),
+    [
+        ([], True, False),
+        ([], False, True),
+        (["actor.lora.rank=4", "actor.lora.push=adapter"], True, True),
+        (["rollout.quantization=fp8", "algorithm.rollout_correction.level=token"], True, True),
+    ],
+)
+def test_servers_read_weights_only_if_no_push_brings_all_of_them(words: list[str], trains: bool, reads: bool) -> None:
+    config = load("model.path=/m", "model.dtype=bfloat16", "rollout.engine=sglang", "trainer.device=cuda", *words)
+    with mock.patch.object(build_module, "model_folder", lambda path: path):
+        servers = make_servers(config, "token", trains=trains)
+    assert [server.process.launch.reads_weights for server in servers._servers] == [reads]
+
+
+def test_a_vocabulary_that_lacks_ids_of_the_tokenizer_is_refused() -> None:
+    config = Config()
+    config.model.path, config.model.config, config.model.tokenizer_path = "m", {"vocab_size": 152064}, "t"
+    config.critic.model.path, config.critic.model.config = "c", {"vocab_size": 151936}
+    check_ids(config, 151664)
+    with pytest.raises(ValueError, match="^critic.model.path=c: its vocabulary has 151936 tokens, .* of t has ids up"):
+        check_ids(config, 151936)
+
+
+@pytest.mark.parametrize(
+    ("words", "trains", "threads"),
+    [
+        ([], True, 6),
+        (["rollout.num_servers=4"], True, 1),
+        (["rollout.num_servers=3"], True, 2),
+        (["rollout.ahead=1"], True, 1),
+        (["rollout.ahead=1"], False, 6),
+        (["trainer.eval_beside=true"], True, 1),
+    ],
+)
+def test_a_server_of_ours_has_the_cores_unless_the_trainer_uses_them_too(
+    words: list[str], trains: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    config, _ = load_config(["recipe=quickstart_grpo", *words])
+    assert server_threads(config, trains=trains) == threads
+
+
+def test_the_folder_of_a_very_small_preset_is_made_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sft.train_files=[a.jsonl]", "model=qwen3_mini"]
+    config, _ = load_config(words, command="sft")
+    make_mini_model(config)
+    assert capsys.readouterr().err.startswith("warning: model.path=runs/models/qwen3_mini: this model of random ")
+    found = json.loads(Path("runs/models/qwen3_mini/config.json").read_text())
+    assert (found["hidden_size"], found["vocab_size"], found["model_type"]) == (64, 256, "qwen3")
+    make_mini_model(load_config(words, command="sft")[0])  # the folder is checked against the preset
+    assert capsys.readouterr().err == ""

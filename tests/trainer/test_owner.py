@@ -1,7 +1,5 @@
 """One run in a folder at a time: the second is told who is there, and a dead owner keeps nobody out."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -21,7 +19,7 @@ from saved_runs import no_file_above
 
 from megarl.cli import main
 from megarl.trainer import owner
-from megarl.trainer.owner import OWNER, owned
+from megarl.trainer.owner import LOCK, OWNER, owned
 
 OWNS = """
 import os
@@ -61,7 +59,7 @@ def test_a_second_run_in_a_folder_is_told_who_is_there(tmp_path: Path, capsys: p
                 f"error: {run} is used by process {process.pid} on {socket.gethostname()}, which began at {started}; "
                 "expected one run in a folder at a time: wait for its end, or set another trainer.experiment_name"
             )
-        assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", OWNER]
+        assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", OWNER, LOCK]
         process.stdin.close()  # type: ignore[union-attr]
     with owned(run):
         assert json.loads((run / OWNER).read_text())["pid"] == os.getpid()
@@ -90,14 +88,14 @@ def test_an_owner_that_put_nothing_into_a_folder_removes_it(tmp_path: Path) -> N
     assert not (tmp_path / "refused").exists()
     with owned(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").touch()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", OWNER]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["config.yaml", OWNER, LOCK]
 
 
 def locked_from_elsewhere(folder: Path) -> int:
     """As by a run on another machine; the lock is free when the file is closed."""
     folder.mkdir()
     (folder / OWNER).write_text('{"host": "another machine", "pid": 1, "started": "yesterday"}')
-    number = os.open(folder / OWNER, os.O_RDWR)
+    number = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
     fcntl.flock(number, fcntl.LOCK_EX)
     return number
 

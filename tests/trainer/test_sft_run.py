@@ -1,6 +1,4 @@
-"""`megarl sft`: a stage that is struck and started again gives the same weights to the bit."""
-
-from __future__ import annotations
+"""`megarl sft`: a stage that is struck gives the same weights to the bit; its learning rate; and whether it learnt."""
 
 import json
 from pathlib import Path
@@ -10,10 +8,12 @@ import pytest
 import torch
 from ring_cases import lines, make_parts, steps
 from saved_runs import save, saver_of
-from strikes import start, weights
+from strikes import lives, start, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import main
+from megarl.config import load_config
+from megarl.trainer.sft import hardly_moved
 
 pytestmark = pytest.mark.dist
 
@@ -57,7 +57,7 @@ def plain_loss(folder: Path, rows: list[dict[str, str]]) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_stage_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Path) -> None:
     log, file = tmp_path / "sft.log", tmp_path / "strikes.json"
     assert start("sft", words_of(parts, tmp_path, "whole"), [], file, log) == 0, log.read_text()
@@ -69,12 +69,7 @@ def test_a_stage_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Pa
         (5, "save_checkpoint", "all"),
         (5, "update", "rank"),
     ]
-    words = words_of(parts, tmp_path, "struck")
-    codes = [start("sft", words, plan, file, log)]
-    while codes[-1] != 0 and len(codes) < 5:
-        codes.append(start("sft", words, None, file, log))
-    assert codes == [143, -9, 0], log.read_text()
-    assert json.loads(file.read_text()) == [], "all strikes fell"
+    assert lives("sft", words_of(parts, tmp_path, "struck"), plan, file, log) == [143, -9, 0]
     assert log.read_text().count("the ranks are started again (1 of 3 without a new step)") == 2
     whole, struck = tmp_path / "whole", tmp_path / "struck"
     held_out = [json.loads(line) for line in (parts / "held_out.jsonl").read_text().splitlines()]
@@ -108,3 +103,32 @@ def test_a_checkpoint_that_it_cannot_go_on_from_is_one_sentence(
     faults = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(faults) == 1
     assert faults[0].startswith(f"error: trainer.resume_mode: {folder}/step_00000003 {named}")
+
+
+WORDS = ("sft.train_files=[a.jsonl]", "model.path=m")
+
+
+def series(*losses: float, held_out: tuple[float, ...] = ()) -> dict[str, tuple[list[int], list[float]]]:
+    found = {"sft/loss": (list(range(len(losses))), list(losses))}
+    return found | ({"val/loss": (list(range(len(held_out))), list(held_out))} if held_out else {})
+
+
+def test_a_loss_that_has_not_moved_is_told_with_the_learning_rate() -> None:
+    told = hardly_moved(series(*[4.0] * 5, *[3.0, 4.8, 3.9, 4.1, 3.95]), 1e-6)  # means 4.0 and 3.95
+    assert told.startswith("sft/loss was 4.0000 at first and is 3.9500 now: the model has learnt nothing")
+    assert "actor.optim.lr (it was 1e-06)" in told
+    assert hardly_moved(series(*[4.0] * 5, *[3.9] * 5), 1e-6) == ""
+    assert hardly_moved(series(*[4.0] * 9), 1e-6) == "", "too few steps to tell"
+    assert hardly_moved(series(*[0.04] * 10), 1e-6) == "", "it knew the examples before"
+    # Held-out examples say it before the trained ones.
+    learnt_by_heart = [4.0] * 5 + [1.0] * 5
+    assert hardly_moved(series(*learnt_by_heart, held_out=(4.0, 4.5)), 1e-6).startswith("val/loss was 4.0000 at first")
+    assert hardly_moved(series(*learnt_by_heart, held_out=(4.0, 3.0)), 1e-6) == ""
+
+
+def test_the_learning_rate_fits_the_width_unless_it_is_set() -> None:
+    config, _ = load_config([*WORDS, "model.config={hidden_size:3584}"], command="sft")
+    assert config.actor.optim.lr == 1.4e-5, "0.05 / 3584"
+    assert load_config([*WORDS, "actor.optim.lr=1e-6"], command="sft")[0].actor.optim.lr == 1e-6
+    assert load_config(list(WORDS), command="sft")[0].actor.optim.lr == 2e-5, "of a hub's model nothing is known yet"
+    assert load_config(["data.train_files=[a]", "model.path=m"])[0].actor.optim.lr == 1e-6

@@ -1,18 +1,20 @@
-"""Small parts of a step: the control experiment, an empty iteration, the order of saves and pushes."""
-
-from __future__ import annotations
+"""Parts of a step: an empty iteration, the order of saves and pushes, and the control experiment in numbers."""
 
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from config_helpers import load
+from torch import Tensor
 
+from megarl.algo.advantages.estimate import estimate
 from megarl.algo.finite import NonFiniteError
-from megarl.batch import Batch
+from megarl.batch import Batch, Stats
 from megarl.data.ledger import Ledger
 from megarl.metrics.jsonl import read_lines
 from megarl.metrics.timer import Timer
@@ -21,12 +23,11 @@ from megarl.rollout.prefetch import RolloutBatch
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.train import learn, shuffle_rewards, train_step
 from megarl.trainer.algorithm import make_algorithm
-from megarl.trainer.artifacts import finish
 from megarl.trainer.bad_numbers import BadNumbers
 from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost
 from megarl.trainer.evaluation.measure import measure
 from megarl.trainer.observed.run_log import RunLog, Totals
-from megarl.trainer.roles import Roles, trainers_turn
+from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
 
 
@@ -43,34 +44,35 @@ def test_rewards_that_are_shuffled_stay_together() -> None:
     assert torch.equal(alone.per_sequence["score"], shuffled.per_sequence["score"])
 
 
-def test_an_iteration_without_a_group_is_a_skipped_step() -> None:
-    nothing: Any = None
-    batch, stats = learn(5, [], nothing, nothing, Timer())
-    assert batch is None
-    assert {name: stat.result() for name, stat in stats.items()} == {"actor/skipped_steps": 1.0}
+def filled(batch: Batch, value: float) -> torch.Tensor:
+    return torch.full((batch.num_tokens,), value)
 
 
-class Made:
+def made() -> Any:
     """An actor that notes what it is asked for; the log-probs of a pass of their own are -2, of an update -3."""
+    actor = MagicMock()
+    actor.columns.side_effect = lambda batch, *_, **__: {"log_probs": filled(batch, -2.0)}
+    actor.later_old_log_probs.side_effect = lambda batch, **_: filled(batch, -4.0)
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def columns(self, batch: Batch, names: Any, *, reference: Any) -> dict[str, torch.Tensor]:
-        self.asked.append("columns")
-        return {"log_probs": torch.full((batch.num_tokens,), -2.0)}
-
-    def later_old_log_probs(self, batch: Batch, *, seed: int) -> torch.Tensor:
-        self.asked.append("later")
-        return torch.full((batch.num_tokens,), -4.0)
-
-    def update(self, batch: Batch, *, seed: int, prepare: Any, later: Any) -> tuple[Batch, Any]:
-        self.asked.append("update")
+    def update(batch: Batch, *, seed: int, prepare: Any, later: Any) -> tuple[Batch, Any]:
         assert "keep" in batch.columns, "the ages are known before"
-        if "old_log_probs" not in batch.columns:
-            old = torch.full((batch.num_tokens,), -3.0)
-            batch = batch.with_columns(old_log_probs=old if later is None else later)
-        return batch, {}
+        old = filled(batch, -3.0) if later is None else later
+        return (batch if "old_log_probs" in batch.columns else batch.with_columns(old_log_probs=old)), {}
+
+    actor.update.side_effect = update
+    return actor
+
+
+def learnt(step: int, num_groups: int, *words: str) -> tuple[list[str], Batch, Stats]:
+    """What the actor is asked for, and the batch and the statistics of groups of two answers."""
+    completion = Completion([5, 6], [-1.0, -1.0], "stop", (VersionSpan(step, 0, 2),))
+    group = [Sample.of(Prompt("0-0", [4], ""), completion, reward) for reward in (0.0, 1.0)]
+    actor = made()
+    more = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "rollout.ahead=1", "rollout.max_age=3")
+    algorithm = make_algorithm(load("rollout.n=2", "algorithm.adv_estimator=grpo", *more, *words))
+    batch, stats = learn(step, [group] * num_groups, Roles(actor), algorithm, Timer())
+    assert batch is not None
+    return [name for name, _, _ in actor.method_calls], batch, stats
 
 
 @pytest.mark.parametrize(
@@ -78,22 +80,25 @@ class Made:
     [
         (0, 1, ["columns", "update"], 1.0),  # a check is due
         (1, 1, ["update"], 2.0),
-        (1, 2, ["later", "update"], 3.0),
+        (1, 2, ["later_old_log_probs", "update"], 3.0),
     ],
 )
 def test_old_log_probs_come_from_the_first_step_and_their_gap_is_measured_either_way(
     step: int, num_groups: int, asked: list[str], gap: float
 ) -> None:
-    completion = Completion([5, 6], [-1.0, -1.0], "stop", (VersionSpan(step, 0, 2),))
-    group = [Sample.of(Prompt("0-0", [4], ""), completion, reward) for reward in (0.0, 1.0)]
-    actor: Any = Made()
-    more = ("data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "rollout.ahead=1", "rollout.max_age=3")
-    algorithm = make_algorithm(load("rollout.n=2", "algorithm.adv_estimator=grpo", *more))
-    batch, stats = learn(step, [group] * num_groups, Roles(actor), algorithm, Timer())
-    assert batch is not None
-    assert actor.asked == asked
+    found, _, stats = learnt(step, num_groups)
+    assert found == asked
     assert {"rollout_corr/share_too_old", "rollout_corr/kl"} <= stats.keys()
     assert stats["rollout_corr/log_prob_gap_mean"].result() == gap
+
+
+def test_the_control_experiment_learns_from_shuffled_rewards() -> None:
+    """Four groups whose rewards are 0 and 1; how little that teaches is shown below."""
+    right, shuffled = (
+        learnt(0, 4, *words)[1].per_sequence["score"].tolist() for words in ((), ("reward.shuffle=true",))
+    )
+    assert right == [0.0, 1.0] * 4 != shuffled
+    assert sorted(shuffled) == sorted(right)
 
 
 class Waited:
@@ -120,56 +125,49 @@ class Waited:
         return self.found
 
 
-class Noted:
-    """A server manager and trackers that write down what they are told; pushes succeed."""
+def noted() -> Any:
+    """A server manager, trackers and a saver that note what they are told; pushes succeed."""
+    said = MagicMock(shares_gpus=False, version=3, failed=0)
+    said.push.return_value = {"timings": {}, "num_verified": 3, "compared": [], "unverified": []}
+    said.metrics.return_value = {}
+    return said
 
-    shares_gpus = False
-    version = 3
-    failed = 0  # of a saver
 
-    def __init__(self) -> None:
-        self.scores: list[tuple[int, float]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
-        self.pushed: list[int] = []
-        self.waiting: list[Any] = []
+def story_of(said: Any, *methods: str) -> list[tuple[Any, ...]]:
+    return [(name, *given) for name, given, _ in said.mock_calls if name in methods]
 
-    def push(self, version: int) -> dict[str, Any]:
-        self.pushed.append(version)
-        return {"timings": {}, "num_verified": 3, "compared": [], "unverified": []}
 
-    def check_servers(self) -> None:
-        self.waiting.append("checked")
+def step_of(
+    folder: Path, step: int, said: Any, prefetcher: Any, roles: Any = None, saver: Any = None, **how: Any
+) -> None:
+    """`train_step` of an algorithm that does nothing; each step saves if there is a saver."""
+    nobody: Any = None
+    algorithm: Any = SimpleNamespace(kl=None)
+    log = RunLog(Timer(), said, Totals(0.0, {}), folder, 1)
+    how |= {"bad_numbers": BadNumbers("stop", folder), "saves": lambda step: saver is not None}
+    train_step(step, prefetcher, roles or Roles(nobody), algorithm, said, log, saver or said, **how)
 
-    def poll(self) -> None:
-        """Of a saver."""
-        self.waiting.append("polled")
 
-    def note_score(self, step: int, score: float) -> None:
-        self.scores.append((step, score))
+def noting_pushes(story: list[Any]) -> Any:
+    said = noted()
+    report = said.push.return_value
+    said.push.side_effect = lambda version: story.append(("push", version)) or report
+    return said
 
-    def metrics(self, report: dict[str, Any]) -> dict[str, float]:
-        return {}
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.logged.append((step, metrics))
-
-    def stage(self, *progress: Any) -> None:
-        self.waiting.append(progress)
+def empty() -> Any:
+    return Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
 
 
 def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Path) -> None:
     """Versions count iterations, so the servers get the next number; nobody computes anything."""
-    said: Any = Noted()
+    said = noted()
     prefetcher: Any = Waited(
         RolloutBatch([], [], {"filtered": [7]}, {"rollout/lost": 0.0, "rollout/dropped_share": 1.0}, 1e9)
     )
-    algorithm: Any = SimpleNamespace(kl=None)
-    nobody: Any = None
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: False}
-    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, said, **how)
-    assert said.pushed == [4]
-    ((step, metrics),) = said.logged
+    step_of(tmp_path, 3, said, prefetcher)
+    said.push.assert_called_once_with(4)
+    ((step, metrics),) = (call.args for call in said.log.call_args_list)
     assert step == 4
     assert metrics["actor/skipped_steps"] == metrics["rollout/dropped_share"] == 1.0
     assert metrics["perf/total_num_tokens"] == 0
@@ -178,7 +176,9 @@ def test_such_an_iteration_pushes_the_weights_it_has_and_is_logged(tmp_path: Pat
     assert "critic/score/mean" not in metrics
     assert (tmp_path / "samples.jsonl").read_text() == ""
     assert (tmp_path / "visits.jsonl").read_text() == '{"step": 4, "filtered": [7]}\n'
-    assert said.waiting == ["checked", "polled", ("gen", 1, 4), "checked", "polled", ("gen", 2, 4), "polled"]
+    looks = [("check_servers",), ("poll",)]
+    waits = story_of(said, "check_servers", "poll", "stage")
+    assert waits == [*looks, ("stage", "gen", 1, 4), *looks, ("stage", "gen", 2, 4), ("poll",)]
 
 
 @pytest.mark.parametrize(("step", "by_rewards", "ends"), [(0, True, True), (3, True, False), (3, False, True)])
@@ -188,7 +188,7 @@ def test_an_evaluation_that_no_reward_could_score_ends_no_run_that_has_trained(
     def take() -> Evaluation:
         raise EvaluationLost("every prompt was lost", by_rewards=by_rewards)
 
-    said: Any = Noted()
+    said = noted()
     evaluator: Any = Waited(Evaluation([]))
     evaluator.take = take
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
@@ -198,87 +198,62 @@ def test_an_evaluation_that_no_reward_could_score_ends_no_run_that_has_trained(
 
 
 def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
-    said: Any = Noted()
+    said = noted()
     evaluator: Any = Waited(Evaluation([]))
     log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
     assert measure(3, evaluator, said, log, said, Signals(1.0)) is evaluator.found
-    assert said.waiting == [
-        ("testing",),
-        "checked",
-        "polled",
-        ("testing", 1, 4),
-        "checked",
-        "polled",
-        ("testing", 2, 4),
-    ]
-    ((step, logged),) = said.logged
+    looks, waits = [("check_servers",), ("poll",)], story_of(said, "check_servers", "poll", "stage")
+    assert waits == [("stage", "testing"), *looks, ("stage", "testing", 1, 4), *looks, ("stage", "testing", 2, 4)]
+    ((step, logged),) = (call.args for call in said.log.call_args_list)
     assert logged.pop("timing_s/testing") > 0
     assert (step, logged) == (3, {"val/score": 0.0, "val/unscored": 0.0, "val/lost": 0.0})
-    assert said.scores == [(3, 0.0)], "by which the best saves are kept"
+    said.note_score.assert_called_once_with(3, 0.0)  # by which the best saves are kept
     (line,) = read_lines(tmp_path / "evaluations.jsonl")
     assert (line["step"], line["val/score"], line["prompts"]) == (3, 0.0, [])
 
 
 def test_a_place_is_counted_on_from_the_sequences_before() -> None:
     found = NonFiniteError("log_probs", 2, 7, float("inf")).moved(10)
-    assert (found.sequence, found.token, found.column) == (12, 7, "log_probs")
     assert found.details == {"column": "log_probs", "sequence": 12, "token": 7, "value": float("inf")}
 
 
-def test_a_save_begins_while_the_models_have_the_gpus(tmp_path: Path) -> None:
-    """So it takes no turn and no push of its own."""
-    story: list[Any] = []
-    said: Any = Noted()
-    said.shares_gpus = True
-    said.release_memory = lambda: story.append("servers release")
-    said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
-    resident: Any = SimpleNamespace(
-        onload=lambda **how: story.append(("onload", how)), offload=lambda: story.append("offload")
-    )
-    saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
-    prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
-    algorithm: Any = SimpleNamespace(kl=None)
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    roles = Roles(resident, residents=(resident,))
-    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True}
-    train_step(2, prefetcher, roles, algorithm, said, log, saver, **how)
-    come = [("onload", {"by_default": True, "moments": moments}) for moments in (False, True)]
-    assert story == ["servers release", *come, ("save", 3), "offload", ("push", 3)]
+def test_saves_and_an_evaluation_beside_a_step_have_their_place_in_it(tmp_path: Path) -> None:
+    """A save begins while the models have the GPUs, so it takes no turn and no push of its own.
 
-
-def test_all_weights_come_to_the_gpus_before_any_moments() -> None:
-    """Copies share a link: beside moments, which nobody needs yet, weights would be waited for longer."""
+    The evaluation begins after the rollout and ends before the save, which is never newer than one that is still to be
+    made, and before the push.  All weights come before any moments, which nobody needs yet: copies share a link.
+    """
     story: list[Any] = []
 
     def resident(name: str) -> Any:
-        return SimpleNamespace(onload=lambda *, by_default, moments: story.append((name, moments)), offload=lambda: 0)
+        onload = lambda *, by_default, moments: story.append((name, moments))  # noqa: E731, ARG005
+        return SimpleNamespace(onload=onload, offload=lambda: story.append(f"{name} goes"))
 
-    said: Any = Noted()
-    said.shares_gpus, said.release_memory = True, lambda: None
-    both = (resident("actor"), resident("ref"))
-    with trainers_turn(Roles(both[0], residents=both), said, Timer()):
-        assert story == [("actor", False), ("ref", False), ("actor", True), ("ref", True)]
-
-
-def test_an_evaluation_beside_a_step_begins_after_its_rollout_and_ends_before_its_save_and_its_push(
-    tmp_path: Path,
-) -> None:
-    """So a save is never newer than an evaluation that is still to be made, and a push never meets one."""
-    story: list[Any] = []
-    said: Any = Noted()
-    said.push = lambda v: story.append(("push", v)) or Noted.push(said, v)
-    prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
+    said, prefetcher = noting_pushes(story), empty()
+    said.shares_gpus, said.release_memory = True, lambda: story.append("servers release")
     prefetcher.take = lambda: story.append("take") or prefetcher.found
-    saver: Any = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
+    saver = SimpleNamespace(start=lambda step: story.append(("save", step)), poll=lambda: True, failed=0)
     beside: Any = SimpleNamespace(
         has_begun=True, begin=lambda: story.append("begin"), finish=lambda *_: story.append("finish")
     )
-    algorithm: Any = SimpleNamespace(kl=None)
-    nobody: Any = None
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: True, "beside": beside}
-    train_step(3, prefetcher, Roles(nobody), algorithm, said, log, saver, **how)
-    assert story == ["take", "begin", "finish", ("save", 4), ("push", 4)]
+    both = (resident("actor"), resident("ref"))
+    step_of(tmp_path, 2, said, prefetcher, Roles(both[0], residents=both), saver, beside=beside)
+    assert [each for each in story if each not in ("begin", "finish")] == [
+        "take",
+        "servers release",
+        *[(name, moments) for moments in (False, True) for name in ("actor", "ref")],
+        ("save", 3),
+        "actor goes",
+        "ref goes",
+        ("push", 3),
+    ]
+    assert [each for each in story if each in ("take", "begin", "finish", ("save", 3), ("push", 3))] == [
+        "take",
+        "begin",
+        "finish",
+        ("save", 3),
+        ("push", 3),
+    ]
 
 
 def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
@@ -304,40 +279,63 @@ def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
 
 
 @pytest.mark.parametrize("ends", ["idle", "no server"])
-def test_a_push_may_wait_for_what_is_generated_as_long_as_a_server_can_go_on(tmp_path: Path, ends: str) -> None:
-    story: list[str] = []
-    said: Any = Noted()
-    said.push = lambda v: story.append("push") or Noted.push(said, v)
-    said.watch = lambda: story.append("watch") or ends == "idle" or story.count("watch") < 3
-    prefetcher: Any = Waited(RolloutBatch([], [], {}, {"rollout/lost": 0.0}))
-    type(prefetcher).is_idle = property(lambda _: ends == "idle" and story.count("wait") == 2)
-    prefetcher.wait = lambda: story.append("wait")
-    nobody: Any = None
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    how: Any = {"bad_numbers": BadNumbers("stop", tmp_path), "saves": lambda step: False, "drains": True}
-    algorithm: Any = SimpleNamespace(kl=None)
-    train_step(2, prefetcher, Roles(nobody), algorithm, said, log, said, **how)
-    assert story == ["watch", "wait"] * 2 + (["push"] if ends == "idle" else ["watch", "push"])
-
-
-def test_a_model_is_written_when_the_servers_have_given_their_memory_back(tmp_path: Path) -> None:
+def test_a_push_may_wait_for_what_is_generated_as_long_as_a_server_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
     story: list[Any] = []
-    actor = SimpleNamespace(lora=SimpleNamespace(rank=0))
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            actor=actor, trainer=SimpleNamespace(experiment_name="x"), reward=SimpleNamespace(audit=None)
-        ),
-        dir=tmp_path,
-        trackers=SimpleNamespace(stage=lambda name: None),
-        server_manager=SimpleNamespace(
-            release_memory=lambda: story.append("servers release"), counts={"servers_died": 0}
-        ),
-        roles=SimpleNamespace(actor=SimpleNamespace(export=lambda folder, adapter: story.append(folder.name))),
-        num_steps=3,
-        num_filtered=0,
-        num_cut=0,
-        val_prompts=[],
+    said, prefetcher = noting_pushes(story), empty()
+    said.watch = lambda: story.append("watch") or ends == "idle" or story.count("watch") < 3
+    is_idle = property(lambda _: ends == "idle" and story.count("wait") == 2)
+    monkeypatch.setattr(Waited, "is_idle", is_idle, raising=False)
+    prefetcher.wait = lambda: story.append("wait")
+    step_of(tmp_path, 2, said, prefetcher, drains=True)
+    assert story == ["watch", "wait"] * 2 + ([("push", 3)] if ends == "idle" else ["watch", ("push", 3)])
+
+
+PROMPTS, N, LENGTH, WORDS = 64, 8, 3, 5
+SHUFFLES = 100
+SURE = 4.5  # standard errors: a mean of 0 is farther away in 7 of a million samples
+
+
+def written() -> Batch:
+    """Completions of a policy that chooses each word with the same probability; right are those that begin with 3."""
+    tokens = torch.randint(WORDS, (PROMPTS * N, LENGTH), generator=torch.Generator().manual_seed(0))
+    values = torch.full((PROMPTS * N * LENGTH,), 0.2)
+    return Batch(
+        tokens.flatten(),
+        torch.full((PROMPTS * N,), LENGTH),
+        {"response_mask": torch.ones(PROMPTS * N * LENGTH), "values": values},
+        {"score": (tokens[:, 0] == 3).float(), "group": torch.arange(PROMPTS).repeat_interleave(N)},
     )
-    nothing: Any = None
-    finish(run, nothing, Totals(0.0, {}))
-    assert story == ["servers release", "hf"]
+
+
+def gradient(batch: Batch, estimator: str) -> Tensor:
+    """[LENGTH, WORDS] of sum A log p by the policy's logits, at the policy that wrote the batch."""
+    columns = estimate(batch, adv_estimator=estimator)[0].columns
+    chosen = torch.nn.functional.one_hot(batch.tokens, WORDS) - 1 / WORDS  # of log softmax
+    return (columns["advantages"][:, None] * chosen).view(-1, LENGTH, WORDS).sum(0)
+
+
+def taught(estimator: str) -> list[float]:
+    """Of many shuffles, how much of the gradient of the right rewards is in theirs: 1 for the right ones."""
+    batch = written()
+    right = gradient(batch, estimator)
+    return [
+        float((gradient(shuffle_rewards(batch, seed), estimator) * right).sum() / right.square().sum())
+        for seed in range(SHUFFLES)
+    ]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
+def test_shuffled_rewards_teach_nothing_on_average(estimator: str) -> None:
+    """In a random order each sample has the mean reward, so each advantage has the mean 0, and so has the gradient.
+
+    (An advantage depends on the rewards of its group, or batch, in the same way for each sample, and they add up to 0.)
+    Seeds are independent: the mean of their shares is within 4.5 of its standard errors, sd / sqrt(SHUFFLES).  One
+    shuffle of B samples correlates with the right rewards by 1 / sqrt(B - 1) = 0.044, which bounds the error by 0.024:
+    rewards of which one in thirty were right would be seen.
+    """
+    shares = taught(estimator)
+    bound = SURE * stdev(shares) / SHUFFLES**0.5
+    assert bound < 1.2 * SURE / (PROMPTS * N - 1) ** 0.5 / SHUFFLES**0.5
+    assert abs(mean(shares)) < bound

@@ -1,7 +1,5 @@
 """Classes with tools: what the model is shown, what it gets back, and what the reward is."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -10,20 +8,28 @@ from typing import Any
 
 import pytest
 from agent_endpoint import Scripted, endpoint_of
+from pools import until
 
 from megarl.agents.chat import Chat
 from megarl.agents.load import load_episode
 from megarl.sample import Prompt
 
 CLASS = '''
-import sys
+import asyncio, sys
+
+def in_loop():
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return 0.0
+    return 1.0
 
 class Tools:
     def __init__(self, start: int = 0) -> None:
-        self.sum, self.seen = start, []
+        self.sum, self.loops = start, in_loop()
 
     def reset(self, ground_truth: str, level: int) -> str:
-        self.wanted = int(ground_truth)
+        self.wanted, self.loops = int(ground_truth), self.loops + in_loop()
         return f" (level {level})"
 
     def add(self, a: int, b: int = 1) -> int:
@@ -79,20 +85,16 @@ def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def episode_of(reward: str, texts: list[str], **arguments: Any) -> tuple[Any, list[str]]:
+async def episode_of(reward: str, texts: list[str], **arguments: Any) -> tuple[Any, list[str]]:
     """The reward of an episode in which the model writes `texts`, and the prompts that its server got."""
     Path("mine.py").write_text(CLASS.replace("REWARD", reward))
     function = load_episode("tools:mine.py:Tools", arguments)
     assert function.way == "chat"
-
-    async def run() -> Any:
-        async with endpoint_of(Scripted("qwen2_5", texts), style="qwen2_5") as (endpoint, (bodies,)):
-            session = endpoint.open("0-0/0")
-            chat = Chat(session, [{"role": "user", "content": "Add!"}])
-            found = await function.call(chat=chat, prompt=Prompt("0-0", [1], "Add!", "15", extra={"level": 3}))
-            return found, [session.policy.text(body["input_ids"]) for body in bodies]
-
-    return asyncio.run(run())
+    async with endpoint_of(Scripted("qwen2_5", texts), style="qwen2_5") as (endpoint, (bodies,)):
+        session = endpoint.open("0-0/0")
+        chat = Chat(session, [{"role": "user", "content": "Add!"}])
+        found = await function.call(chat=chat, prompt=Prompt("0-0", [1], "Add!", "15", extra={"level": 3}))
+        return found, [session.policy.text(body["input_ids"]) for body in bodies]
 
 
 @pytest.mark.parametrize(
@@ -104,78 +106,44 @@ def episode_of(reward: str, texts: list[str], **arguments: Any) -> tuple[Any, li
     ],
     ids=["property", "method", "of_the_answer"],
 )
-def test_the_model_calls_methods_until_it_answers(reward: str) -> None:
-    found, prompts = episode_of(reward, [call("add", a=4, b=5) + call("add", a=3), "Done."], start=2)
+async def test_the_model_calls_methods_until_it_answers(reward: str) -> None:
+    found, prompts = await episode_of(reward, [call("add", a=4, b=5) + call("add", a=3), "Done."], start=2)
     assert found == 1.0
     assert "Add! (level 3)" in prompts[0]
     assert '"name": "add"' in prompts[0] and "Adds both to the sum." in prompts[0] and "_hidden" not in prompts[0]
     assert prompts[1].count("<tool_response>") == 2 and "\n11\n" in prompts[1] and "\n15\n" in prompts[1]
 
 
-def test_a_class_without_reward_leaves_it_to_the_reward_function() -> None:
-    assert episode_of("", ["15"])[0] is None
+async def test_a_class_without_reward_leaves_it_to_the_reward_function() -> None:
+    assert (await episode_of("", ["15"]))[0] is None
 
 
-def test_errors_are_answers_that_the_model_sees() -> None:
-    texts = [call("fail"), call("subtract", a=1), call("add", c=1), call("_hidden"), "Oh."]
-    found, prompts = episode_of("reward = 0.5", texts)
+async def test_errors_are_answers_that_the_model_sees() -> None:
+    """Also of a tool that leaves the program: it ends nothing."""
+    texts = [call("fail"), call("subtract", a=1), call("add", c=1), call("_hidden"), call("leave"), call("leave_too")]
+    found, prompts = await episode_of("reward = 0.5", [*texts, "Oh."])
     assert found == 0.5
-    last = prompts[-1]
-    assert '{"error": "OSError: no luck"}' in last
-    assert f'{{"error": "there is no tool subtract; there are {ALL}"}}' in last
-    assert "unexpected keyword argument 'c'" in last
-    assert f'{{"error": "there is no tool _hidden; there are {ALL}"}}' in last
+    for error in (
+        "OSError: no luck",
+        f"there is no tool subtract; there are {ALL}",
+        f"there is no tool _hidden; there are {ALL}",
+        "SystemExit: 4",
+    ):
+        assert f'{{"error": "{error}"}}' in prompts[-1]
+    assert "unexpected keyword argument 'c'" in prompts[-1]
+    assert '{"error": "RuntimeError: SystemExit: 3 (' in prompts[-1]
 
 
-def test_a_tool_that_leaves_the_program_ends_nothing() -> None:
-    found, prompts = episode_of("reward = 0.5", [call("leave"), call("leave_too"), "Oh."])
-    assert found == 0.5
-    assert '{"error": "RuntimeError: SystemExit: 3 (' in prompts[-1] and '{"error": "SystemExit: 4"}' in prompts[-1]
-
-
-def test_methods_without_self_and_parameters_of_any_name_are_tools() -> None:
-    _, prompts = episode_of("reward = 0.5", [call("twice", function="ho"), call("whose", name="pen"), "Oh."])
+async def test_methods_without_self_and_parameters_of_any_name_are_tools() -> None:
+    _, prompts = await episode_of("reward = 0.5", [call("twice", function="ho"), call("whose", name="pen"), "Oh."])
     assert '"function": {"type": "string", "description": "What is said twice."}' in prompts[0]
     assert "\nhoho\n" in prompts[-1] and "\npen of Tools\n" in prompts[-1]
 
 
-def test_what_is_not_async_runs_in_threads() -> None:
+async def test_what_is_not_async_runs_in_threads() -> None:
     """The event loop goes on while an object is made, is reset, and counts its reward."""
-    Path("mine.py").write_text(THREADS)
-    function = load_episode("tools:mine.py:Tools", {})
-
-    async def run() -> Any:
-        async with endpoint_of(Scripted("qwen2_5", ["Oh."]), style="qwen2_5") as (endpoint, _):
-            chat = Chat(endpoint.open("0-0/0"), [{"role": "user", "content": "?"}])
-            return await function.call(chat=chat, prompt=Prompt("0-0", [1], "?"))
-
-    assert asyncio.run(run()) == 0.0
-
-
-THREADS = '''
-import asyncio
-
-def in_loop():
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return 0.0
-    return 1.0
-
-class Tools:
-    def __init__(self):
-        self.count = in_loop()
-
-    def reset(self):
-        self.count += in_loop()
-
-    def nothing(self):
-        """Nothing."""
-
-    @property
-    def reward(self):
-        return self.count + in_loop()
-'''
+    reward = "@property\n    def reward(self): return self.loops + in_loop()"
+    assert (await episode_of(reward, ["Oh."]))[0] == 0.0
 
 
 HUNG = '''
@@ -196,35 +164,29 @@ class Tools:
 '''
 
 
-def test_calls_that_hang_keep_neither_other_episodes_nor_the_end_waiting() -> None:
+async def test_calls_that_hang_keep_neither_other_episodes_nor_the_end_waiting() -> None:
     Path("mine.py").write_text(HUNG)
     function = load_episode("tools:mine.py:Tools", {})
     import megarl_file_mine as mine  # type: ignore[import-not-found]
 
     num = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than asyncio's own threads
+    server = Scripted("qwen2_5", [call("hang")] * num + [call("work"), "Done."])
+    async with endpoint_of(server, style="qwen2_5") as (endpoint, (bodies,)):
 
-    async def run() -> Any:
-        server = Scripted("qwen2_5", [call("hang")] * num + [call("work"), "Done."])
-        async with endpoint_of(server, style="qwen2_5") as (endpoint, (bodies,)):
+        def begun(name: str) -> asyncio.Task[Any]:
+            chat = Chat(endpoint.open(name), [{"role": "user", "content": "?"}])
+            return asyncio.ensure_future(function.call(chat=chat, prompt=Prompt("0-0", [1], "?")))
 
-            def begun(name: str) -> asyncio.Task[Any]:
-                chat = Chat(endpoint.open(name), [{"role": "user", "content": "?"}])
-                return asyncio.ensure_future(function.call(chat=chat, prompt=Prompt("0-0", [1], "?")))
-
-            hung = [begun(f"0-0/{at}") for at in range(num)]
-            while len(bodies) < num:
-                await asyncio.sleep(0.01)
-            found = await asyncio.wait_for(begun("0-1/0"), 30)
+        hung = [begun(f"0-0/{at}") for at in range(num)]
+        try:
+            await until(lambda: len(bodies) >= num)
+            assert await asyncio.wait_for(begun("0-1/0"), 30) == 1.0
             for task in hung:
                 task.cancel()
             await asyncio.wait(hung)
-            return found
-
-    try:
-        assert asyncio.run(run()) == 1.0
-        assert mine.left == [], "the program's end has not waited for them"
-    finally:
-        mine.go.set()
+            assert mine.left == [], "nothing has waited for them"
+        finally:
+            mine.go.set()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Tasks of the package `verifiers`, in an environment of its own, against our endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -53,26 +51,18 @@ def prompt_of(task: dict[str, Any]) -> Prompt:
 
 
 @pytest.mark.agents
-def test_a_task_is_asked_and_scored_there_and_recorded_here(python: str) -> None:
-    function = load("my_sums", {"python": python})
-
-    async def run() -> Any:
-        async with endpoint_of(Scripted("qwen2_5", ["46", "47"]), style="qwen2_5") as (endpoint, _):
-            found = []
-            for name in ("0-0/0", "0-0/1"):
-                session = endpoint.open(name)
-                prompt = prompt_of({"prompt": "12+34?", "truth": "46"})
-                reward = await function(endpoint.url_of(session) + "/v1", prompt)
-                (row,) = session.conversation.rows()
-                found.append((reward, session.policy.text(row.token_ids)))
-            with pytest.raises(RuntimeError, match="there is no session|is of no session"):
-                await function(endpoint.url + "/s/other/v1", prompt)
-            return found
-
-    (right, text), (wrong, _) = asyncio.run(run())
-    assert right == {"right": 1.0, "brief": 0.5, "score": 1.5}
-    assert wrong == {"right": 0.0, "brief": 0.5, "score": 0.5}
-    assert "12+34?" in text and "46" in text
+async def test_a_task_is_asked_and_scored_there_and_recorded_here(python: str) -> None:
+    function, prompt = load("my_sums", {"python": python}), prompt_of({"prompt": "12+34?", "truth": "46"})
+    async with endpoint_of(Scripted("qwen2_5", ["46", "47"]), style="qwen2_5") as (endpoint, _):
+        for name, is_right in (("0-0/0", 1.0), ("0-0/1", 0.0)):
+            session = endpoint.open(name)
+            reward = await function(endpoint.url_of(session) + "/v1", prompt)
+            assert reward == {"right": is_right, "brief": 0.5, "score": is_right + 0.5}
+            (row,) = session.conversation.rows()
+            text = session.policy.text(row.token_ids)
+            assert "12+34?" in text and ("46" if is_right else "47") in text
+        with pytest.raises(RuntimeError, match="there is no session|is of no session"):
+            await function(endpoint.url + "/s/other/v1", prompt)
 
 
 @pytest.mark.agents
@@ -89,6 +79,16 @@ def test_an_interpreter_that_is_missing_is_refused_before_a_run() -> None:
         load("x", {"python": "no/python"})
 
 
+NOBODY = "http://127.0.0.1:1/v1"
+
+
+def program(command: str) -> str:
+    """Takes the place of a Python."""
+    Path("python").write_text(f"#!/bin/sh\n{command}\n")
+    Path("python").chmod(0o700)
+    return "python"
+
+
 FAKE = """
 import json, sys
 for line in sys.stdin:
@@ -102,32 +102,24 @@ for line in sys.stdin:
 @pytest.mark.parametrize(
     ("wrong", "said"), [("cut", "JSONDecodeError"), ("other", "TypeError"), ("long", "ValueError")]
 )
-def test_a_process_that_says_something_else_is_ended_and_the_next_episode_starts_one(
+async def test_a_process_that_says_something_else_is_ended_and_the_next_episode_starts_one(
     wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.agents.line_worker._LINE_BYTES", 1 << 16)
     Path("fake.py").write_text(FAKE)
-    Path("python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path("fake.py").absolute()}"\n')
-    Path("python").chmod(0o700)
-    function = load("x", {"python": "python"})
+    function = load("x", {"python": program(f'exec "{sys.executable}" "{Path("fake.py").absolute()}"')})
 
     async def scored(task: str) -> Any:
-        prompt = Prompt("0-0", [1], "?", extra={"task": task})
-        return await asyncio.wait_for(function("http://127.0.0.1:1/v1", prompt), 30)
+        return await asyncio.wait_for(function(NOBODY, Prompt("0-0", [1], "?", extra={"task": task})), 30)
 
-    async def run() -> None:
-        with pytest.raises(RuntimeError, match=f"said something else than a reply: {said}"):
-            await scored(wrong)
-        assert await scored("good") == {"score": 1.0}
-
-    asyncio.run(run())
+    with pytest.raises(RuntimeError, match=f"said something else than a reply: {said}"):
+        await scored(wrong)
+    assert await scored("good") == {"score": 1.0}
 
 
-def test_a_process_that_ends_fails_its_episodes_and_a_row_needs_a_task() -> None:
-    Path("python").write_text("#!/bin/sh\nexit 3\n")
-    Path("python").chmod(0o700)
-    function = load("x", {"python": "python"})
+async def test_a_process_that_ends_fails_its_episodes_and_a_row_needs_a_task() -> None:
+    function = load("x", {"python": program("exit 3")})
     with pytest.raises(RuntimeError, match="the worker ended with exit code 3"):
-        asyncio.run(function("http://127.0.0.1:1/v1", prompt_of({"prompt": "x"})))  # type: ignore[arg-type]
+        await function(NOBODY, prompt_of({"prompt": "x"}))
     with pytest.raises(ValueError, match="prompt 0-0 has no field `task`"):
-        asyncio.run(function("http://127.0.0.1:1/v1", Prompt("0-0", [1], "x")))  # type: ignore[arg-type]
+        await function(NOBODY, Prompt("0-0", [1], "x"))

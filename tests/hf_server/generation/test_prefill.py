@@ -1,7 +1,5 @@
 """Which requests share a sequence, and which sequences a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The prefix cache by itself, against the slow definition: what is found is the KV of exactly these tokens and salt."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import torch

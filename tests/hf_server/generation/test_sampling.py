@@ -77,33 +77,11 @@ def test_the_support_of_a_drawn_token_is_what_could_be_drawn(seed):
     assert of_drawn == pytest.approx(share[drawn].log().tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("uniform", "narrow"), [(0.0, False), (1 - 2.0**-53, True), (1 - 2.0**-53, False)])
 def test_the_ends_of_the_unit_interval_draw_a_possible_token(uniform, narrow):
-    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]])
-    one = torch.ones(1, dtype=torch.float64)
-    top_k = torch.tensor([2 if narrow else 4])
-    tokens, log_probs = draw(logits, torch.ones(1), one, top_k, one * uniform)
-    assert tokens.item() in (1, 2)
-    assert log_probs.isfinite().all()
-
-
-def test_frequencies_follow_the_distribution():
-    probs = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    n = 20_000
-    keys = torch.tensor([row_key(5, i) for i in range(n)])
-    one = torch.ones(n, dtype=torch.float64)
-    uniform = uniforms(keys, torch.zeros(n, dtype=torch.int64))
-    for top_p, top_k, expected in [
-        (1.0, 4, [0.1, 0.2, 0.3, 0.4]),
-        (1.0, 2, [0.0, 0.0, 3 / 7, 4 / 7]),
-        (0.6, 4, [0.0, 0.0, 3 / 7, 4 / 7]),
-        (0.75, 4, [0.0, 2 / 9, 3 / 9, 4 / 9]),
-    ]:
-        tokens, log_probs = draw(probs.log().expand(n, 4), torch.ones(n), one * top_p, torch.full((n,), top_k), uniform)
-        found = torch.bincount(tokens, minlength=4) / n
-        assert found.tolist() == pytest.approx(expected, abs=0.015)
-        assert torch.allclose(log_probs, probs.log()[tokens])  # never renormalised
+    logits, one = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]), torch.ones(1, dtype=torch.float64)
+    tokens, log_probs = draw(logits, torch.ones(1), one, torch.tensor([2 if narrow else 4]), one * uniform)
+    assert tokens.item() in (1, 2) and log_probs.isfinite().all()
 
 
 def test_large_vocabularies_are_drawn_in_chunks_with_the_same_result(monkeypatch):

@@ -1,7 +1,5 @@
 """The batching engine in this process: any mix of requests under any limits gives what one row alone would."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -10,10 +8,10 @@ from hf_engine import body, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_server import VOCAB
+from wire import parse_completions
 
 from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.generation.sampling import draw, row_key, uniforms
-from megarl.rollout.protocol import parse_completions
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +82,6 @@ def test_an_error_in_the_engine_reaches_whoever_must_end_the_server(model, monke
             answer([body([3, 4], max_new_tokens=3)])
         engine._thread.join(5)
         assert not engine.alive
-
-
-def test_a_refused_order_does_not_end_the_engine(model):
-    def refuse():
-        raise ValueError("not now")
-
-    with running(model) as (engine, answer):
-        with pytest.raises(ValueError, match="not now"):
-            engine.run_now(refuse).result(5)
-        assert len(answer([body([3, 4], max_new_tokens=3, ignore_eos=True)])[0]["output_ids"]) == 3
 
 
 def test_one_server_seed_repeats_itself(model):

@@ -1,7 +1,5 @@
 """Collector processes: every ticket is filled once, whatever happens to the collectors and to their servers."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -9,17 +7,17 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import psutil
 import pytest
-import torch
 from fake_servers import Writer, babbling, completion_of, serving_in_a_process, serving_in_a_thread
-from tiny_server import ALPHABET, EOS, VOCAB
-from transformers import Qwen3ForCausalLM
+from tiny_server import ALPHABET
 
-from megarl.processes import warm
+from megarl.processes import programs
+from megarl.rewards.result import RewardResult
 from megarl.rollout.collect import for_completion
 from megarl.rollout.collector.collector_client import CollectorError, Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
@@ -27,13 +25,6 @@ from megarl.sample import Prompt, VersionSpan
 
 PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
 LIMIT_S = 240.0
-
-
-@dataclass(frozen=True)
-class Result:
-    reward: float
-    extra: dict[str, float] = field(default_factory=dict)
-    pred: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +64,9 @@ class Scorer:
         if prompt.ground_truth == "exit":
             await asyncio.create_task(self.exit())
         if isinstance(prompt.ground_truth, Breaking) and prompt.ground_truth.way == "back":
-            return [Result(0.0, {"bad": Breaking("there", prompt.ground_truth.breaks)})]
+            return [RewardResult(0.0, {"bad": Breaking("there", prompt.ground_truth.breaks)})]
         heavy = float(any(name.split(".")[0] == "megatron" for name in sys.modules))
-        return [Result(len(c.token_ids) + self.bonus, {"megatron": heavy}) for c in completions]
+        return [RewardResult(len(c.token_ids) + self.bonus, {"megatron": heavy}) for c in completions]
 
     async def exit(self):
         sys.exit(3)
@@ -97,17 +88,6 @@ class Failing(Scorer):
         return await super().score(prompt, completions)
 
 
-class Reader(Scorer):
-    """The tokens of a completion as one number."""
-
-    async def score(self, prompt, completions):
-        return [Result(number_of(completion.token_ids)) for completion in completions]
-
-
-def number_of(token_ids):
-    return sum(float(token) * VOCAB**place for place, token in enumerate(token_ids))
-
-
 def prompts(count, first=0, ground_truth=None):
     return [Prompt(f"0-{first + i}", [5, 6, 2 + i % 20], "x", ground_truth) for i in range(count)]
 
@@ -125,22 +105,24 @@ def filled(collectors, tickets):
     return [ticket.group for ticket in tickets]
 
 
-def expected(prompt, n, params=PARAMS):
-    """What `Writer` writes for it."""
-    seeds = [for_completion(params, prompt.uid, index).sampling_seed for index in range(n)]
-    return [completion_of(seed, len(prompt.token_ids), params.max_new_tokens) for seed in seeds]
+def seeds_of(ticket, n):
+    return [for_completion(PARAMS, ticket.prompt.uid, index).sampling_seed for index in range(n)]
 
 
 def check(tickets, n):
-    """Every ticket has the completions of its own prompt."""
+    """Every ticket has the completions of its own prompt: what `Writer` writes for it."""
     for ticket in tickets:
-        assert [sample.learnt_ids for sample in ticket.group] == expected(ticket.prompt, n)
+        size = len(ticket.prompt.token_ids)
+        expected = [completion_of(seed, size, PARAMS.max_new_tokens) for seed in seeds_of(ticket, n)]
+        assert [sample.learnt_ids for sample in ticket.group] == expected
         assert all(sample.prompt is ticket.prompt for sample in ticket.group)
 
 
 @pytest.fixture
 def make_collectors(model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(warm, "_warm", None)  # as on machines with GPUs: they import for themselves what they need
+    monkeypatch.setattr(
+        programs, "_forked", frozenset()
+    )  # as on machines with GPUs: they import for themselves what they need
     made = []
 
     def make(urls, **options):
@@ -154,8 +136,20 @@ def make_collectors(model_path, tmp_path, monkeypatch):
         collectors.close()
 
 
-@pytest.mark.slow
-def test_groups_of_a_real_server(server, make_collectors, tmp_path):
+@pytest.fixture
+def collecting(make_collectors):
+    """With servers in a thread; yields (collectors, urls, a function that calls another one beside the servers)."""
+
+    @contextmanager
+    def run(*handlers, **options):
+        with serving_in_a_thread(*handlers) as (urls, call):
+            yield make_collectors(urls, **options), urls, call
+
+    return run
+
+
+@pytest.mark.full
+def test_groups_of_a_real_server(server, make_collectors):
     collectors = make_collectors([server.url], token=server.token, piece_tokens=4)
     many = collectors.submit(prompts(20), n=3, params=PARAMS)
     few = collectors.submit(prompts(5, first=20), n=2, params=PARAMS)
@@ -169,57 +163,38 @@ def test_groups_of_a_real_server(server, make_collectors, tmp_path):
         assert sample.versions == (VersionSpan(0, 0, sample.num_learnt),)
         visible = [ALPHABET[token - 2] for token in sample.learnt_ids if token >= 2]
         assert sample.text == "".join(visible), "special tokens are no text"
-
-    again = filled(collectors, collectors.submit(prompts(20), n=3, params=PARAMS))
-    for group, same in zip(early, again, strict=True):
-        assert [s.learnt_ids for s in group] == [s.learnt_ids for s in same]
-
-    long = SamplingParams(max_new_tokens=1000, ignore_eos=True)
-    tickets = collectors.submit(prompts(1), n=2, params=long)
-    until(collectors, server.num_running)
-    server.engine.abort(everything=True)
-    assert [sample.num_learnt for sample in filled(collectors, tickets)[0]] == [1000, 1000]
-    tokens = sum(s.num_learnt for group in [*early, *late, *again] for s in group) + 2000
+    tokens = sum(sample.num_learnt for group in [*early, *late] for sample in group)
     until(collectors, lambda: collectors.counters["tokens"] == tokens)
     assert collectors.counters["in_flight"] == collectors.counters["orders"] == 0
 
 
-@torch.inference_mode()
-def likeliest_tokens(model, prompt_ids, count):
-    """Token after token by a plain forward pass over everything so far."""
-    ids = list(prompt_ids)
-    while len(ids) < len(prompt_ids) + count and (len(ids) == len(prompt_ids) or ids[-1] != EOS):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt_ids) :]
-
-
-@pytest.mark.slow
-def test_the_greedy_completion_that_a_server_writes_is_the_likeliest_one(server, make_collectors):
-    collectors = make_collectors([server.url], token=server.token, make_scorer=Reader, piece_tokens=4)
-    groups = filled(collectors, collectors.submit(prompts(6), n=3, params=PARAMS, greedy=True))
-    model = Qwen3ForCausalLM.from_pretrained(server.model_path, dtype=torch.float32).eval()
-    for group in groups:
-        (greedy,) = {sample.greedy_reward for sample in group}
-        assert greedy == number_of(likeliest_tokens(model, group[0].prompt.token_ids, PARAMS.max_new_tokens))
-        assert [sample.reward for sample in group] == [number_of(sample.learnt_ids) for sample in group]
-    assert any(sample.reward != sample.greedy_reward for group in groups for sample in group), "the others are drawn"
-
-
-@pytest.mark.slow
-def test_a_broken_reward_reaches_the_driver_as_one_error(make_collectors):
-    with serving_in_a_thread(Writer()) as (urls, _):
-        collectors = make_collectors(urls)
-        tickets = collectors.submit([*prompts(3), *prompts(1, ground_truth="boom")], n=1, params=PARAMS)
-        for _ in range(2):
-            with pytest.raises(CollectorError, match=r"RuntimeError: the reward is broken.*collector\.log"):
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("truth", "why"),
+    [
+        ("boom", "RuntimeError: the reward is broken"),
+        # asyncio lets it leave the event loop; another collector with the same seeds would meet it again.
+        ("exit", "SystemExit: 3: code of a reward or an agent ended its collector"),
+        *(
+            (Breaking(way, breaks), f"ValueError: this cannot be {breaks}; ")  # it cannot cross the pipe
+            for way in ("there", "back")
+            for breaks in ("sent", "read")
+        ),
+    ],
+    ids=["boom", "exit", "there_sent", "there_read", "back_sent", "back_read"],
+)
+def test_a_broken_reward_or_message_ends_the_run_with_its_cause(collecting, truth, why):
+    with collecting(Writer()) as (collectors, urls, _):
+        tickets = collectors.submit(prompts(1, ground_truth=truth), n=1, params=PARAMS)
+        for _ in range(1 if truth == "exit" else 2):
+            with pytest.raises(CollectorError, match=rf"{why}.*collector\.log"):
                 filled(collectors, tickets)
 
 
-@pytest.mark.slow
-def test_the_first_error_of_the_audit_and_of_the_reward_each_have_a_warning(make_collectors):
+@pytest.mark.full
+def test_the_first_error_of_the_audit_and_of_the_reward_each_have_a_warning(collecting):
     said = []
-    with serving_in_a_thread(Writer()) as (urls, _):
-        collectors = make_collectors(urls, make_scorer=Failing, warn=said.append)
+    with collecting(Writer(), make_scorer=Failing, warn=said.append) as (collectors, urls, _):
         for number in range(3):
             filled(collectors, collectors.submit(prompts(1, first=number), n=2, params=PARAMS))
         collectors.close()
@@ -227,32 +202,10 @@ def test_the_first_error_of_the_audit_and_of_the_reward_each_have_a_warning(make
     assert kinds == ["audit: no such unit", "trained: no such unit"]
 
 
-@pytest.mark.slow
-def test_an_exit_in_a_task_of_a_reward_ends_the_run_with_its_cause(make_collectors):
-    """asyncio lets it leave the event loop; another collector with the same seeds would meet it again."""
-    with serving_in_a_thread(Writer()) as (urls, _):
-        collectors = make_collectors(urls)
-        tickets = collectors.submit(prompts(1, ground_truth="exit"), n=1, params=PARAMS)
-        with pytest.raises(CollectorError, match=r"SystemExit: 3: code of a reward or an agent ended its collector"):
-            filled(collectors, tickets)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("breaks", ["sent", "read"])
-@pytest.mark.parametrize("way", ["there", "back"])
-def test_a_message_that_cannot_cross_the_pipe_ends_the_run_with_a_sentence(make_collectors, way, breaks):
-    with serving_in_a_thread(Writer()) as (urls, _):
-        collectors = make_collectors(urls)
-        tickets = collectors.submit(prompts(1, ground_truth=Breaking(way, breaks)), n=1, params=PARAMS)
-        with pytest.raises(CollectorError, match=rf"ValueError: this cannot be {breaks}; .*collector\.log"):
-            filled(collectors, tickets)
-
-
-@pytest.mark.slow
-def test_a_cancelled_order_is_never_filled_and_the_server_stops_writing(make_collectors):
+@pytest.mark.full
+def test_a_cancelled_order_is_never_filled_and_the_server_stops_writing(collecting):
     writer = Writer(stops_after=0)
-    with serving_in_a_thread(writer) as (urls, call):
-        collectors = make_collectors(urls)
+    with collecting(writer) as (collectors, _, call):
         wanted, unwanted = (collectors.submit(prompts(4, first), n=2, params=PARAMS) for first in (0, 4))
         until(collectors, lambda: len(writer.ended) == 16)
         collectors.cancel([*unwanted, Ticket(prompts(1)[0])])
@@ -265,11 +218,10 @@ def test_a_cancelled_order_is_never_filled_and_the_server_stops_writing(make_col
         assert collectors.counters["orders"] == 0
 
 
-@pytest.mark.slow
-def test_a_held_server_waits_for_its_trust(make_collectors):
+@pytest.mark.full
+def test_a_held_server_waits_for_its_trust(collecting):
     writer = Writer("3")
-    with serving_in_a_thread(writer) as (urls, _):
-        collectors = make_collectors(urls, fenced=True, salted=True)
+    with collecting(writer, fenced=True, salted=True) as (collectors, urls, _):
         tickets = collectors.submit(prompts(2), n=1, params=PARAMS)
         collectors.trust(urls[0], 3)
         filled(collectors, tickets)
@@ -285,10 +237,10 @@ def test_a_held_server_waits_for_its_trust(make_collectors):
         check([*tickets, *later], 1)
 
 
-@pytest.mark.slow
-def test_a_server_that_answers_nonsense_is_named_once_and_asked_no_more(make_collectors):
-    with serving_in_a_thread(babbling, Writer()) as (urls, _):
-        collectors, unfit = make_collectors(urls, fenced=True, reports_unfit=True), []
+@pytest.mark.full
+def test_a_server_that_answers_nonsense_is_named_once_and_asked_no_more(collecting):
+    unfit = []
+    with collecting(babbling, Writer(), fenced=True, reports_unfit=True) as (collectors, urls, _):
         for url in urls:
             collectors.trust(url, 0)
         tickets = collectors.submit(prompts(12), n=2, params=PARAMS)
@@ -303,19 +255,15 @@ def test_a_server_that_answers_nonsense_is_named_once_and_asked_no_more(make_col
         assert collectors.take_unfit() == {}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("end", "options", "what"),
-    [
-        (signal.SIGKILL, {}, "ended with exit code -9"),
-        (signal.SIGSTOP, {"heartbeat_s": 3.0}, "gave no sign of life"),
-    ],
+    [(signal.SIGKILL, {}, "ended with exit code -9"), (signal.SIGSTOP, {"heartbeat_s": 3.0}, "gave no sign of life")],
     ids=["killed", "stopped"],
 )
-def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing(make_collectors, end, options, what):
+def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing(collecting, end, options, what):
     writers, said = (Writer(), Writer()), []
-    with serving_in_a_thread(*writers) as (urls, call):
-        collectors = make_collectors(urls, fenced=True, max_restarts=100, warn=said.append, **options)
+    with collecting(*writers, fenced=True, max_restarts=100, warn=said.append, **options) as (collectors, urls, call):
         for url in urls:
             collectors.trust(url, 0)
         early = collectors.submit(prompts(20), n=2, params=PARAMS)
@@ -342,18 +290,16 @@ def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing
         assert all(ticket.group is group for ticket, group in zip(early, early_groups, strict=True))
         asked = Counter(body["sampling_params"]["sampling_seed"] for writer in writers for body in writer.bodies)
         for ticket in early:
-            seeds = [for_completion(PARAMS, ticket.prompt.uid, index).sampling_seed for index in range(2)]
-            assert [asked[seed] for seed in seeds] == [1, 1], "what was finished is not written again"
+            assert [asked[seed] for seed in seeds_of(ticket, 2)] == [1, 1], "what was finished is not written again"
         assert collectors.counters["orders"] == 0
         assert collectors.counters["tokens"] >= num_tokens, "totals go on"
 
 
-@pytest.mark.slow
-def test_urgent_orders_pass_those_that_wait_although_the_collector_is_full(make_collectors):
+@pytest.mark.full
+def test_urgent_orders_pass_those_that_wait_although_the_collector_is_full(collecting):
     """As an evaluation while iterations ahead are generated: it waits for what has begun, and for nothing else."""
     writer = Writer(stops_after=0)
-    with serving_in_a_thread(writer) as (urls, call):
-        collectors = make_collectors(urls, max_in_flight=2)
+    with collecting(writer, max_in_flight=2) as (collectors, urls, call):
         tickets = collectors.submit(prompts(10), n=1, params=PARAMS)
         until(collectors, lambda: len(writer.ended) == 2)
         assert collectors.counters["orders_waiting"] == 6, "the collector holds those that run, and as many that wait"
@@ -363,14 +309,13 @@ def test_urgent_orders_pass_those_that_wait_although_the_collector_is_full(make_
         filled(collectors, tickets)
         check(tickets, 1)
         asked = [body["sampling_params"]["sampling_seed"] for body in writer.bodies]
-        places = [asked.index(for_completion(PARAMS, ticket.prompt.uid, 0).sampling_seed) for ticket in tickets]
+        places = [asked.index(*seeds_of(ticket, 1)) for ticket in tickets]
         assert max(places[10:]) < min(places[4:10])
 
 
-@pytest.mark.slow
-def test_a_collector_that_ends_too_often_ends_the_run(make_collectors):
-    with serving_in_a_thread(Writer(stops_after=0)) as (urls, _):
-        collectors = make_collectors(urls, max_restarts=1)
+@pytest.mark.full
+def test_a_collector_that_ends_too_often_ends_the_run(collecting):
+    with collecting(Writer(stops_after=0), max_restarts=1) as (collectors, urls, _):
         tickets = collectors.submit(prompts(4), n=1, params=PARAMS)
         os.kill(collectors.pids[0], signal.SIGKILL)
         until(collectors, lambda: collectors.counters["restarts"] == 1)
@@ -379,29 +324,10 @@ def test_a_collector_that_ends_too_often_ends_the_run(make_collectors):
             filled(collectors, tickets)
 
 
-@pytest.mark.slow
-def test_two_collectors_share_four_servers(make_collectors, tmp_path):
-    writers = [Writer(stops_after=0) for _ in range(4)]
-    with serving_in_a_thread(*writers) as (urls, call):
-        collectors = make_collectors(urls, num_collectors=2)
-        tickets = collectors.submit(prompts(40), n=2, params=PARAMS)
-        until(collectors, lambda: sum(len(writer.ended) for writer in writers) == 80)
-        assert [len(writer.ended) for writer in writers] == [20, 20, 20, 20]
-        clients = [{body["rid"].split("-")[1] for body in writer.bodies} for writer in writers]
-        assert len(clients[0]) == len(clients[1]) == 1 and clients[0] != clients[1]
-        assert clients[0] == clients[2] and clients[1] == clients[3]
-        for writer in writers:
-            call(writer.go.set)
-        filled(collectors, tickets)
-        check(tickets, 2)
-    assert len(list(tmp_path.glob("collector_[01].log"))) == 2
-
-
-@pytest.mark.slow
-def test_the_orders_of_a_collector_without_servers_go_to_another_one(make_collectors):
+@pytest.mark.full
+def test_the_orders_of_a_collector_without_servers_go_to_another_one(collecting, tmp_path):
     first, second = Writer(stops_after=0), Writer()
-    with serving_in_a_thread(first, second) as (urls, call):
-        collectors = make_collectors(urls, num_collectors=2, fenced=True, move_after_s=0.0)
+    with collecting(first, second, num_collectors=2, fenced=True, move_after_s=0.0) as (collectors, urls, call):
         tickets = collectors.submit(prompts(10), n=2, params=PARAMS)
         assert collectors.counters["orders_waiting"] == 10, "nobody has a server yet"
         collectors.trust(urls[0], 0)
@@ -413,7 +339,7 @@ def test_the_orders_of_a_collector_without_servers_go_to_another_one(make_collec
         filled(collectors, tickets)
         check(tickets, 2)
         assert len(second.bodies) == 20 and collectors.counters["restarts"] == 0
-        assert sum(c.num_learnt for t in tickets for c in t.group) > 0
+    assert len(list(tmp_path.glob("collector_[01].log"))) == 2
 
 
 NUM, ROOM, PROMPT_TOKENS = 10_000, 128, 1000
@@ -421,7 +347,7 @@ SLACK = ROOM // (8 * 2)  # by which the busier of a collector's two servers may 
 ORDER_BYTES = 64 * 1024  # far more than a prompt of so many tokens, its JSON, its completion and its task
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ten_thousand_orders_at_once(make_collectors):
     """None is lost, none is asked twice, and a collector holds only what it has room for.
 

@@ -1,7 +1,5 @@
 """Which servers are slow: numbers worked out by hand, and servers of which none is."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Sequence

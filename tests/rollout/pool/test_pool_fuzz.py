@@ -1,7 +1,5 @@
 """The pool against replies that hypothesis has spoilt: each is a valid sample, or an attempt that failed."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -15,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_servers import serving
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pools import pool_of
 
 from megarl.rollout.engine_support import EngineSupport
-from megarl.rollout.pool.pool import EnginePool, Piece
+from megarl.rollout.pool.pool import Piece
 from megarl.rollout.protocol import SAMPLING_LOG_PROBS, SamplingParams
 from megarl.rollout.wire_columns import column_to_json
 from megarl.sample import SUPPORT
@@ -139,7 +137,7 @@ class Bench:
         self.runner, self.stack = asyncio.Runner(), AsyncExitStack()
         self.spoilt = Spoilt()
         self.seen: Counter[str] = Counter()
-        self.unfit: list[str] = []
+        self.unfit: list[tuple[str, str]] = []
 
     async def start(self) -> None:
         async def bad(request: web.Request) -> web.StreamResponse:
@@ -148,19 +146,10 @@ class Bench:
         async def good(request: web.Request) -> web.StreamResponse:
             return await Spoilt().answer(request)
 
-        self.urls, _ = await self.stack.enter_async_context(serving(bad, good))
-        self.pool = await self.stack.enter_async_context(
-            EnginePool(
-                self.urls,
-                "",
-                timeout_s=60,
-                fenced=True,
-                num_ids=NUM_IDS,
-                rest_s=0.0,
-                columns=[EngineSupport(PARAMS.top_p, PARAMS.top_k, NUM_IDS)],
-                on_unfit=lambda url, reason: self.unfit.append(url),
-            )
-        )
+        columns = [EngineSupport(PARAMS.top_p, PARAMS.top_k, NUM_IDS)]
+        how: dict[str, Any] = {"fenced": True, "num_ids": NUM_IDS, "rest_s": 0.0, "columns": columns}
+        pooled = pool_of(bad, good, timeout_s=60, unfit=self.unfit, **how)
+        self.pool, self.urls, _ = await self.stack.enter_async_context(pooled)
 
     async def ask(self, spoilt: Spoilt) -> Piece:
         for url in self.urls:
@@ -186,14 +175,12 @@ def bench() -> Iterator[Bench]:
 
 def assert_valid(piece: Piece) -> None:
     """What everything behind the pool relies on."""
-    tokens, log_probs, finish_reason, versions = (
-        getattr(piece.completion, name) for name in ("token_ids", "log_probs", "finish_reason", "versions")
-    )
+    tokens, log_probs, versions = piece.completion.token_ids, piece.completion.log_probs, piece.completion.versions
     assert 0 < len(tokens) <= PARAMS.max_new_tokens
     assert all(type(token) is int and 0 <= token < NUM_IDS for token in tokens)
     assert len(log_probs) == len(tokens)
     assert np.isfinite(np.asarray(log_probs, dtype=np.float32)).all() and max(log_probs) <= 1e-3
-    assert finish_reason in ("stop", "length", "abort")
+    assert piece.completion.finish_reason in ("stop", "length", "abort")
     edges = [edge for span in versions for edge in (span.start, span.end)]
     assert edges == sorted(edges) and (edges[0], edges[-1]) == (0, len(tokens))
     assert {span.version for span in versions} == {7}
@@ -208,7 +195,7 @@ def test_a_spoilt_reply_is_a_valid_sample_or_a_failed_attempt(bench: Bench, spoi
     piece = bench.runner.run(asyncio.wait_for(bench.ask(spoilt), 60))
     assert_valid(piece)
     bench.seen["accepted" if piece.url == bench.urls[0] else "tried elsewhere"] += 1
-    assert bench.unfit in ([], [bench.urls[0]]), "of the good server nothing is said"
+    assert [url for url, _ in bench.unfit] in ([], [bench.urls[0]]), "of the good server nothing is said"
     del bench.unfit[:]
 
 

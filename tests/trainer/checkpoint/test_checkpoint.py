@@ -1,7 +1,5 @@
 """Which save a run resumes from, and that a damaged one is named and never used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +32,13 @@ def damage(file: Path, how: str) -> str:
     if how == "missing":
         file.unlink()
         return "is missing"
-    size = file.stat().st_size
-    if how == "cut":
-        file.write_bytes(file.read_bytes()[: size // 2])
-        return f"has {size // 2} bytes, and {size} were written" if file.name != MANIFEST else "is damaged"
-    flip(file, size // 2)
-    return "is damaged"
+    content = file.read_bytes()
+    changed = {"cut": content[: len(content) // 2], "emptied": b"", "longer": content + b"x"}.get(how)
+    if changed is None:
+        flip(file, len(content) // 2)
+        return "is damaged"
+    file.write_bytes(changed)
+    return f"has {len(changed)} bytes, and {len(content)} were written" if file.name != MANIFEST else "is damaged"
 
 
 def resumed(root: Path, mode: str = "auto", **more: Any) -> tuple[float, list[str]]:
@@ -53,12 +52,21 @@ def resumed(root: Path, mode: str = "auto", **more: Any) -> tuple[float, list[st
     return float(actor.tensor[0]), said
 
 
-def test_resume_modes(root: Path) -> None:
+def test_resume_modes(root: Path, tmp_path: Path) -> None:
     assert find("auto", root / "nothing", pytest.fail, verify=True) is None
     assert find("disable", root, pytest.fail, verify=True) is None
     assert resumed(root) == (4.0, [])
     assert resumed(root, str(root / "step_00000002")) == (2.0, [])
     assert resumed(root, before=4) == (2.0, [])
+    save_steps(tmp_path / "many", 7, 100_000_000)
+    assert [c.step for c in all_checkpoints(tmp_path / "many")] == [7, 100_000_000], "steps are ordered as numbers"
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    said = (
+        rf"^trainer.resume_mode={nothing}: no finished checkpoint there \(no manifest.json\); expected auto, disable, "
+    )
+    with pytest.raises(ValueError, match=said):
+        find(str(nothing), root, pytest.fail, verify=True)
 
 
 def test_a_run_that_is_told_again_to_begin_at_a_save_goes_on_from_what_it_has_trained_since(
@@ -95,53 +103,43 @@ def test_saves_that_do_not_come_from_the_one_that_is_asked_for_are_not_taken(roo
     assert resumed(root, mode) == (2.0, [])
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
-    save_steps(tmp_path, 7, 100_000_000)
-    assert [c.step for c in all_checkpoints(tmp_path)] == [7, 100_000_000]
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "emptied", "longer", "missing"])
 @pytest.mark.parametrize("name", KINDS)
-def test_a_damaged_file_is_named_and_the_save_before_is_taken(root: Path, name: str, how: str) -> None:
-    file = root / "step_00000004" / name
-    expected = f"{file} {damage(file, how)}"
+def test_a_damaged_file_is_named_and_the_save_before_is_taken_or_the_folder_is_refused(
+    root: Path, name: str, how: str
+) -> None:
+    folder = root / "step_00000004"
+    words = damage(folder / name, how)
     if how == "flipped" and name.endswith("0000.safetensors"):  # which the ranks read
         found = find("auto", root, pytest.fail, verify=True)
         assert found is not None
         with pytest.raises(Damaged) as caught:
             restore(found, {"actor": Shard()}, verify=True)
-        assert str(caught.value).startswith(expected)
+        assert str(caught.value).startswith(f"{folder}/{name} {words}")
         assert resumed(root, before=found.step)[0] == 2.0
         return
     value, (sentence,) = resumed(root)
     assert value == 2.0
-    assert sentence.startswith(f"step_00000004 is passed over: {expected}")
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-@pytest.mark.parametrize("name", [name for name in KINDS if not name.endswith("0000.safetensors")])
-def test_a_damaged_folder_that_was_asked_for_is_refused(root: Path, name: str, how: str) -> None:
-    folder = root / "step_00000004"
-    words = damage(folder / name, how)
-    with pytest.raises(ValueError) as caught:
+    assert sentence.startswith(f"step_00000004 is passed over: {folder}/{name} {words}")
+    with pytest.raises(ValueError) as refused:
         find(str(folder), root, pytest.fail, verify=True)
-    if (name, how) == (MANIFEST, "missing"):
-        words = f"no finished checkpoint there (no {MANIFEST})"
-    assert str(caught.value).startswith(f"trainer.resume_mode={folder}: ")
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = str(refused.value)
+    assert said.startswith(f"trainer.resume_mode={folder}: ") and "\n" not in said
+    assert (words if (name, how) != (MANIFEST, "missing") else f"no finished checkpoint there (no {MANIFEST})") in said
 
 
 def test_any_bit_of_a_manifest_counts(root: Path) -> None:
     file = root / "step_00000004" / MANIFEST
     whole = file.read_bytes()
-    assert len(whole) < 1500, "each byte is tried"
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 3):  # every third byte is tried, and each bit of such
         flip(file, at, at % 8)
         found = find("auto", root, str, verify=False)
         assert found is not None
         assert found.step == 2, f"bit {at % 8} of byte {at}"
         file.write_bytes(whole)
+    damage(file, "cut")
+    save_steps(root, 6)
+    assert sorted(path.name for path in root.iterdir()) == ["step_00000002", "step_00000006"], "it blocks no save"
 
 
 def test_without_verification_sizes_are_checked_and_bits_are_not(root: Path) -> None:
@@ -172,21 +170,6 @@ def test_a_run_without_any_whole_save_does_not_begin_again_by_itself(root: Path)
         "trainer.resume_mode=disable, which begins again"
     )
     assert [sentence.split()[0] for sentence in said] == ["step_00000004", "step_00000002"]
-
-
-def test_a_torn_manifest_blocks_no_save(root: Path) -> None:
-    damage(root / "step_00000004" / MANIFEST, "cut")
-    save_steps(root, 6)
-    assert sorted(path.name for path in root.iterdir()) == ["step_00000002", "step_00000006"]
-
-
-def test_a_path_without_a_finished_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as caught:
-        find(str(tmp_path), tmp_path, pytest.fail, verify=True)
-    assert str(caught.value) == (
-        f"trainer.resume_mode={tmp_path}: no finished checkpoint there (no manifest.json); "
-        "expected auto, disable, or the folder of a checkpoint"
-    )
 
 
 def test_other_roles_are_refused_before_any_is_restored(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""What a resumed run takes over, and what it generates again because its settings are others."""
-
-from __future__ import annotations
+"""When a save is due, which are kept, and what a run that resumes takes over or generates again."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ from megarl.config import ConfigError, load_config
 from megarl.data.groups import save_groups
 from megarl.data.ledger import TRAINED, Ledger
 from megarl.plugins import load_plugins
+from megarl.processes.signals import Signals
 from megarl.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
+from megarl.trainer.checkpoint.retention import SCORES, Retention, read_scores, write_scores
+from megarl.trainer.checkpoint.save_times import SaveTimes
 
 REWARD = "def score(prompt, completion):\n    return 1.0\n"
 
@@ -31,93 +35,63 @@ def saved(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     return Checkpoint(folder, 1, json.loads(json.dumps(state)))
 
 
+def taken_over(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> tuple[Ledger, list[int], list[str]]:
+    """The ledger, the visits of the groups that are used, and what is said."""
+    said: list[str] = []
+    ledger, waiting = take_over(saved(folder, before), "data", now, said.append)
+    return ledger, list(waiting), said
+
+
 def test_a_run_without_a_checkpoint_begins_with_a_new_ledger() -> None:
     ledger, waiting = take_over(None, "data", {}, pytest.fail)
     assert (ledger.issue(2), waiting) == ([0, 1], {})
 
 
-def test_with_the_same_settings_the_finished_groups_are_used(tmp_path: Path) -> None:
-    settings = generated_with(load("rollout.n=2", "rollout.sglang.args=[--a,--b]"), greedy=False)
-    ledger, waiting = take_over(saved(tmp_path, settings), "data", settings, pytest.fail)
-    assert list(waiting) == [2]
-    assert ledger.issue(2) == [1, 3]
+@pytest.mark.parametrize("typed", [(), ("actor.optim.lr=1", "rollout.ahead=2")])
+def test_with_the_same_settings_of_groups_the_finished_groups_are_used(tmp_path: Path, typed: tuple[str, ...]) -> None:
+    begun = ("rollout.n=2", "rollout.sglang.args=[--a,--b]")
+    before, now = (generated_with(load(*begun, *more), greedy=False) for more in ((), typed))
+    ledger, used, said = taken_over(tmp_path, before, now)
+    assert (used, said, ledger.issue(2)) == ([2], [], [1, 3])
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "rollout.n=2",
-        "rollout.temperature=0.5",
-        "rollout.top_p=0.5",
-        "rollout.top_k=5",
-        "rollout.engine=sglang",
-        "data.max_response_length=7",
-        "data.system_prompt=go",
-        "reward.fn=gsm8k",
-        "reward.on_error=stop",
-    ],
-)
+OTHER = ["rollout.n=2", "rollout.temperature=0.5", "rollout.top_p=0.5", "rollout.top_k=5", "rollout.engine=sglang"]
+OTHER += ["data.max_response_length=7", "data.system_prompt=go", "reward.fn=gsm8k", "reward.on_error=stop"]
+
+
+@pytest.mark.parametrize("typed", [*OTHER, "algorithm.adv_estimator (greedy)"])
 def test_with_another_setting_they_are_generated_again_and_it_is_named(tmp_path: Path, typed: str) -> None:
-    begun = load("rollout.engine=hf")
-    config, _ = load_config([*BASE, "rollout.engine=hf", typed])
-    now = generated_with(config, greedy=False)
-    said: list[str] = []
-    ledger, waiting = take_over(saved(tmp_path, generated_with(begun, greedy=False)), "data", now, said.append)
-    assert waiting == {}
+    """An estimator may want greedy completions with its groups."""
+    greedy = "(greedy)" in typed
+    config, _ = load_config([*BASE, "rollout.engine=hf", *([] if greedy else [typed])])
+    before = generated_with(load("rollout.engine=hf"), greedy=False)
+    ledger, used, said = taken_over(tmp_path, before, generated_with(config, greedy=greedy))
+    assert used == []
     assert ledger.issue(3) == [1, 2, 3], "the visit of the dropped group comes again, before new ones"
-    (sentence,) = said
-    key = typed.partition("=")[0]
-    assert sentence == (
+    assert said == [
         f"the finished groups in {tmp_path} (1) are dropped and generated again, because these settings have "
-        f"changed: {key}"
-    )
+        f"changed: {typed.partition('=')[0]}"
+    ]
 
 
-def test_an_estimator_that_wants_greedy_completions_gets_groups_with_them(tmp_path: Path) -> None:
-    before, now = (generated_with(load(), greedy=greedy) for greedy in (False, True))
-    said: list[str] = []
-    _, waiting = take_over(saved(tmp_path, before), "data", now, said.append)
-    assert waiting == {} and said[0].endswith("changed: algorithm.adv_estimator (greedy)")
-
-
-def test_settings_that_do_not_matter_for_a_group_drop_nothing(tmp_path: Path) -> None:
-    before, now = (
-        generated_with(load(*words), greedy=False) for words in ((), ("actor.optim.lr=1", "rollout.ahead=2"))
-    )
-    assert list(take_over(saved(tmp_path, before), "data", now, pytest.fail)[1]) == [2]
-
-
-def test_a_reward_function_whose_file_was_edited_is_another_one(tmp_path: Path) -> None:
-    file = tmp_path / "score.py"
+def test_a_function_or_a_script_whose_file_was_edited_is_another_one(tmp_path: Path) -> None:
+    """Of a reward, of a reward of a plug-in, and of an agent's command."""
+    file, plug, script = (tmp_path / name for name in ("score.py", "plug.py", "agent.py"))
     file.write_text(REWARD)
-    config = load(f"reward.fn={file}:score")
-    before = generated_with(config, greedy=False)
-    said: list[str] = []
-    assert generated_with(config, greedy=False) == before
-    file.write_text(REWARD.replace("1.0", "2.0"))
-    take_over(saved(tmp_path, before), "data", generated_with(config, greedy=False), said.append)
-    assert said[0].endswith("changed: the file of reward.fn")
-
-
-def test_a_command_whose_script_was_edited_is_another_one(tmp_path: Path) -> None:
-    script = tmp_path / "agent.py"
-    script.write_text("print(1)")
-    config = load(f"agent.command=[python3,{script},--fast]")
-    before = generated_with(config, greedy=False)
-    assert list(before["the files of agent.command"]) == [str(script)]
-    script.write_text("print(2)")
-    assert generated_with(config, greedy=False) != before
-
-
-def test_a_reward_function_of_a_plug_in_has_a_file_too(tmp_path: Path) -> None:
-    file = tmp_path / "plug.py"
-    file.write_text(f"from megarl.rewards import register_reward\n\n@register_reward('own')\n{REWARD}")
+    plug.write_text(f"from megarl.rewards import register_reward\n\n@register_reward('own')\n{REWARD}")
+    script.write_text("print(1.0)")
     with tables_kept():
-        load_plugins([str(file)])
-        config = load("reward.fn=own", f"algorithm.plugins=[{file}]")
-        before = generated_with(config, greedy=False)
-        file.write_text(file.read_text().replace("1.0", "2.0"))
-        assert generated_with(config, greedy=False) != before
+        load_plugins([str(plug)])
+        for edited, words, key in (
+            (file, [f"reward.fn={file}:score"], "the file of reward.fn"),
+            (plug, ["reward.fn=own", f"algorithm.plugins=[{plug}]"], "the file of reward.fn"),
+            (script, [f"agent.command=[python3,{script},--fast]"], "the files of agent.command"),
+        ):
+            before = generated_with(load(*words), greedy=False)
+            assert len(before[key]) == 1 and generated_with(load(*words), greedy=False) == before
+            edited.write_text(edited.read_text().replace("1.0", "2.0"))
+            _, _, said = taken_over(tmp_path, before, generated_with(load(*words), greedy=False))
+            assert said[0].endswith(f"changed: {key}")
     assert generated_with(load("reward.fn=json:loads"), greedy=False)["the file of reward.fn"]["json:loads"]
     assert generated_with(load("reward.fn=gsm8k"), greedy=False)["the file of reward.fn"] == {}
 
@@ -148,14 +122,9 @@ def test_a_checkpoint_of_an_earlier_version_is_one_sentence(
     check_is_known(Checkpoint(tmp_path, 3, STATE))
 
 
-def test_a_checkpoint_of_sft_is_called_so(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{tmp_path} is a checkpoint of `megarl sft`; expected one of `megarl train`"
-    ):
+def test_a_checkpoint_of_sft_and_settings_that_another_version_wrote_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{tmp_path} is a checkpoint of `megarl sft`; expected one of `megarl tra"):
         check_is_known(Checkpoint(tmp_path, 3, {"examples": {}, "loss": 1.0, "wall_s": 2.0}))
-
-
-def test_settings_that_another_version_wrote_are_one_sentence(tmp_path: Path) -> None:
     config = load(f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=old")
     file = tmp_path / "old" / "config.yaml"
     file.parent.mkdir()
@@ -170,3 +139,80 @@ def test_groups_that_waited_without_the_experts_of_tokens_are_dropped_where_thes
     )
     assert off == old
     assert rollout == {**off, "actor.router_replay": "rollout"}
+
+
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(1), {40: ["newest"]}),
+        (Retention(1, first=20), {20: ["first"], 40: ["newest"]}),
+        (Retention(9), {step: ["newest"] for step in STEPS}),
+        (Retention(1, every=20), {20: ["milestone"], 40: ["newest", "milestone"]}),
+        (Retention(1, best=2), {10: ["best"], 30: ["best"], 40: ["newest"]}),
+        (Retention(1, best=9), {10: ["best"], 20: ["best"], 30: ["best"], 40: ["newest"]}),
+    ],
+)
+def test_newest_milestones_and_best(retention: Retention, kept: dict[int, list[str]]) -> None:
+    scores = {10: 0.5, 20: 0.1, 30: 0.5}  # of step 40 there is none yet
+    assert {step: why for step, why in retention.reasons(STEPS, scores).items() if why} == kept
+
+
+def test_scores_come_back(tmp_path: Path) -> None:
+    assert read_scores(tmp_path) == {}
+    write_scores(tmp_path, {20: 0.25, 3: -1.0})
+    assert read_scores(tmp_path) == {3: -1.0, 20: 0.25}
+    (tmp_path / SCORES).write_text("[1]")
+    with pytest.raises(ValueError, match=f"{SCORES}: it cannot be read"):
+        read_scores(tmp_path)
+
+
+def test_keys_without_an_effect_are_refused() -> None:
+    saves = "trainer.save_freq=2"
+    for words, because in (
+        ([saves, "trainer.keep_best=1"], "data.val_files=[]: there are no scores"),
+        ([saves, "trainer.keep_best=1", "data.val_files=[v.jsonl]"], "trainer.test_freq=-1: there are no scores"),
+        (["trainer.resume_mode=disable", "trainer.verify_resume=false"], "trainer.resume_mode=disable"),
+    ):
+        with pytest.raises(ConfigError, match="has no effect, because") as caught:
+            load(*words)
+        assert because in str(caught.value)
+    kept = load(saves, "trainer.keep_best=1", "data.val_files=[v.jsonl]", "trainer.test_freq=2")
+    assert Retention.of(kept) == Retention(2, -1, 1)
+    kept.trainer.resume_mode = str(kept.trainer.run_dir / "checkpoints" / "step_00000020")
+    assert Retention.of(kept) == Retention(2, -1, 1, first=20)
+    kept.trainer.resume_mode = "another/checkpoints/step_00000020"
+    assert Retention.of(kept) == Retention(2, -1, 1)
+
+
+def times(signals: Signals, clock: list[float], **settings: Any) -> SaveTimes:
+    found: Any = SimpleNamespace(**{"save_freq": -1, "save_every_s": None, "saves": bool(settings)} | settings)
+    return SaveTimes(found, signals, first_step=0, num_steps=10, clock=lambda: clock[0])
+
+
+def test_saves_are_due_by_steps_by_time_and_at_the_end() -> None:
+    nothing, clock = Signals(1.0), [100.0]
+    by_steps = times(nothing, clock, save_freq=4)
+    assert [step for step in range(1, 11) if by_steps.due(step)] == [4, 8, 10]
+    by_time = times(nothing, clock, save_every_s=30.0)
+    due = []
+    for step in range(1, 11):
+        clock[0] += 20.0
+        if by_time.due(step):
+            due.append(step)
+    assert due == [2, 4, 6, 8, 10], "30 s are over after two steps of 20 s"
+    never = times(nothing, clock)
+    assert not any(never.due(step) for step in range(1, 11))
+    assert never.last == 0
+
+
+def test_a_signal_makes_one_save_due_even_where_it_was_due_anyway() -> None:
+    with Signals(60.0) as signals:
+        saves = times(signals, [0.0], save_freq=2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [step for step in range(1, 6) if saves.due(step)] == [1, 2, 4]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [step for step in range(6, 10) if saves.due(step)] == [6, 8]
+        assert saves.last == 8

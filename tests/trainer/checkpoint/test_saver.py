@@ -1,16 +1,11 @@
 """Saves of a run: what counts as one, what is left by one that fails or dies, and which are kept."""
 
-from __future__ import annotations
-
 import errno
-import json
 import os
 import re
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,23 +48,13 @@ def test_a_save_lists_every_file_with_its_size_and_digest(tmp_path: Path, in_bac
 
 
 def test_only_the_owner_may_read_a_save(tmp_path: Path) -> None:
-    before = os.umask(0o022)
+    root, before = tmp_path / "checkpoints", os.umask(0o022)
     try:
-        save_steps(tmp_path / "checkpoints", 1)
+        save_steps(root, 1)
     finally:
         os.umask(before)
-    modes = {(p.is_dir(), stat.S_IMODE(p.stat().st_mode)) for p in (tmp_path / "checkpoints").rglob("*")}
-    assert (False, 0o600) in modes
-    assert {mode for is_folder, mode in modes if not is_folder} == {0o600}
-    assert stat.S_IMODE((tmp_path / "checkpoints").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "checkpoints" / "step_00000001").stat().st_mode) == 0o700
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2, 4, 6, keep=2)
-    assert steps_under(tmp_path) == [4, 6]
-    save_steps(tmp_path, 8, keep=1)
-    assert names_in(tmp_path) == ["step_00000008"]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in root.rglob("*") if path.is_file()} == {0o600}
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (root, root / "step_00000001")} == {0o700}
 
 
 def test_milestones_and_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
@@ -143,6 +128,8 @@ def test_a_run_begun_again_further_back_replaces_what_came_after(tmp_path: Path)
     save_steps(tmp_path, 2, 4, 6, keep=3)
     save_steps(tmp_path, 3, keep=2)  # resumed from 2
     assert steps_under(tmp_path) == [2, 3], "else the next resume would take the step 6 of the abandoned run"
+    save(saver_of(tmp_path, {"actor": Shard(5)}), 3, {"seed": 1})
+    assert [c.state for c in all_checkpoints(tmp_path)] == [{"seed": 0}, {"seed": 1}], "the same step is saved anew"
 
 
 def test_a_save_that_is_a_link_loses_its_name_only(tmp_path: Path) -> None:
@@ -179,12 +166,6 @@ def test_what_cannot_be_deleted_does_not_fail_a_save(tmp_path: Path, monkeypatch
     assert names_in(tmp_path) == ["step_00000006"]
 
 
-def test_the_same_step_is_saved_anew(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    save(saver_of(tmp_path, {"actor": Shard(5)}), 2, {"seed": 1})
-    assert [c.state for c in all_checkpoints(tmp_path)] == [{"seed": 1}]
-
-
 def test_a_background_save_is_a_checkpoint_when_all_of_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,90 +191,81 @@ def test_a_background_save_is_a_checkpoint_when_all_of_it_is_written(
     assert steps_under(tmp_path) == [2, 4]
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_save_without_room_is_deleted_and_the_run_goes_on(tmp_path: Path, in_background: bool) -> None:
+@pytest.mark.parametrize(
+    ("in_background", "room", "why"),
+    [
+        (False, 4 * SIZE - 1, "rank 0 could not write: .*File too large"),
+        (True, 4 * SIZE - 1, "rank 0 could not write: .*File too large"),
+        (False, 2000, r"\[Errno 27\] File too large"),  # the ranks' files are smaller, and the driver's is not
+    ],
+)
+def test_a_save_without_room_is_deleted_and_the_run_goes_on(
+    tmp_path: Path, in_background: bool, room: int, why: str
+) -> None:
     save_steps(tmp_path, 2)
     said: list[str] = []
     saver = saver_of(tmp_path, {"actor": Shard(4)}, in_background=in_background, warn=said.append)
-    with no_file_above(4 * SIZE - 1):
-        save(saver, 4)
+    with no_file_above(room):
+        save(saver, 4, {"ledger": "x" * 3000})
     assert (names_in(tmp_path), saver.last, saver.failed) == (["step_00000002"], None, 1)
     (sentence,) = said
-    assert sentence.startswith("the save of step 4 failed and was deleted: rank 0 could not write: ")
-    assert "File too large" in sentence
-    assert sentence.endswith("; the run goes on, and step_00000002 is its newest checkpoint")
+    goes_on = "the run goes on, and step_00000002 is its newest checkpoint"
+    assert re.fullmatch(f"the save of step 4 failed and was deleted: {why}.*; {goes_on}", sentence), sentence
     save(saver, 6)  # there is room again
     assert steps_under(tmp_path) == [2, 6]
 
 
 @pytest.mark.parametrize("limit", [0, 40])
 def test_the_first_save_of_a_run_must_succeed(tmp_path: Path, limit: int) -> None:
-    saver = saver_of(tmp_path)
-    with no_file_above(limit), pytest.raises(SaveError) as caught:
-        save(saver, 4)
-    assert str(caught.value).startswith("the save of step 4 failed and was deleted: ")
-    assert str(caught.value).endswith("; there is no earlier one to go on from")
+    no_earlier = "^the save of step 4 failed and was deleted: .*; there is no earlier one to go on from$"
+    with no_file_above(limit), pytest.raises(SaveError, match=no_earlier):
+        save(saver_of(tmp_path), 4)
     assert names_in(tmp_path) == []
 
 
-def test_a_disk_that_is_full_when_the_driver_writes_fails_the_save_only(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    said: list[str] = []
-    saver = saver_of(tmp_path, {"actor": Shard(4)}, warn=said.append)
-    with no_file_above(2000):  # the ranks' files are smaller
-        save(saver, 4, {"ledger": "x" * 3000})
-    assert names_in(tmp_path) == ["step_00000002"]
-    assert said == [
-        "the save of step 4 failed and was deleted: [Errno 27] File too large; the run goes on, and step_00000002 is "
-        "its newest checkpoint"
-    ]
-
-
-def test_a_file_that_the_driver_does_not_see_fails_the_save(tmp_path: Path) -> None:
-    """As on machines whose folders are not shared."""
+@pytest.mark.parametrize("lacks", ["tensors", "the list of a rank", "the lists"])
+def test_what_the_driver_does_not_see_fails_the_save(tmp_path: Path, lacks: str) -> None:
+    """As on machines whose folders are not shared; nothing but its list says that the files of a rank are there."""
     saver = saver_of(tmp_path)
     saver.start(2)
-    (file,) = tmp_path.rglob("*.safetensors")
-    file.unlink()
-    with pytest.raises(SaveError, match=r"safetensors is missing; expected one file system that all machines"):
+    (folder,) = tmp_path.glob(".step_*/actor")
+    if lacks == "tensors":
+        next(folder.glob("*.safetensors")).unlink()
+        said = "safetensors is missing"
+    elif lacks == "the lists":
+        (folder / "checkpoint.json").unlink()
+        said = "checkpoint.json: it cannot be read .*"
+    else:
+        (folder / "checkpoint.json").write_text('{"ranks": 2}')
+        said = "rank_00001.json: it cannot be read .*"
+    with pytest.raises(SaveError, match=rf"{said}; expected one file system that all machines"):
         saver.describe({})
 
 
-DIES = """
-import os
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from saved_runs import Shard, saver_of
-from megarl.mcore.checkpoint import files
-from megarl.trainer.checkpoint import saver as module
-
-def wait(*_):
-    print(os.getpid(), flush=True)
-    sys.stdin.read()
-
-places = {"ranks": (files, "seal"), "manifest": (module, "write_manifest"), "name": (module, "sync")}
-for folder in sys.argv[2:]:
-    if os.fork() == 0:
-        setattr(*places[Path(folder).name], wait)
-        saver = saver_of(Path(folder), {"actor": Shard(4)})
-        saver.start(4)
-        saver.describe({})
-    os.wait()
-"""
+def killed_in_a_save(root: Path, module: Any, name: str) -> None:
+    """A process that saves step 4 and is killed when it calls this function."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            setattr(module, name, lambda *_: os.write(write, b"here") and signal.pause())
+            save(saver_of(root, {"actor": Shard(4)}), 4)
+        finally:
+            os._exit(1)
+    os.close(write)
+    came = os.read(read, 4)
+    os.close(read)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert came == b"here"
 
 
 def test_a_run_that_is_killed_in_a_save_leaves_nothing_that_counts(tmp_path: Path) -> None:
     """At three moments: when the ranks have written tensors, before the manifest, before the folder gets its name."""
     roots = [tmp_path / moment for moment in ("ranks", "manifest", "name")]
-    for root in roots:
+    places = ((files_module, "seal"), (saver_module, "write_manifest"), (saver_module, "sync"))
+    for root, place in zip(roots, places, strict=True):
         save_steps(root, 2)
-    words = [sys.executable, "-c", DIES, str(Path(__file__).parents[2] / "helpers"), *map(str, roots)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        for _ in roots:
-            os.kill(int(process.stdout.readline()), signal.SIGKILL)
-        assert process.wait(60) == 0
+        killed_in_a_save(root, *place)
     for root in roots:
         assert names_in(root) == [".step_00000004.partial", "step_00000002"]
         found = find("auto", root, pytest.fail, verify=True)
@@ -301,21 +273,6 @@ def test_a_run_that_is_killed_in_a_save_leaves_nothing_that_counts(tmp_path: Pat
         assert (found.step, steps_under(root)) == (2, [2])
         save_steps(root, 6)
         assert names_in(root) == ["step_00000002", "step_00000006"]
-
-
-@pytest.mark.parametrize("name", ["rank_00001.json", "checkpoint.json"])
-def test_a_list_that_the_driver_does_not_see_fails_the_save(tmp_path: Path, name: str) -> None:
-    """As of a rank whose machine does not share the folder: nothing else says that its files should be there."""
-    role = Shard(1)
-    saver = saver_of(tmp_path, {"actor": role})
-    saver.start(2)
-    (folder,) = tmp_path.glob(".step_*/actor")
-    if name == "checkpoint.json":
-        (folder / name).unlink()
-    else:
-        (folder / "checkpoint.json").write_text('{"ranks": 2}')
-    with pytest.raises(SaveError, match=rf"{name}: it cannot be read .*; expected one file system that all machines"):
-        saver.describe({})
 
 
 def test_the_folder_gets_its_name_when_all_files_are_on_the_disk(
@@ -345,11 +302,6 @@ def test_the_folder_gets_its_name_when_all_files_are_on_the_disk(
     assert {*map(str, logs), str(tmp_path)} <= set(synced[:manifest]), "logs are never behind a save that counts"
 
 
-def test_a_manifest_is_json_that_other_programs_read(tmp_path: Path) -> None:
-    save_steps(tmp_path, 2)
-    assert json.loads((tmp_path / "step_00000002" / MANIFEST).read_text())["step"] == 2
-
-
 class Slow(Shard):
     """Has written its files when it is asked for the third time; the disk is full if `fails`."""
 
@@ -376,16 +328,11 @@ def test_a_run_that_ends_for_another_reason_finishes_the_save_it_has_begun(tmp_p
     saver.start(2)
     saver.settle()
     assert steps_under(tmp_path) == [1], "the run has not come to the state after step 2"
-
-
-def test_such_a_save_that_fails_is_said_and_the_reason_of_the_end_stays(tmp_path: Path) -> None:
     said: list[str] = []
-    saver = saver_of(tmp_path, {"actor": Slow(fails=True)}, in_background=True, warn=said.append)
+    saver = saver_of(tmp_path / "full", {"actor": Slow(fails=True)}, in_background=True, warn=said.append)
     saver.start(1)
     saver.describe({"seed": 0})
     saver.settle()
-    assert names_in(tmp_path) == [] and saver.failed == 1
-    assert said == [
-        "the save of step 1 failed and was deleted: rank 0 could not write: no space left; there is no earlier one to "
-        "go on from"
-    ]
+    assert names_in(tmp_path / "full") == [] and saver.failed == 1, "the reason of the end stays"
+    (sentence,) = said
+    assert sentence.startswith("the save of step 1 failed and was deleted: rank 0 could not write: no space left; ")

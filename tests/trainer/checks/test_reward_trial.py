@@ -1,23 +1,23 @@
-"""Rewards are tried on rows of the data before a run starts: what cannot work stops it with one sentence."""
+"""Rewards before a run: they are tried on rows of the data, and all rows have the ground truth that they read."""
 
-from __future__ import annotations
-
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from config_helpers import load
 
-from megarl.config import Config, resolved
-from megarl.data.prompts import Row
+from megarl.config import Config
+from megarl.data.chat import load_tokenizer
+from megarl.data.examples.tiny import write_tiny_model
+from megarl.data.prompts import Prompts, Row
 from megarl.sample import Prompt
 from megarl.trainer.checks import reward_trial
+from megarl.trainer.checks.reward_rows import Need, check_audited, check_truths, need_of
 from megarl.trainer.checks.reward_trial import RewardTrial, run_trial
 
 MINE = """
-import json, os, time
-
-def slows_down(prompt, completion):
-    time.sleep({"first": 2.5, "later": 0.0 if completion.text == "later" else 2.5}.get(prompt.ground_truth, 0.0))
-    return 0.0
+import os, time
 
 def loops(prompt, completion):
     while True: time.sleep(0.1)
@@ -35,9 +35,6 @@ def knows(prompt, completion):
 
 def acts_once(prompt):
     return len(prompt.text)
-
-def reads(prompt, completion):
-    return float(json.loads(completion.text) == prompt.ground_truth)
 
 def counts(prompt, completion):
     return 1 / len(completion.text)
@@ -57,14 +54,16 @@ async def replies_later(prompt, completion):
 
 def replies_to_messages(prompt, completion, messages):
     return float(completion.text) if completion.text.isdigit() else {}
+
+def slows_down(prompt, completion):
+    is_odd = prompt.ground_truth == "later" and len(completion.text) < 100 and completion.text != "later"
+    time.sleep(0.7 if is_odd or prompt.ground_truth == "first" else 0.0)
+    return 0.0
 """
 
 
-def config_of(*fns: str) -> Config:
-    config = Config()
-    config.model.path, config.trainer.device, config.rollout.engine = "/m", "cpu", "hf"
-    config.reward.fn = list(fns)
-    return resolved(config)
+def with_rewards(*fns: str) -> Config:
+    return load("rollout.engine=hf", f"reward.fn=[{','.join(fns)}]")
 
 
 def row(truth: str | None, source: str = "", text: str = "1+1=") -> Row:
@@ -81,7 +80,7 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
     mine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "key")
-    config = config_of("auto", f"{mine}:acts")
+    config = with_rewards("auto", f"{mine}:acts")
     config.reward.by_data_source = {"units": f"{mine}:knows"}
     with RewardTrial(config) as trial:
         trial.check([row("46"), row(None, "units")])
@@ -98,35 +97,35 @@ def test_what_is_tried_is_named_with_its_row_and_the_process_has_no_secrets(
             trial.check([row("dies")])
 
 
-@pytest.mark.parametrize(
-    ("fn", "answer", "said"),
-    [
-        ("reads", "''", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (FILE:26)"),
-        ("counts", "''", "ZeroDivisionError: division by zero (FILE:29)"),
-        ("decodes", "'¿?", "ordinal not in range(128) (FILE:32)"),
-        ("adds", "'1 (1 (1 (", "(FILE:35)"),
-        ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score' (FILE:38)"),
-        ("replies_later", "''", "returned None, a NoneType; expected a number or a dict with 'score' (FILE:41)"),
-        ("replies_to_messages", "''", "returned a dict with the keys []; expected 'score' among them (FILE:44)"),
-    ],
-)
-def test_answers_without_the_expected_form_are_tried_too(mine: str, fn: str, answer: str, said: str) -> None:
+ODD = [  # (reward, the answer that it fails on, what is said); FILE: the place in its file
+    ("counts", "''", "ZeroDivisionError: division by zero (FILE:22)"),
+    ("decodes", "'¿?", "ordinal not in range(128) (FILE:25)"),
+    ("adds", "'1 (1 (1 (", "(FILE:28)"),
+    ("replies", "''", "returned 'no number', a str; expected a number or a dict with 'score' (FILE:31)"),
+    ("replies_later", "''", "returned None, a NoneType; expected a number or a dict with 'score' (FILE:34)"),
+    ("replies_to_messages", "''", "returned a dict with the keys []; expected 'score' among them (FILE:37)"),
+]
+
+
+def test_answers_without_the_expected_form_are_tried_too_and_so_is_an_audit(mine: str) -> None:
     """The place is the line of the user's file, and that of its function where only the value is wrong."""
-    with RewardTrial(config_of(f"{mine}:{fn}")) as trial, pytest.raises(ValueError, match="^reward.fn") as caught:
-        trial.check([row("46")])
-    assert f"with the answer {answer}" in str(caught.value)
-    assert f"{said.replace('FILE', mine)}; reward.try_rows=0" in str(caught.value)
-
-
-def test_an_audit_is_tried_too(mine: str) -> None:
-    config = config_of("exact")
+    config = with_rewards("exact")
+    config.reward.by_data_source = {fn: f"{mine}:{fn}" for fn, _, _ in ODD}
+    with RewardTrial(config) as trial:
+        for fn, answer, said in ODD:
+            with pytest.raises(ValueError, match="^reward.fn") as caught:
+                trial.check([row("46", fn)])
+            assert f"with the answer {answer}" in str(caught.value)
+            assert f"{said.replace('FILE', mine)}; reward.try_rows=0" in str(caught.value)
+    config = with_rewards("exact")
     config.reward.audit = f"{mine}:counts"
     with RewardTrial(config) as trial, pytest.raises(ValueError, match="mine.py:counts: tried on .*ZeroDivisionError"):
         trial.check([row("46")])
 
 
+@pytest.mark.full
 def test_who_expects_errors_has_them_only_of_right_answers(mine: str) -> None:
-    config = config_of(f"{mine}:counts", f"{mine}:knows")
+    config = with_rewards(f"{mine}:counts", f"{mine}:knows")
     config.reward.on_error = "zero"
     with RewardTrial(config) as trial:
         trial.check([row("46")])
@@ -134,14 +133,15 @@ def test_who_expects_errors_has_them_only_of_right_answers(mine: str) -> None:
             trial.check([row("46", text="")])
 
 
+@pytest.mark.full
 def test_a_reward_that_takes_too_long_is_a_warning(
     mine: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reward_trial, "PATIENCE_S", 0.5)
     monkeypatch.setattr(reward_trial, "QUIET_S", 0.0)
-    for fn, truth, limit in (("acts", "sleeps", "2"), ("loops", "46", "1")):  # the first one is async
-        config = config_of(f"{mine}:{fn}")
-        config.reward.timeout_s, config.reward.request_timeout_s = 0.5, 2.0
+    for fn, truth, limit in (("acts", "sleeps", "0.9"), ("loops", "46", "1")):  # the first one is async
+        config = with_rewards(f"{mine}:{fn}")
+        config.reward.timeout_s, config.reward.request_timeout_s = 0.5, 0.9
         with RewardTrial(config) as trial:
             trial.check([row(truth), row("raises")])
         on = f"tried on rows.jsonl:7 with the answer '{truth}'"
@@ -151,11 +151,12 @@ def test_a_reward_that_takes_too_long_is_a_warning(
         ]
 
 
+@pytest.mark.full
 def test_a_reward_that_the_run_would_cut_off_is_named_once_unless_it_was_its_first_call(
     mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = config_of(f"{mine}:slows_down")
-    config.reward.timeout_s, config.reward.on_error = 2.0, "zero"
+    config = with_rewards(f"{mine}:slows_down")
+    config.reward.timeout_s, config.reward.on_error = 0.5, "zero"
     with RewardTrial(config) as trial:
         trial.check([row("first"), row("46")])
     assert capsys.readouterr().err == "", "its first call may load what it needs"
@@ -164,15 +165,137 @@ def test_a_reward_that_the_run_would_cut_off_is_named_once_unless_it_was_its_fir
         trial.check([row("later")])
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"warning: reward {mine}:slows_down took ")
-    assert said.endswith("tried on rows.jsonl:7 with the answer '': the run cuts it off there after reward.timeout_s=2")
+    assert said.endswith(
+        "tried on rows.jsonl:7 with the answer '': the run cuts it off there after reward.timeout_s=0.5"
+    )
 
 
 def test_no_process_is_started_where_nothing_can_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(reward_trial, "start_child", lambda *args, **_: asked.append(args))
-    judged, switched_off, with_agents = config_of("judge"), config_of("exact"), config_of("exact")
+    judged, switched_off, with_agents = with_rewards("exact"), with_rewards("exact"), with_rewards("exact")
+    judged.reward.fn = ["judge"]
     switched_off.reward.try_rows, with_agents.agent.fn = 0, "file.py:episode"
     for config in (judged, switched_off, with_agents):
         RewardTrial(config).check([row(None)])
     assert asked == []
     assert run_trial.__module__ == "megarl.trainer.checks.reward_trial", "the process imports it by this name"
+
+
+TOLERANT = """
+def compares(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.strip() == ground_truth)
+
+def may_compare(solution_str, ground_truth=None):
+    return 0.0 if ground_truth is None else 1.0
+
+def takes_all(solution_str, **kwargs):
+    return float(solution_str == kwargs["ground_truth"])
+
+def reads(prompt, completion):
+    return float(completion.text == prompt.ground_truth)
+
+def tidy(solution_str):
+    return 1.0
+"""
+PLAIN = """
+def short(prompt, completion):
+    return -float(len(completion.text))
+
+def cheap(solution_str, **kwargs):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", layers=1, hidden=32, ffn=64)
+
+
+@pytest.fixture
+def tolerant(tmp_path: Path) -> str:
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "mine.py").write_text(TOLERANT)
+    return f"{tmp_path}/mine.py"
+
+
+def prompts(model: str, *files: tuple[Path, list[Mapping[str, str]]]) -> Prompts:
+    for file, rows in files:
+        file.write_text("".join(json.dumps({"prompt": "1+1=", **row}) + "\n" for row in rows))
+    return Prompts([str(file) for file, _ in files], load_tokenizer(model), max_prompt_length=8)
+
+
+@pytest.mark.parametrize(
+    ("fn", "need"),
+    [
+        ("mine.py:compares", Need.BY_SIGNATURE),
+        ("mine.py:may_compare", Need.PERHAPS),
+        ("mine.py:takes_all", Need.PERHAPS),
+        ("mine.py:reads", Need.PERHAPS),
+        ("mine.py:tidy", Need.NEVER),
+        ("plain.py:short", Need.NEVER),
+        ("plain.py:cheap", Need.NEVER),
+        ("exact", Need.PERHAPS),
+        ("model", Need.NEVER),
+        ("judge of Is {answer} right?", Need.NEVER),
+        ("judge of Is {answer} {truth}?", Need.PERHAPS),
+    ],
+)
+def test_what_a_reward_needs_is_read_from_its_signature_and_its_file(tolerant: str, fn: str, need: Need) -> None:
+    config = Config()
+    fn, _, question = fn.partition(" of ")  # a judge needs what its question names
+    config.reward.judge.prompt = question
+    there = fn.replace("mine.py", tolerant).replace("plain.py", f"{Path(tolerant).parent}/plain.py")
+    assert need_of(there, config) is need
+
+
+def test_a_file_without_any_ground_truth_is_refused_where_a_reward_takes_it(
+    model: str, tolerant: str, tmp_path: Path
+) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    read = prompts(model, (good, [{"ground_truth": "2"}]), (bad, [{"answer": "2", "level": "1"}] * 6))
+    with pytest.raises(ValueError, match="^data.ground_truth_key=ground_truth: no row of .*bad.jsonl has") as caught:
+        check_truths(with_rewards("exact", f"{tolerant}:compares"), [read])
+    assert str(caught.value).endswith(
+        f"has a ground truth, which reward {tolerant}:compares takes; expected the name of its field (besides the "
+        f"prompt {bad}:1 has 'answer', 'level'), or a function with ground_truth=None if it needs none"
+    )
+
+
+@pytest.mark.parametrize("fn", ["compares", "reads"])
+def test_some_rows_without_ground_truth_are_one_warning_with_the_first_of_them(
+    model: str, tolerant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fn: str
+) -> None:
+    """The fifth row is the first one without, behind those that the trial looks at."""
+    file = tmp_path / "some.jsonl"
+    read = prompts(model, (file, [*[{"ground_truth": "2"}] * 4, {"answer": "2"}, {"ground_truth": "2"}, {}]))
+    check_truths(with_rewards(f"{tolerant}:{fn}", f"{tolerant}:tidy"), [read])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(
+        "warning: data.ground_truth_key=ground_truth: 2 of 7 rows have no ground truth, the first is "
+        f"{file}:5, and reward {tolerant}:{fn} may read it; "
+    )
+
+
+def test_rewards_that_read_none_and_rows_of_other_rewards_are_silent(
+    model: str, tolerant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"ground_truth": "2"}, {"data_source": "poems"}]
+    read = prompts(model, (tmp_path / "mixed.jsonl", rows))
+    config = with_rewards(f"{tolerant}:compares")
+    config.reward.by_data_source = {"poems": f"{tmp_path}/plain.py:short"}
+    check_truths(config, [read])
+    agents = with_rewards(f"{tolerant}:compares")
+    agents.agent.fn = "file.py:episode"
+    check_truths(agents, [prompts(model, (tmp_path / "none.jsonl", [{}]))])
+    assert capsys.readouterr().err == ""
+
+
+def test_an_audit_of_too_few_prompts_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load("reward.audit=exact", "reward.fn=gsm8k")
+    check_audited(config, 30)
+    check_audited(with_rewards("exact"), 3)
+    assert capsys.readouterr().err == ""
+    check_audited(config, 29)
+    said = "warning: reward.audit=exact: the evaluation has 29 prompts, and the audit compares 30 at least"
+    assert capsys.readouterr().err.startswith(said)

@@ -1,7 +1,5 @@
 """Who is asked for the completions of an evaluation, and who looks after the servers meanwhile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess
@@ -10,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -20,6 +19,7 @@ from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer.evaluation import evaluate
+from megarl.trainer.evaluation.beside import Beside
 from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
 from megarl.trainer.evaluation.record import weights_of
 
@@ -27,17 +27,10 @@ PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=la
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
-class Router:
-    url = ROUTER
-
-    def __init__(self) -> None:
-        self.working: list[str] = []
-
-    def add(self, url: str) -> None:
-        self.working.append(url)
-
-    def remove(self, url: str) -> None:
-        self.working.remove(url)
+def router_of(*working: str) -> Any:
+    """A router that works with these servers."""
+    urls = list(working)
+    return SimpleNamespace(url=ROUTER, working=urls, add=urls.append, remove=urls.remove)
 
 
 class Servers:
@@ -57,142 +50,102 @@ class Servers:
         return [event]
 
 
-class Stopped(Exception):
-    """Far enough."""
+def evaluated(
+    config: Config, patch: pytest.MonkeyPatch, collectors: Any, prompts: Any = PROMPTS, router: Any = None
+) -> list[str]:
+    """`megarl evaluate` with these collectors; returns who is asked."""
+    asked: list[str] = []
+    parts = SimpleNamespace(serve=Servers, router=router, server_token="token", reward_url=None)
 
+    def infrastructure(config: Config, *, trains: bool) -> Any:
+        assert not trains, "the GPUs are the servers'"
+        return nullcontext(parts)
 
-@pytest.mark.parametrize("router", [None, Router()])
-def test_completions_are_asked_of_the_router_where_there_is_one(
-    router: Router | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-
-    class Infrastructure:
-        server_token, reward_url = "token", None
-
-        def __init__(self, config: Config, *, trains: bool) -> None:
-            assert not trains, "the GPUs are the servers'"
-            self.router = router
-
-        def __enter__(self) -> Infrastructure:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def serve(self) -> Servers:
-            return Servers()
-
-    def make_collectors(config: Config, urls: list[str], token: str, *, reward_url: str | None) -> None:
-        asked.extend(urls)
-        raise Stopped
-
-    monkeypatch.setattr(evaluate, "Infrastructure", Infrastructure)
-    monkeypatch.setattr(evaluate, "make_collectors", make_collectors)
-    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: PROMPTS)
-    config = Config()
-    config.data.val_files, config.reward.try_rows, config.model.path = ["a.jsonl"], 0, str(tmp_path)
-    with pytest.raises(Stopped):
-        evaluate.main(config)
-    assert asked == ([A, B] if router is None else [ROUTER])
-    if router is not None:
-        assert router.working == [A, B]
-
-
-def test_the_servers_are_looked_after_while_their_completions_are_awaited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waits, looks, how = [], [], {}
-    (sample,) = samples("0", 0.5)
-    ticket = SimpleNamespace(group=None)
-
-    def wait() -> None:
-        waits.append("waited")
-        if len(waits) == 3:
-            ticket.group = [sample]
-
-    def submit(prompts: list[str], **options: Any) -> list[Any]:
-        how.update(options)
-        return [ticket]
-
-    collectors = SimpleNamespace(submit=submit, wait=wait, close=lambda: None)
-    infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
-    monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
-    monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
-    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: PROMPTS)
-    monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
-    config = resolved(Config())
-    config.data.val_files, config.reward.try_rows, config.model.path = ["a.jsonl"], 0, str(tmp_path)
-    config.trainer.default_local_dir = str(tmp_path / "runs")
+    patch.setattr(evaluate, "Infrastructure", infrastructure)
+    patch.setattr(evaluate, "make_collectors", lambda _, urls, *args, **how: asked.extend(urls) or collectors)
+    patch.setattr(evaluate, "read_prompts", lambda *_, **__: prompts)
     assert evaluate.main(config) == 0
+    return asked
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    found = resolved(Config())
+    found.data.val_files, found.reward.try_rows, found.model.path = ["a.jsonl"], 0, str(tmp_path)
+    found.trainer.default_local_dir, found.trainer.experiment_name = str(tmp_path / "runs"), "try"
+    return found
+
+
+def answering(*found: Any) -> Any:
+    return SimpleNamespace(
+        submit=lambda prompts, **_: [SimpleNamespace(group=group) for group in found], wait=None, close=lambda: None
+    )
+
+
+@pytest.mark.parametrize("router", [None, router_of()])
+def test_completions_are_asked_of_servers_or_their_router_which_are_looked_after_while_they_are_awaited(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], router: Any
+) -> None:
+    looks: list[list[str]] = []
+    ticket = SimpleNamespace(group=None)
+    answers = iter([None, None, samples("0", 0.5)])  # while they are waited for
+    collectors = MagicMock(**{"submit.return_value": [ticket]})
+    collectors.wait.side_effect = lambda: setattr(ticket, "group", next(answers))
+    monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
+    assert evaluated(config, monkeypatch, collectors, router=router) == ([A, B] if router is None else [ROUTER])
+    assert router is None or router.working == [A, B]
     assert looks == [[A, B]] * 2
-    assert how["urgent"], "in a run nothing that is generated ahead may come before it"
+    urgent = collectors.submit.call_args.kwargs["urgent"]
+    assert urgent, "in a run nothing that is generated ahead may come before it"
     said = capsys.readouterr().out
     assert "val/score 0.5000" in said and "val-core/sums/reward/mean@1 0.5000" in said
     assert "val/version" not in said, "the servers have but one version"
     assert "accuracy" not in said, "a reward of 0.5 is neither right nor wrong"
 
 
-def evaluated(found: list[Any], config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`megarl evaluate`, of which the servers' answers are given."""
-    collectors = SimpleNamespace(
-        submit=lambda prompts, **_: [SimpleNamespace(group=group) for group in found], wait=None, close=lambda: None
-    )
-    infrastructure = nullcontext(SimpleNamespace(serve=Servers, router=None, server_token="token", reward_url=None))
-    prompts = SimpleNamespace(
-        all=lambda _: ["a prompt"] * len(found), some=lambda _: [], sets=lambda _: ["a"] * len(found), questions=[]
-    )
-    monkeypatch.setattr(evaluate, "Infrastructure", lambda *_, **__: infrastructure)
-    monkeypatch.setattr(evaluate, "make_collectors", lambda *_, **__: collectors)
-    monkeypatch.setattr(evaluate, "read_prompts", lambda *_, **__: prompts)
-    assert evaluate.main(config) == 0
-
-
 def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"weights")
-    (model / "config.json").write_text("{}")
-    config = resolved(Config())
-    config.data.val_files, config.reward.try_rows, config.model.path = ["a.jsonl"], 0, str(model)
-    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "try"
-    (tmp_path / "try").mkdir()
-    (tmp_path / "try" / "summary.json").write_text("of the training")
-    lost = LostRollout(Prompt("2", [1], ""), "no server")
-    evaluated([samples("0", 1.0), samples("1", 1.0), lost], config, monkeypatch)
-    folder = tmp_path / "try" / "evaluations" / "1"
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    run = config.trainer.run_dir
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text("of the training")
+    found = [samples("0", 1.0), samples("1", 1.0), LostRollout(Prompt("2", [1], ""), "no server")]
+    prompts = SimpleNamespace(all=lambda _: ["a"] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
+    evaluated(config, monkeypatch, answering(*found), prompts)
+    folder = run / "evaluations" / "1"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["accuracy"] == summary["score"] == pytest.approx(2 / 3)
     assert summary["accuracy_stderr"] == summary["score_stderr"] == pytest.approx(1 / 3)
     assert (summary["prompts"], summary["metrics"]["val/lost"]) == (3, 1.0)
-    listed = subprocess.run(["sha256sum", "model.safetensors"], cwd=model, capture_output=True, check=True).stdout
-    weights = summary["weights"]
-    assert (weights["folder"], weights["sha256"]) == (str(model), hashlib.sha256(listed).hexdigest())
+    listed = subprocess.run(["sha256sum", "model.safetensors"], cwd=tmp_path, capture_output=True, check=True).stdout
     of_file = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
-    assert weights["files"] == {"model.safetensors": of_file}
+    assert {name: summary["weights"][name] for name in ("folder", "sha256", "files")} == {
+        "folder": str(tmp_path),
+        "sha256": hashlib.sha256(listed).hexdigest(),
+        "files": {"model.safetensors": of_file},
+    }
     (line,) = read_lines(folder / "evaluations.jsonl")
     assert [prompt["reward"] for prompt in line["prompts"]] == [[1.0], [1.0], [0.0]]
     assert [row["uid"] for row in read_lines(folder / "answers.jsonl")] == ["0", "1"]
     said = capsys.readouterr().out
     assert "accuracy 0.6667" in said and said.endswith(f"results: {folder}\n")
 
-    evaluated([samples("0", 0.0)], config, monkeypatch)
+    evaluated(config, monkeypatch, answering(samples("0", 0.0)))
     again = json.loads((folder.with_name("2") / "summary.json").read_text())
     assert (again["score"], again["accuracy"]) == (0.0, 0.0), "of a reward that is right or wrong"
     assert json.loads((folder / "summary.json").read_text()) == summary, "the first one stays"
-    assert (tmp_path / "try" / "summary.json").read_text() == "of the training"
+    assert (run / "summary.json").read_text() == "of the training"
 
 
-def test_weights_that_others_loaded_are_not_vouched_for(tmp_path: Path) -> None:
-    config = resolved(Config())
-    config.rollout.urls, config.model.path = [A], str(tmp_path)
-    assert weights_of(config) == {"model": str(tmp_path), "servers": [A]}
+def test_weights_that_others_loaded_are_not_vouched_for(config: Config) -> None:
+    config.rollout.urls = [A]
+    assert weights_of(config) == {"model": config.model.path, "servers": [A]}
 
 
 def test_a_server_that_died_gets_no_work_until_it_is_back_and_without_any_it_ends() -> None:
-    router: Any = Router()
-    router.working = [A, B]
+    router = router_of(A, B)
     servers: Any = Servers(
         ServerEvent(0, A, State.RESTING, 1, "it ended"),
         ServerEvent(0, A, State.SERVING, 2),
@@ -252,9 +205,8 @@ def test_lost_prompts_count_as_wrong_in_the_accuracy_of_their_set() -> None:
 
 @pytest.mark.parametrize("name", ["acc", "mine/acc"])
 def test_answers_whose_reward_failed_and_counted_as_0_are_wrong(name: str) -> None:
-    group = answered("0", {"acc": 1.0}, *[{"reward_error": 1.0}] * 3)
-    group[0] = replace(group[0], reward_extra={name: 1.0})
-    found = Evaluation([group], n=4, sets=["s"])
+    right, *errors = answered("0", {"acc": 1.0}, *[{"reward_error": 1.0}] * 3)
+    found = Evaluation([[replace(right, reward_extra={name: 1.0}), *errors]], n=4, sets=["s"])
     metrics = {metric.partition("/s/")[2] or metric: value for metric, value in found.metrics().items()}
     assert metrics["val/score"] == metrics[f"{name}/mean@4"] == 0.25
     assert metrics[f"{name}/best@2/mean"] == pytest.approx(1 - 0.75**2)
@@ -310,20 +262,14 @@ def test_an_evaluation_is_of_one_version_and_what_others_wrote_is_asked_again() 
     line = found.line(7)
     assert (line["step"], line["version"], line["n"]) == (7, 7, 1)
     assert line["prompts"] == [{"uid": uid, "set": "sums", "reward": [1.0]} for uid in ("0", "1")]
-
-
-def test_servers_that_stay_with_other_weights_end_the_evaluation_with_an_error() -> None:
-    evaluator, _ = evaluator_of(7, 6, 6, 6)
+    evaluator, _ = evaluator_of(3, 3)
+    evaluator.submit()
+    assert evaluator.ready() and evaluator.take().version == 3, "without a version they are of the oldest one"
+    evaluator, _ = evaluator_of(7, 6, 6, 6)  # the servers stay with other weights
     evaluator.submit(version=7)
     assert not evaluator.ready() and not evaluator.ready()
     with pytest.raises(RuntimeError, match="version 7 got replies that version 6 wrote, 3 times"):
         evaluator.ready()
-
-
-def test_without_a_version_all_replies_are_of_the_oldest_one() -> None:
-    evaluator, _ = evaluator_of(3, 3)
-    evaluator.submit()
-    assert evaluator.ready() and evaluator.take().version == 3
 
 
 def test_the_audit_of_a_run_that_resumes_is_that_of_its_file(tmp_path: Path) -> None:
@@ -343,3 +289,39 @@ def test_the_audit_of_a_run_that_resumes_is_that_of_its_file(tmp_path: Path) -> 
     assert read_audit(file) == audit
     assert found["audit/parted"] == 1.0 and found["audit/promised_gain"] == 0.5
     assert evaluation(2).metrics()["val-aux/sums/audit/mean@1"] == 0.5
+
+
+def beside(story: list[Any], *, holding: bool = True) -> tuple[Beside, Any]:
+    """One whose evaluator is ready at the third question, and trackers."""
+    questions = iter((False, False, True))
+    evaluator: Any = SimpleNamespace(
+        progress=(1, 4),
+        submit=lambda version: story.append(("submit", version)),
+        ready=lambda: next(questions),
+        take=lambda: Evaluation([], version=7),
+        cancel=lambda: story.append("cancel"),
+    )
+    servers: Any = SimpleNamespace(version=7, watch=lambda: holding)
+    trackers = SimpleNamespace(stage=lambda name, done, total: story.append(f"{name} {done} of {total}"))
+    found = Beside(evaluator, servers, lambda step, found: story.append((step, found.version)), story.append)
+    return found, trackers
+
+
+def test_it_begins_with_the_version_that_the_servers_hold_and_is_noted_at_its_step_or_given_up() -> None:
+    story: list[Any] = []
+    evaluation, trackers = beside(story)
+    evaluation.begin()
+    evaluation.finish(lambda: story.append("look"), trackers)
+    assert story == [] and not evaluation.has_begun, "nothing is planned"
+    evaluation.plan(7)
+    evaluation.begin()
+    story.append("gradient")
+    for _ in range(2):
+        evaluation.finish(lambda: story.append("look"), trackers)
+    assert story == [("submit", 7), "gradient", *["look", "testing 1 of 4"] * 2, (7, 7)]
+    del story[:]
+    evaluation, trackers = beside(story, holding=False)
+    evaluation.plan(7)
+    evaluation.begin()
+    evaluation.finish(lambda: story.append("look"), trackers)
+    assert story[1:] == ["cancel", "the evaluation after step 7 is given up: no server holds its weights any more"]

@@ -1,7 +1,5 @@
 """Profiles of a rank on a CPU, and what only a GPU has; a run's own profile is in tests/ring/test_ring.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

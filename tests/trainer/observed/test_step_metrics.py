@@ -1,7 +1,5 @@
 """Numbers of a step under verl's names: utilization, times per token, the epoch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,17 +1,22 @@
-"""What the versions of the servers must be able to do for a run."""
-
-from __future__ import annotations
+"""Which engine serves a run, what its servers must be able to do, and what a run tells its pushes."""
 
 import time
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from aiohttp import web
-from config_helpers import load
-from fake_servers import Writer, serving_in_a_thread, silent
+import torch
+from config_helpers import BASE, load
+from fake_servers import Telling, serving_in_a_thread
 
+from megarl import cli
+from megarl.config import Config, load_config, to_yaml
 from megarl.rollout.protocol import Abilities, Route
 from megarl.servers.server_process import free_ports
+from megarl.servers.sglang_environment import PYTHON_VARIABLE
+from megarl.trainer.checkpoint.manifest import write_manifest
 from megarl.trainer.servers.abilities import (
     ask_servers,
     check_abilities,
@@ -19,157 +24,234 @@ from megarl.trainer.servers.abilities import (
     check_reports_routes,
     check_tells_support,
 )
+from megarl.trainer.servers.engine import chosen_engine
+from megarl.trainer.servers.pushes import CANARY_TOLERANCE, canary, export_folder, push_settings
 
-ADAPTERS = ["actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang"]
-
-
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.21"])
-def test_adapters_are_not_pushed_to_servers_that_may_never_unload_one(version: str) -> None:
-    """One old server among new ones is enough."""
-    servers = [Abilities.of("0.5.23"), Abilities.of(version)]
-    with pytest.raises(ValueError) as error:
-        check_abilities(servers, load(*ADAPTERS), drains=True)
-    assert str(error.value) == (
-        "actor.lora.push=adapter: this SGLang may wait for ever when an adapter is unloaded; expected merged, or "
-        "SGLang 0.5.22 and newer"
-    )
-    check_abilities(servers, load("actor.lora.rank=4", "rollout.engine=sglang"), drains=True)
-    check_abilities([Abilities.of("0.5.22")], load(*ADAPTERS), drains=True)
+ADAPTERS = ("actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang")
+EXPERTS = (*ADAPTERS, "model=deepseek_v3_mini", "trainer.device=cuda")
+FREES = "^actor.lora.push=adapter: .* adapter is unloaded; expected merged, or SGLang 0.5.22 and newer$"
+ADAPTS = "^actor.lora.push=adapter: .* adapters of experts .*; expected merged, or SGLang 0.5.23 and newer$"
+SPANS = "^rollout.ahead=2: this SGLang tells only one version a completion; expected 0, .* or SGLang 0.5.20 and newer$"
 
 
-def test_adapters_of_experts_need_servers_that_take_them() -> None:
-    old, words = [Abilities.of("0.5.22")], [*ADAPTERS, "model=deepseek_v3_mini", "trainer.device=cuda"]
-    with pytest.raises(ValueError) as error:
-        check_abilities(old, load(*words), drains=True)
-    assert str(error.value) == (
-        "actor.lora.push=adapter: this SGLang serves no adapters of experts or of latent attention; expected merged, "
-        "or SGLang 0.5.23 and newer"
-    )
-    check_abilities([Abilities.of("0.5.23")], load(*words), drains=True)
-    check_abilities(old, load(*words, "actor.lora.targets=[o_proj]"), drains=True)
+@pytest.mark.parametrize(
+    ("versions", "words", "drains", "refused"),
+    [
+        (("0.5.23", "0.5.17"), ADAPTERS, True, FREES),  # one old server among new ones is enough
+        (("0.5.21",), ADAPTERS, True, FREES),
+        (("0.5.21",), (ADAPTERS[0], ADAPTERS[2]), True, None),
+        (("0.5.22",), ADAPTERS, True, None),
+        (("0.5.22",), EXPERTS, True, ADAPTS),
+        (("0.5.23",), EXPERTS, True, None),
+        (("0.5.22",), (*EXPERTS, "actor.lora.targets=[o_proj]"), True, None),
+        (("0.5.18",), ("rollout.ahead=2",), False, SPANS),
+        (("0.5.18",), ("rollout.ahead=2",), True, None),
+        (("0.5.18",), (), False, None),
+        (("0.5.20",), ("rollout.ahead=2",), False, None),
+    ],
+)
+def test_a_run_that_needs_more_than_its_servers_can_do_is_refused(
+    versions: tuple[str, ...], words: tuple[str, ...], drains: bool, refused: str | None
+) -> None:
+    """Old servers may never unload an adapter, serve none of experts, or tell one version for a whole completion."""
+    with nullcontext() if refused is None else pytest.raises(ValueError, match=refused):
+        check_abilities([Abilities.of(version) for version in versions], load(*words), drains=drains)
 
 
-def test_a_lead_needs_the_version_of_each_token_or_a_drain() -> None:
-    old, config = [Abilities.of("0.5.18")], load("rollout.ahead=2")
-    with pytest.raises(
-        ValueError, match=r"rollout\.ahead=2: this SGLang tells only one version a completion; expected 0"
-    ):
-        check_abilities(old, config, drains=False)
-    check_abilities(old, config, drains=True)
-    check_abilities(old, load(), drains=False)
-    check_abilities([Abilities.of("0.5.20")], config, drains=False)
-
-
-URLS = [f"http://10.0.0.{number}:30000" for number in range(4)]
-
-
-def told(*infos: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return dict(zip(URLS, infos, strict=False))
-
-
-def test_a_server_that_does_not_note_experts_is_found_at_the_start() -> None:
-    key = "enable_return_routed_experts"
-    check_reports_routes(told({key: True}, {}))
-    with pytest.raises(ValueError) as error:
-        check_reports_routes(told({key: True}, {}, {key: False}))
-    assert str(error.value) == (
-        f"actor.router_replay=rollout: {URLS[2]} does not report the experts of tokens; expected a server that was "
-        "started with --enable-return-routed-experts"
-    )
-
-
-def test_a_server_whose_experts_are_not_reported_is_found_at_the_start() -> None:
-    """It says what it took, also where it chose that itself."""
-    reports = {"enable_return_routed_experts": True, "moe_runner_backend": "auto"}
-    check_reports_routes(told(reports))
-    with pytest.raises(ValueError) as error:
-        check_reports_routes(told(reports, reports | {"moe_runner_backend": "triton_kernel"}))
-    assert str(error.value) == (
-        f"actor.router_replay=rollout: {URLS[1]} computes experts with --moe-runner-backend=triton_kernel, and it "
-        "does not report which experts it chooses; expected another one"
-    )
-
-
-def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_start() -> None:
-    """SGLang says of how many tokens it tells at most, and older versions nothing; our own has no limit."""
-    key, narrow = "sampling_mask_max_tokens", load("rollout.engine=hf", "rollout.top_p=0.9", "rollout.top_k=20")
-    alone = load("rollout.engine=hf", "rollout.top_p=0.9")
-    given = "rollout.top_p=0.9 and rollout.top_k"
-    check_tells_support(told({key: None}, {key: 40}), narrow)
-    check_tells_support(told({key: None}), alone)
-    for config, info, top_k, most in ((narrow, {key: 39}, 20, 19), (alone, {key: 40}, -1, 20)):
-        with pytest.raises(ValueError) as error:
-            check_tells_support(told(info), config)
-        assert str(error.value) == (
-            f"{given}={top_k}: {URLS[0]} tells from which tokens it drew only for a top_k of 1 to {most}; expected "
-            "one, or a larger --sampling-mask-max-tokens of the server"
-        )
-    for info in ({}, {key: "40"}, {key: [40]}, {key: True}):
-        with pytest.raises(ValueError) as error:
-            check_tells_support(told({key: None}, info), narrow)
-        assert str(error.value) == (
-            f"{given}=20: {URLS[1]} does not tell exactly from which tokens it drew; expected a server that does, "
-            "such as SGLang 0.5.23, or 1.0 and -1"
-        )
-
-
-def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> None:
-    key = "preferred_sampling_params"
-    check_draws_as_asked(told({}, {key: None}))
-    with pytest.raises(ValueError) as error:
-        check_draws_as_asked(told({}, {key: None}, {key: {"min_p": 0.1}}))
-    assert str(error.value) == (
-        f'rollout.urls: {URLS[2]} was started with --preferred-sampling-params={{"min_p": 0.1}}: a server would '
-        "draw from other logits than those of which the trainer computes log-probs; expected one without it"
-    )
+GOOD, BAD = "http://10.0.0.0:30000", "http://10.0.0.1:30000"
+ROUTES = {"enable_return_routed_experts": True, "moe_runner_backend": "auto", "enable_hierarchical_cache": False}
 
 
 @pytest.mark.parametrize(
     ("info", "words"),
     [
-        (
-            {"enable_hierarchical_cache": True},
-            "--enable-hierarchical-cache: KV that comes back from host memory",
-        ),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm: the experts of drafted tokens are not kept;"),
-        ({"enable_lmcache": True}, "--enable-lmcache: KV that comes back from elsewhere has lost its experts;"),
-        (
-            {"radix_cache_backend": "own"},
-            "--radix-cache-backend: KV that comes back from elsewhere has lost its experts;",
-        ),
-        ({"enable_prefill_cp": True}, "--enable-prefill-cp: each GPU notes experts of its part of a prompt, and"),
-        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: the experts of one half of a batch are"),
+        ({"enable_return_routed_experts": False}, "does not report the experts of tokens; expected .*--enable-return-"),
+        ({"moe_runner_backend": "triton_kernel"}, "computes experts with --moe-runner-backend=triton_kernel, "),
+        ({"enable_hierarchical_cache": True}, "was .* --enable-hierarchical-cache: KV that comes back from host "),
+        ({"speculative_algorithm": "EAGLE"}, "was .* --speculative-algorithm: the experts of drafted tokens are not"),
+        ({"enable_lmcache": True}, "was .* --enable-lmcache: KV that comes back from elsewhere has lost its experts;"),
+        ({"radix_cache_backend": "own"}, "was .* --radix-cache-backend: KV that comes back from elsewhere has lost"),
+        ({"enable_prefill_cp": True}, "was .* --enable-prefill-cp: each GPU notes experts of its part of a prompt"),
+        ({"enable_two_batch_overlap": True}, "was .* --enable-two-batch-overlap: the experts of one half of a batch"),
     ],
 )
-def test_a_server_that_loses_experts_is_found_at_the_start(info: dict[str, Any], words: str) -> None:
-    reports = {"enable_return_routed_experts": True, "enable_hierarchical_cache": False, "speculative_algorithm": None}
-    check_reports_routes(told(reports))
-    with pytest.raises(ValueError, match=f"^actor.router_replay=rollout: {URLS[1]} was started with {words}"):
-        check_reports_routes(told(reports, reports | info))
+def test_a_server_that_does_not_report_experts_or_loses_them_is_found_at_the_start(
+    info: dict[str, Any], words: str
+) -> None:
+    """It says what it took, also where it chose that itself."""
+    check_reports_routes({GOOD: ROUTES, BAD: {}})
+    with pytest.raises(ValueError, match=f"^actor.router_replay=rollout: {BAD} {words}"):
+        check_reports_routes({GOOD: ROUTES, BAD: ROUTES | info})
 
 
-class Reporting(Writer):
-    """Says this of itself; None: nothing, for ever."""
+@pytest.mark.parametrize(
+    ("top_k", "info", "words"),
+    [
+        (20, {"sampling_mask_max_tokens": 39}, "only for a top_k of 1 to 19; expected one, or a larger --sampling-"),
+        (-1, {"sampling_mask_max_tokens": 40}, "only for a top_k of 1 to 20; expected one, or a larger --sampling-"),
+        *[
+            (20, info, "does not tell exactly from which tokens it drew; expected a server that does, such as SGLang")
+            for info in ({}, *({"sampling_mask_max_tokens": limit} for limit in ("40", [40], True)))
+        ],
+    ],
+)
+def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_start(
+    top_k: int, info: dict[str, Any], words: str
+) -> None:
+    """SGLang says of how many tokens it tells at most, and older versions nothing; our own has no limit."""
+    config = load("rollout.engine=hf", "rollout.top_p=0.9", f"rollout.top_k={top_k}")
+    ours = {"sampling_mask_max_tokens": None}
+    check_tells_support({GOOD: ours, BAD: {"sampling_mask_max_tokens": 40} if top_k == 20 else ours}, config)
+    with pytest.raises(ValueError, match=f"^rollout.top_p=0.9 and rollout.top_k={top_k}: {BAD} .*{words}"):
+        check_tells_support({GOOD: ours, BAD: info}, config)
 
-    routes = (Route.SERVER_INFO,)
 
-    def __init__(self, info: Any) -> None:
-        super().__init__()
-        self.info = info
-
-    async def __call__(self, request: web.Request) -> web.StreamResponse:
-        return await silent(request) if self.info is None else web.json_response(self.info)
+def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> None:
+    key, ours = "preferred_sampling_params", {GOOD: {}, "http://b": {"preferred_sampling_params": None}}
+    check_draws_as_asked(ours)
+    with pytest.raises(ValueError, match=rf'^rollout.urls: {BAD} .* --{key.replace("_", "-")}={{"min_p": 0.1}}: '):
+        check_draws_as_asked({**ours, BAD: {key: {"min_p": 0.1}}})
 
 
 def test_servers_that_say_nothing_cost_one_limit_together_and_the_others_are_heard() -> None:
     (away,) = (f"http://127.0.0.1:{port}" for port in free_ports(["127.0.0.1"]))
-    servers = [Reporting({"version": "0.5.23"}), Reporting([1]), *(Reporting(None) for _ in range(10))]
+    say: list[Any] = [lambda: {"version": "0.5.23"}, lambda: [1], *[None] * 10]
+    servers = [Telling(Route.SERVER_INFO, one) for one in say]
     with serving_in_a_thread(*servers) as (urls, _):
         began = time.monotonic()
-        heard, reasons = ask_servers([*urls, away], "", limit_s=4)
-        assert time.monotonic() - began < 10 * 4, "they are asked at once"
+        heard, reasons = ask_servers([*urls, away], "", limit_s=2)
+        assert time.monotonic() - began < 10 * 2, "they are asked at once"
     assert heard == {urls[0]: {"version": "0.5.23"}}
     assert reasons.keys() == {*urls[1:], away}
     assert reasons[urls[1]] == f"{urls[1]}/server_info answered 200: not a JSON object: '[1]'"
-    assert {reasons[url].partition(" ")[2] for url in urls[2:]} == {"failed: no whole reply within 4 s"}
+    assert {reasons[url].partition(" ")[2] for url in urls[2:]} == {"failed: no whole reply within 2 s"}
     assert "ConnectError" in reasons[away]
+
+
+MODEL = ("model.path=x", "data.train_files=y", "model.dtype=bfloat16", "rollout.engine=sglang")
+FP8 = ("rollout.quantization=fp8", "algorithm.rollout_correction.level=token")
+TWO = ("trainer.nnodes=2", "trainer.master_addr=a")
+
+
+def config_of(*words: str) -> Config:
+    return load_config([*MODEL, *words])[0]
+
+
+@pytest.mark.parametrize(("words", "kind"), [((), "bfloat16"), (FP8, "fp8")])
+def test_the_canary_of_quantized_servers_has_a_wider_limit(words: tuple[str, ...], kind: str) -> None:
+    actor = SimpleNamespace(log_probs=lambda batch, temperature, inputs: torch.zeros(len(batch.tokens)))
+    found = canary(config_of(*words), cast(Any, actor), [5, 6, 7])
+    assert (found["tolerance"], found["log_probs"]) == (CANARY_TOLERANCE[kind], [0.0, 0.0])
+    assert CANARY_TOLERANCE["bfloat16"] < CANARY_TOLERANCE["fp8"] < 1
+
+
+def test_quantized_servers_on_other_machines_read_the_check_in_the_runs_folder() -> None:
+    for words, is_there in (((), False), (FP8, False), (TWO, False), ((*FP8, *TWO), True)):
+        config = config_of(*words)
+        assert export_folder(config) == (str(config.trainer.run_dir / "push_check") if is_there else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ((), "retract"),
+        (("rollout.ahead=2",), "in_place"),
+        (("rollout.ahead=2", "rollout.update=retract"), "retract"),
+        (("actor.router_replay=rollout",), "abort"),
+        (("actor.router_replay=rollout", "rollout.ahead=2", "rollout.update=retract"), "abort"),
+        (("actor.router_replay=rollout", "rollout.ahead=2"), "in_place"),
+        (("actor.router_replay=old",), "retract"),
+    ],
+)
+def test_a_push_loses_no_experts_of_tokens_that_are_written(words: tuple[str, ...], mode: str) -> None:
+    """A request that is retracted in a push would report those of the pass that computes its KV again."""
+    assert push_settings(config_of(*words), ["http://127.0.0.1:5"], "").pause_mode == mode
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What counts as SGLang's environment, on a machine with a GPU."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho '" + '{"sglang": "0.5.23", "sglang-kernel": "0.4.10"}' + "'\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(PYTHON_VARIABLE, str(python))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return python
+
+
+def test_sglang_needs_a_gpu_and_its_environment(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = f"trainer.default_local_dir={tmp_path}"
+    assert chosen_engine(load(here), "train") == ("sglang", f"there is a GPU, and SGLang at {python}")
+    assert chosen_engine(load(here, "trainer.device=cpu"), "train") == ("hf", "trainer.device=cpu uses no GPU")
+    engine, reason = chosen_engine(load(here, "rollout.sglang.python=/no/where"), "train")
+    assert engine == "hf"
+    assert reason.startswith("there is a GPU, but no SGLang (rollout.sglang.python=/no/where: no Python there")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen_engine(load(here), "train") == ("hf", "torch finds no GPU here")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('echo \'{"sglang": "0.5.23"}\'', "SGLang 0.5.23 for machines without GPU, without the package sglang-kernel;"),
+        ("echo '{}'", "no package sglang there;"),
+        ("exit 3", "expected a Python that lists its packages, it failed:"),
+    ],
+    ids=["cpu", "other", "broken"],
+)
+def test_an_environment_that_cannot_use_a_gpu_is_none(python: Path, tmp_path: Path, said: str, reason: str) -> None:
+    python.write_text(f"#!/bin/sh\n{said}\n")
+    engine, why = chosen_engine(load(f"trainer.default_local_dir={tmp_path}"), "train")
+    assert engine == "hf"
+    assert why.startswith(f"there is a GPU, but no SGLang ({python}: {reason}")
+
+
+def began(config: Config) -> None:
+    """A run that stopped after a save."""
+    folder = config.trainer.run_dir / "checkpoints" / "step_00000002"
+    folder.mkdir(parents=True)
+    write_manifest(folder, {"step": 2, "roles": [], "files": {}, "state": {}})
+    (config.trainer.run_dir / "config.yaml").write_text(to_yaml(config))
+
+
+@pytest.mark.usefixtures("python")
+def test_a_run_that_goes_on_keeps_its_engine(tmp_path: Path) -> None:
+    here = f"trainer.default_local_dir={tmp_path}"
+    began(load(here, "rollout.engine=hf"))
+    file = load(here).trainer.run_dir / "config.yaml"
+    assert chosen_engine(load(here), "train") == ("hf", f"the run that resumes has it in {file}")
+    for again in ([here, "trainer.resume_mode=disable"], [here, "trainer.experiment_name=another"]):
+        assert chosen_engine(load(*again), "train")[0] == "sglang"
+    saved = f"trainer.resume_mode={file.parent}/checkpoints/step_00000002"
+    assert chosen_engine(load(here, "trainer.experiment_name=another", saved), "train")[0] == "hf"
+    assert chosen_engine(load(here, "data.val_files=[b]", command="evaluate"), "evaluate")[0] == "sglang"
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations with which commands were run."""
+    found: list[Config] = []
+    monkeypatch.setattr(cli, "_work_of", lambda command: lambda config: found.append(config) or 0)
+    return found
+
+
+def test_a_command_with_servers_says_which_engine_and_why(
+    ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").touch()
+    words = [*BASE, f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
+    assert cli.main(["train", *words]) == 0
+    assert ran[0].rollout.engine == "hf"
+    assert capsys.readouterr().err == "rollout.engine=auto: hf, because trainer.device=cpu uses no GPU\n"
+    assert cli.main(["train", *words, "rollout.engine=sglang"]) == 0
+    assert ran[1].rollout.engine == "sglang" and not capsys.readouterr().err
+    assert cli.main(["train", *words, "rollout.tensor_model_parallel_size=2"]) == 2
+    assert "rollout.engine=hf is one process" in capsys.readouterr().err
+
+
+def test_only_the_first_machine_of_a_run_decides(ran: list[Config], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", *BASE, "trainer.nnodes=2", "trainer.node_rank=1", "trainer.master_addr=10.0.0.1"]) == 0
+    assert cli.main(["config", *BASE]) == 0
+    assert [config.rollout.engine for config in ran] == ["auto", "auto"]
+    assert not capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Servers that give memory back, and take what they gave."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from config_helpers import load
@@ -15,101 +16,78 @@ SHARED = ["rollout.engine=sglang", "rollout.placement=shared", "trainer.device=c
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What a server is told."""
-    words: list[tuple] = []
+    words: list[tuple[Any, ...]] = []
 
     class Server:
         def __init__(self, url: str, token: str, *, timeout_s: float) -> None:
             self.url = url
             words.append(("open", url, token))
 
-        def pause(self, mode: str) -> None:
-            words.append(("pause", mode))
-
-        def wait_until_idle(self) -> None:
-            words.append(("idle",))
-
-        def resume(self) -> None:
-            words.append(("resume",))
-
-        def release_memory(self, tags: tuple[str, ...]) -> None:
-            words.append(("release", *tags))
-
-        def resume_memory(self, tags: tuple[str, ...]) -> None:
-            words.append(("take", *tags))
+        def __getattr__(self, what: str) -> Callable[..., None]:
+            return lambda *given: words.append((what, *given))
 
         def prompt_log_probs(self, prompt_ids: tuple[int, ...], adapter: str | None) -> list[float]:
             if self.url == DEAF:
                 raise ServerError(self.url, "/generate", 0, "no answer")
             return [-0.5 if self.url == URL else -1.5]
 
-        def close(self) -> None:
-            words.append(("close",))
-
     monkeypatch.setattr(turns_module, "ServerClient", Server)
     return words
 
 
-def test_a_server_that_sleeps_writes_nothing_any_more_and_then_gives_all_back(said) -> None:
-    Colocation("secret", timeout_s=1.0).release_memory(URL)
-    assert said == [
-        ("open", URL, "secret"),
-        ("pause", "abort"),
-        ("idle",),
-        ("release", WEIGHTS, CACHE, GRAPHS),
-        ("close",),
-    ]
+Said = list[tuple[Any, ...]]
 
 
-def test_it_takes_what_it_gave_and_serves_again(said) -> None:
-    colocation = Colocation("secret", timeout_s=1.0)
+@pytest.fixture
+def colocation(said: Said) -> Colocation:
+    return Colocation("secret", timeout_s=1.0)
+
+
+def taken(colocation: Colocation, said: Said, *what: list[str]) -> Said:
+    """What a server is told when it is to take memory, but for the beginning and the end of the connection."""
+    del said[:]
+    colocation.resume_memory(URL, *what)
+    assert not said or (said[0][0], said[-1]) == ("open", ("close",))
+    return said[1:-1]
+
+
+def test_a_server_that_sleeps_writes_nothing_any_more_and_then_gives_all_back(
+    colocation: Colocation, said: Said
+) -> None:
+    colocation.release_memory(URL)
+    given = ("release_memory", (WEIGHTS, CACHE, GRAPHS))
+    assert said == [("open", URL, "secret"), ("pause", "abort"), ("wait_until_idle",), given, ("close",)]
+
+
+def test_it_takes_what_it_gave_and_serves_again_when_it_has_all(colocation: Colocation, said: Said) -> None:
+    """Weights first.  Stock SGLang dies of taking what it never gave; a new process has given nothing."""
     colocation.release_memory(URL, [CACHE])
-    del said[:]
-    colocation.resume_memory(URL)
-    assert said[1:] == [("take", CACHE), ("resume",), ("close",)]
-    del said[:]
-    colocation.resume_memory(URL)
-    assert said == [], "stock SGLang dies of taking what it never gave"
-
-
-def test_what_was_given_is_not_given_twice(said) -> None:
-    colocation = Colocation("secret", timeout_s=1.0)
-    colocation.release_memory(URL, [CACHE])
+    assert taken(colocation, said) == [("resume_memory", (CACHE,)), ("resume",)]
+    assert taken(colocation, said) == []
     colocation.release_memory(URL)
-    colocation.release_memory(URL)
-    assert [words for words in said if words[0] == "release"] == [("release", CACHE), ("release", WEIGHTS, GRAPHS)]
-    colocation.resume_memory(URL)
-    assert ("take", CACHE, WEIGHTS, GRAPHS) in said
-
-
-def test_it_takes_room_for_weights_first_and_serves_when_it_has_all(said) -> None:
-    colocation = Colocation("secret", timeout_s=1.0)
-    colocation.release_memory(URL)
-    del said[:]
-    colocation.resume_memory(URL, [WEIGHTS])
-    assert said[1:] == [("take", WEIGHTS), ("close",)]
-    del said[:]
-    colocation.resume_memory(URL, [WEIGHTS])
-    assert said == []
-    colocation.resume_memory(URL, GENERATION)
-    assert said[1:] == [("take", CACHE, GRAPHS), ("resume",), ("close",)]
-
-
-def test_a_canary_is_asked_of_each_and_what_differs_or_says_nothing_is_named(said) -> None:
-    canary = Canary((5, 6), (-0.5,))
-    found = Colocation("secret", timeout_s=1.0).examine(canary, [URL, OTHER, DEAF])
-    assert found.keys() == {OTHER, DEAF}
-    assert "log-probs that differ by" in found[OTHER]
-
-
-def test_a_new_process_has_given_nothing(said) -> None:
-    colocation = Colocation("secret", timeout_s=1.0)
+    assert taken(colocation, said, [WEIGHTS]) == [("resume_memory", (WEIGHTS,))]
+    assert taken(colocation, said, [WEIGHTS]) == []
+    assert taken(colocation, said, GENERATION) == [("resume_memory", (CACHE, GRAPHS)), ("resume",)]
     colocation.release_memory(URL)
     colocation.forget(URL)
-    del said[:]
-    colocation.resume_memory(URL)
-    assert said == []
+    assert taken(colocation, said) == []
+
+
+def test_what_was_given_is_not_given_twice(colocation: Colocation, said: Said) -> None:
+    colocation.release_memory(URL, [CACHE])
+    colocation.release_memory(URL)
+    colocation.release_memory(URL)
+    given = [words[1] for words in said if words[0] == "release_memory"]
+    assert given == [(CACHE,), (WEIGHTS, GRAPHS)]
+    assert ("resume_memory", (CACHE, WEIGHTS, GRAPHS)) in taken(colocation, said)
+
+
+def test_a_canary_is_asked_of_each_and_what_differs_or_says_nothing_is_named(colocation: Colocation) -> None:
+    found = colocation.examine(Canary((5, 6), (-0.5,)), [URL, OTHER, DEAF])
+    assert found.keys() == {OTHER, DEAF}
+    assert "log-probs that differ by" in found[OTHER]
 
 
 @pytest.mark.parametrize(

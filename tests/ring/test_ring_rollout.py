@@ -1,18 +1,51 @@
-"""Whole small runs with agents: what the servers wrote in many turns is what the ranks learn, each token once."""
+"""Whole small runs that prefetch, and whole small runs with agents: every token that servers wrote is learnt once.
 
-from __future__ import annotations
+What becomes of visits and episodes when such a run is killed is in test_exact_resume.py.
+"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ring_cases import CHAT, lines, make_parts, settings, steps
+from ring_cases import CHAT, PPO, lines, steps
+from strikes import weights
 
-from megarl.cli import main
+pytestmark = [pytest.mark.dist, pytest.mark.full]
+Trained = Callable[..., Path]
 
-pytestmark = pytest.mark.dist
 
-GRPO = ["algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=1", "agent.max_tokens=80", "trainer.test_freq=-1"]
+def trained_by(run: Path) -> list[int]:
+    return [visit for row in lines(run / "visits.jsonl") for visit in row["trained"]]
+
+
+def test_what_runs_ahead_in_order_and_drains_is_the_same_to_the_bit(trained: Trained) -> None:
+    """On two groups of ranks at once: the critic has a layout of its own."""
+    more = """rollout.ahead=2 rollout.order=prompts rollout.update=drain rollout.num_servers=2 rollout.piece_tokens=2
+        critic.megatron.tensor_model_parallel_size=1 trainer.total_training_steps=6 trainer.test_freq=-1"""
+    first, second = (trained(name, *PPO, more) for name in ("first", "second"))
+    assert (first / "logs" / "ranks_0").is_dir() and (first / "logs" / "ranks_1").is_dir()
+    assert trained_by(first) == trained_by(second) == list(range(24))
+    for metric in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "off_policy/version_lag/max"):
+        assert steps(first, metric) == steps(second, metric), metric
+    assert max(steps(first, "off_policy/version_lag/max").values()) == 2
+    assert weights(first) == weights(second)
+    for sample in lines(first / "samples.jsonl"):
+        assert len({version for version, _, _ in sample["versions"]}) == 1, "no completion sees two versions"
+
+
+def test_on_shared_gpus_a_completion_may_last_several_turns(trained: Trained) -> None:
+    """A turn ends when an iteration is finished; what other completions have by then is kept, with its version."""
+    more = """rollout.placement=shared rollout.turn_s=0.01 rollout.max_running_requests=8 data.max_response_length=48
+        trainer.total_training_steps=5 trainer.test_freq=-1"""
+    run = trained("turns", *PPO, more)
+    assert sorted(trained_by(run)) == list(range(20))
+    spans = [sample["versions"] for sample in lines(run / "samples.jsonl")]
+    assert all(each[0][1] == 0 and each[-1][2] > 0 for each in spans)
+    assert max(len(each) for each in spans) > 1, "no completion lasted two turns"
+    wasted = steps(run, "rollout/tokens_wasted_share")
+    assert max(wasted.values()) == 0
+
 
 # Two turns through the endpoint, which says how many tokens the servers wrote.
 ENDPOINT = """
@@ -34,17 +67,12 @@ async def episode(base_url, api_key, prompt, log):
 """
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_parts(tmp_path_factory.mktemp("parts"))
+AGENTS = "algorithm.adv_estimator=grpo agent.max_tokens=80 trainer.test_freq=-1"
 
 
-@pytest.mark.slow
-def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path, tmp_path: Path) -> None:
+def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path, trained: Trained) -> None:
     (parts / "chat.py").write_text(CHAT)
-    words = settings(parts, tmp_path, "chat", *GRPO, f"agent.fn={parts}/chat.py:episode")
-    assert main(["train", *words]) == 0
-    run = tmp_path / "chat"
+    run = trained("chat", AGENTS, f"trainer.n_gpus_per_node=1 agent.fn={parts}/chat.py:episode")
     # float32 on both sides, other kernels and another order of sums: as for plain completions.
     assert 0 < max(steps(run, "rollout_corr/log_prob_gap_max").values()) < 1e-4
     assert max(abs(kl) for kl in steps(run, "actor/first_ppo_kl").values()) < 1e-8
@@ -70,15 +98,16 @@ def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path
     assert 0 <= summary["score_after"] <= 2, "the evaluation runs episodes, too"
 
 
-@pytest.mark.slow
-def test_every_token_of_episodes_that_run_ahead_is_trained_once(parts: Path, tmp_path: Path) -> None:
-    """Pushes come in the middle of episodes, and of answers: these consist of pieces."""
+def test_every_token_of_episodes_that_run_ahead_is_trained_once(parts: Path, trained: Trained, tmp_path: Path) -> None:
+    """Pushes come in the middle of episodes, and of answers: these consist of pieces.  The ranks are FSDP's."""
     (parts / "endpoint.py").write_text(ENDPOINT)
     log = tmp_path / "tokens.jsonl"
-    more = ["rollout.ahead=2", "rollout.num_servers=2", "rollout.piece_tokens=2", "trainer.total_training_steps=6"]
-    more += [f"agent.fn={parts}/endpoint.py:episode", f"agent.args={{log:{log}}}", "trainer.val_before_train=false"]
-    assert main(["train", *settings(parts, tmp_path, "ahead", *GRPO, *more)]) == 0
-    run = tmp_path / "ahead"
+    run = trained(
+        "ahead",
+        f"""{AGENTS} agent.fn={parts}/endpoint.py:episode agent.args={{log:{log}}} rollout.ahead=2
+        rollout.num_servers=2 rollout.piece_tokens=2 trainer.total_training_steps=6 trainer.val_before_train=false
+        actor.strategy=fsdp""",
+    )
     samples = lines(run / "samples.jsonl")
     written = sorted([uid, num] for uid, num in lines(log) if not uid.startswith("eval"))
     assert len(samples) == 6 * 4 * 4

@@ -1,14 +1,22 @@
-"""Collectors, and the processes of rewards that they start, get no secret through their environment."""
+"""Processes of collectors: signals to a driver's group, as terminals, shells and schedulers send them, and secrets."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
+from fake_servers import Writer, serving_in_a_thread
 
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collector.collector_client import Collectors
 
+LIMIT_S = 240.0
 SECRETS = ("MEGARL_TOKEN", "MEGARL_SERVER_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
 
 
@@ -43,3 +51,33 @@ def test_collectors_and_rewards_get_allowed_variables_only(model_path, tmp_path,
         names = {variable.partition("=")[0] for variable in variables.split("\0")}
         assert "PATH" in names and not names & set(SECRETS)
         assert "the secret of" not in variables
+
+
+@pytest.mark.full
+def test_signals_to_the_group_of_the_driver_reach_only_the_driver_and_its_end_ends_all(model_path, tmp_path):
+    with serving_in_a_thread(Writer()) as (urls, _):
+        words = [sys.executable, Path(__file__).parents[2] / "helpers/collector_driver.py", urls[0], model_path]
+        driver = subprocess.Popen(
+            [*words, tmp_path / "collector.log"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a group as that of a command in a terminal
+        )
+        with driver:
+            before = said_after(driver, "0-0\n")
+            os.killpg(driver.pid, signal.SIGTERM)
+            assert driver.stdout.readline() == "SIGTERM\n"
+            assert said_after(driver, "0-1\n") == before, "the same collector, no restart"
+            started = psutil.Process(driver.pid).children(recursive=True)
+            assert len(started) >= 4, "the collector, multiprocessing's two servers, and a process of rewards"
+            os.killpg(driver.pid, signal.SIGINT)
+        assert driver.returncode == -signal.SIGINT
+    gone, alive = psutil.wait_procs(started, timeout=LIMIT_S)
+    assert not alive, f"left behind: {alive}"
+
+
+def said_after(driver, line):
+    driver.stdin.write(line)
+    driver.stdin.flush()
+    return json.loads(driver.stdout.readline())
