@@ -1,7 +1,5 @@
 """What a file must still be: its size, its bits, and that it is there."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

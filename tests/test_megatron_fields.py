@@ -62,16 +62,25 @@ def test_a_field_reaches_megatrons_configuration() -> None:
         (f"{TRANSFORMER}.init_method=normal", "cannot be given on a command line"),
         (f"{WRAPPER}.bucket_size=1.5", "expected an integer or null"),
         (f"{WRAPPER}.grad_reduce_in_fp32=false", "gradients are always summed in float32"),
+        (f"{OPTIMIZER}.optimizer_cpu_ofload=true", "OptimizerConfig has no such field; did you mean optimizer_cpu_of"),
+        (f"{OPTIMIZER}.pin_cpu_grads=3", "expected true or false"),
+        (f"{OPTIMIZER}.lr=0.1", "expected actor.optim"),
+        (f"{OPTIMIZER}.clip_grad=0.5", "expected actor.max_grad_norm"),
+        (f"{OPTIMIZER}.store_param_remainders=true", "the gradient norm and the clipping read gradients in float32"),
+        (f"{OPTIMIZER}.timers=x", "it would change nothing here"),
     ],
 )
 def test_a_field_that_is_unknown_set_here_or_of_another_type_is_refused(word: str, told: str) -> None:
-    said = refusal(f"actor.megatron.{word}")
-    assert said.startswith(f"actor.megatron.{word}: ") and told in said
+    word = f"actor.{'optim' if word.startswith(OPTIMIZER) else 'megatron'}.{word}"
+    said = refusal(word)
+    assert said.startswith(f"{word}: ") and told in said
 
 
 def test_only_a_field_that_can_be_set_is_proposed() -> None:
     said = fault(TRANSFORMER, "apply_rope_fuson", False, "actor")
     assert said.endswith("; did you mean apply_rope_fusion?")
+    assert fault(TRANSFORMER, "apply_rope_fusion", False, "actor") == "", "a fusion can be switched off only"
+    assert "wherever" in fault(TRANSFORMER, "apply_rope_fusion", True, "actor")
     for group, field in [(TRANSFORMER, "hiden_size"), (TRANSFORMER, "init_metod"), (OPTIMIZER, "clip_gradd")]:
         assert fault(group, field, 3, "actor").endswith(" has no such field")
 
@@ -84,28 +93,7 @@ def test_other_roles_have_the_actors_fields_unless_they_have_their_own() -> None
     assert own.actor.megatron.override_ddp_config == {"bucket_size": 40000000}
 
 
-def test_a_fusion_can_be_switched_off_only() -> None:
-    assert fault(TRANSFORMER, "apply_rope_fusion", False, "actor") == ""
-    assert "wherever" in fault(TRANSFORMER, "apply_rope_fusion", True, "actor")
-
-
 ON_HOST = f"actor.optim.{OPTIMIZER}={{optimizer_cpu_offload:true,optimizer_offload_fraction:1.0}}"
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("optimizer_cpu_ofload=true", "OptimizerConfig has no such field; did you mean optimizer_cpu_offload"),
-        ("pin_cpu_grads=3", "expected true or false"),
-        ("lr=0.1", "expected actor.optim"),
-        ("clip_grad=0.5", "expected actor.max_grad_norm"),
-        ("store_param_remainders=true", "the gradient norm and the clipping read gradients in float32"),
-        ("timers=x", "it would change nothing here"),
-    ],
-)
-def test_a_field_of_the_optimizer_that_cannot_be_set_is_refused_with_what_sets_it(word: str, told: str) -> None:
-    said = refusal(f"actor.optim.{OPTIMIZER}.{word}")
-    assert said.startswith(f"actor.optim.{OPTIMIZER}.{word}: ") and told in said
 
 
 @pytest.mark.parametrize(

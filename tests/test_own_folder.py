@@ -1,7 +1,5 @@
 """No test sees what another one, or a run in the checkout, has left in the working folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

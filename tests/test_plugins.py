@@ -1,7 +1,5 @@
 """A plug-in's file as verl's documentation prints it, and what is said of imports that fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A column of lists outside and inside of a batch."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

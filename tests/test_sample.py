@@ -1,13 +1,9 @@
 """Batches carry columns of any dtype and shape, each entry with its token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.batch import Batch
@@ -39,13 +35,6 @@ def test_selected_sequences_keep_their_columns(dtype: torch.dtype, shape: tuple[
     assert found.tolist() == [batch.columns["some"][t].tolist() for t in chosen.tokens]
     assert batch.select([]).columns["some"].shape == (0, *shape)
     assert batch.select([]).columns["some"].dtype == dtype
-
-
-@given(st.permutations(range(4)))
-def test_sequences_in_another_order_and_back_are_the_batch(order: list[int]) -> None:
-    batch = batch_of(some=column(torch.uint16, 3, 2))
-    back = batch.select(order).select([order.index(i) for i in range(4)])
-    assert torch.equal(back.columns["some"], batch.columns["some"])
 
 
 def test_a_column_is_split_by_sequence() -> None:

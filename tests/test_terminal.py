@@ -1,7 +1,5 @@
 """What this package prints is what it was given: rich must not read emoji, markup or colours into it."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,20 +1,8 @@
-"""The age of a token, and the buckets of ages."""
-
-from __future__ import annotations
+"""The buckets of ages of tokens; the ages by hand are in tests/metrics/test_stats.py."""
 
 import torch
 
-from megarl.batch import Batch
-from megarl.token_age import BUCKETS, by_age, token_ages
-
-
-def batch_of(versions: list[int]) -> Batch:
-    column = torch.tensor(versions, dtype=torch.int32)
-    return Batch(torch.zeros(len(versions), dtype=torch.int64), torch.tensor([len(versions)]), {"versions": column})
-
-
-def test_ages_by_hand() -> None:
-    assert token_ages(batch_of([7, 4, 7, 0]).columns["versions"], 7).tolist() == [0, 3, 0, 7]
+from megarl.token_age import BUCKETS, by_age
 
 
 def test_every_age_is_in_one_bucket() -> None:
@@ -31,15 +19,11 @@ def test_every_age_is_in_one_bucket() -> None:
     assert list(parts) == list(BUCKETS)
 
 
-def test_masked_tokens_and_empty_buckets_are_left_out() -> None:
+def test_masked_tokens_and_empty_buckets_are_left_out_and_all_without_an_older_token() -> None:
     parts = by_age(torch.tensor([8, 0, 1, 2]), torch.tensor([False, True, True, False]))
     assert {name: part.tolist() for name, part in parts.items()} == {
         "age_0": [False, True, False, False],
         "age_1": [False, False, True, False],
     }
-
-
-def test_there_are_no_buckets_without_an_older_token() -> None:
     ages = torch.tensor([8, 0, 0])
-    assert by_age(ages, torch.tensor([False, True, True])) == {}
-    assert by_age(ages, torch.zeros(3, dtype=torch.bool)) == {}
+    assert by_age(ages, torch.tensor([False, True, True])) == by_age(ages, torch.zeros(3, dtype=torch.bool)) == {}

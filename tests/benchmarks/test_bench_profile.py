@@ -1,7 +1,5 @@
 """Steps laid over each other: which process used how much of which stage."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -20,7 +18,6 @@ from bench_profile import (
     by_stage,
     draw,
     lanes,
-    name_of,
     seconds_of_stages,
     steps_of,
 )
@@ -36,24 +33,20 @@ READINGS = [
 ]
 
 
-def test_cpu_time_counts_to_the_stage_in_which_it_was_used() -> None:
+def test_cpu_time_counts_to_its_stage_which_lasts_until_the_next_one_begins() -> None:
     assert by_stage(STEPS, READINGS) == {"a": {"gen": 0.25, "update": 0.5}, "b": {"gen": 0.25}}
-
-
-def test_a_stage_lasts_until_the_next_one_begins() -> None:
     assert seconds_of_stages(STEPS) == pytest.approx({"gen": (0.9 + 1.0) / 2, "update": (1.0 + 3.0) / 2})
+    assert around(Sampled(9.0, 17.0, READINGS), STEPS) == {"a": {"start": 1.0}, "b": {"end": 1.0}}
 
 
-def test_lanes_are_shares_of_a_core_over_a_mean_step() -> None:
+def test_lanes_are_shares_of_a_core_over_a_mean_step(tmp_path: Path) -> None:
     """The mean step takes 3 s, so a part of it 3 / BINS."""
     found = lanes(STEPS, READINGS)
     part = 3.0 / BINS
     assert found["b"][int(BINS * 0.125)] == pytest.approx(0.5 / 2 / part)
     assert sum(found["a"]) == pytest.approx((0.5 + 0.25 + 0.75) / 2 / part)
-
-
-def test_what_is_before_the_first_step_and_after_the_last_is_told_apart() -> None:
-    assert around(Sampled(9.0, 17.0, READINGS), STEPS) == {"a": {"start": 1.0}, "b": {"end": 1.0}}
+    draw(seconds_of_stages(STEPS), found, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_steps_are_read_from_a_run(tmp_path: Path) -> None:
@@ -66,14 +59,6 @@ def test_steps_are_read_from_a_run(tmp_path: Path) -> None:
     assert (step.begin, step.end) == (101.5, 102.0)
     assert [name for name, _ in step.stages] == ["gen", "update"]
     assert [begin for _, begin in step.stages] == pytest.approx([101.6, 101.7])
-
-
-def test_processes_are_named_by_their_modules() -> None:
-    assert name_of(["python", "-u", "-m", "megarl.roles.worker"], 3) == "roles.worker 3"
-    assert name_of(["/usr/bin/python3", "-c", "x"], 4) == "python3 4"
-    assert name_of([], 5) == "ended 5"
-    assert name_of(["python", "-m", "megarl.processes.child", "9", "run_collector", "", ""], 6) == "run_collector 6"
-    assert name_of(["python", "-c", "from multiprocessing.forkserver import main; main(3)"], 7) == "multiprocessing 7"
 
 
 def test_the_cpu_time_of_a_process_and_of_its_child_is_read() -> None:
@@ -92,8 +77,3 @@ def test_the_cpu_time_of_a_process_and_of_its_child_is_read() -> None:
             sampler.stop.set()
             sampler.join()
     assert all(reading.cpu_s > 0 for reading in sampler.readings)
-
-
-def test_the_picture_has_a_lane_for_each_process(tmp_path: Path) -> None:
-    draw(seconds_of_stages(STEPS), lanes(STEPS, READINGS), tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -7,16 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from several_rows import groups_of_rows
 
-from megarl.algo import ActorLoss, CriticLoss, step_columns
+from megarl.algo import POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
 from megarl.algo.advantages.estimate import DATA
+from megarl.algo.hyperparameters import hyperparameter_names
 from megarl.data.batch import OWN_COLUMNS, make_batch, mini_batches, sample_names
 from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
-def sample(uid, prompt_ids, token_ids, log_probs, reward, *, finish="stop", versions=None, columns=None):
+def sample(uid, prompt_ids, token_ids, log_probs, reward, *, versions=None, columns=None):
     versions = ((0, 0, len(token_ids)),) if versions is None else versions
     spans = tuple(VersionSpan(*span) for span in versions)
-    completion = Completion(token_ids, log_probs, finish, spans, columns=columns or {})
+    completion = Completion(token_ids, log_probs, "stop", spans, columns=columns or {})
     return Sample.of(Prompt(uid, prompt_ids, "x"), completion, reward)
 
 
@@ -54,26 +55,14 @@ def test_turns_are_told_where_those_of_several_rows_alternate():
     ]
 
 
-def test_two_groups_by_hand():
-    batch = make_batch(
-        [
-            [
-                sample("0-0", [5, 6], [7], [-0.5], 1.0),
-                sample("0-0", [5, 6], [8, 9], [-0.25, -1.0], 0.0, finish="length", versions=((3, 0, 1), (4, 1, 2))),
-            ],
-            [sample("0-1", [4], [7, 7, 7], [-1.0, -2.0, -3.0], -1.0, versions=((2, 0, 3),))],
-        ]
-    )
-    assert batch.tokens.tolist() == [5, 6, 7, 5, 6, 8, 9, 4, 7, 7, 7]
-    assert batch.lengths.tolist() == [3, 4, 4]
-    assert batch.columns["response_mask"].tolist() == [0, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1]
-    assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -0.5, 0, 0, -0.25, -1, 0, -1, -2, -3]
-    assert batch.columns["versions"].tolist() == [-1, -1, 0, -1, -1, 3, 4, -1, 2, 2, 2]
-    assert batch.per_sequence["score"].tolist() == [1, 0, -1]
-    assert batch.per_sequence["group"].tolist() == [0, 0, 1]
-    assert batch.per_sequence["version_min"].tolist() == [0, 3, 2]
-    assert batch.per_sequence["version_max"].tolist() == [0, 4, 2]
-    assert batch.per_sequence["truncated"].tolist() == [0, 1, 0]
+def test_columns_and_numbers_of_samples_have_their_types():
+    batch = make_batch([[sample("0-0", [5, 6], [7], [-0.5], 1.0)]])
+    types = {"response_mask": torch.float32, "rollout_log_probs": torch.float32, "versions": torch.int32}
+    assert {name: column.dtype for name, column in batch.columns.items()} == types
+    types = {"score": torch.float32, "truncated": torch.float32, "group": torch.int64}
+    types |= {"version_min": torch.int64, "version_max": torch.int64}
+    assert {name: row.dtype for name, row in batch.per_sequence.items()} == types
+    assert batch.tokens.dtype == batch.lengths.dtype == torch.int64
 
 
 def scored(reward, extra, greedy=None):
@@ -88,11 +77,8 @@ def test_several_rewards_of_a_sample_become_columns_in_the_order_that_is_asked_f
     assert batch.per_sequence["reward_parts"].tolist() == [[3.0, 1.0, 0.5], [4.0, 2.0, 0.25]]
     assert batch.per_sequence["score"].tolist() == [1.0, 2.0]
     assert batch.select([1]).per_sequence["reward_parts"].tolist() == [[4.0, 2.0, 0.25]]
-
-
-def test_all_rewards_of_a_sample_are_0_where_the_function_failed():
-    batch = make_batch([[scored(0.0, {"reward_error": 1.0}), scored(1.0, {"a": 2.0})]], reward_parts=("a", "reward"))
-    assert batch.per_sequence["reward_parts"].tolist() == [[0.0, 0.0], [2.0, 1.0]]
+    failed = make_batch([[scored(0.0, {"reward_error": 1.0}), *groups[0]]], reward_parts=("length", "reward"))
+    assert failed.per_sequence["reward_parts"].tolist() == [[0.0, 0.0], [3.0, 1.0], [4.0, 2.0]], "all 0 where it failed"
 
 
 def test_a_missing_reward_is_told_with_the_name_of_the_sample():
@@ -106,49 +92,7 @@ def test_the_greedy_reward_is_a_row_where_every_sample_has_one():
     groups = [[scored(1.0, {}, 0.25), scored(2.0, {}, 0.25)], [scored(0.0, {}, -1.0)]]
     assert make_batch(groups).per_sequence["greedy_score"].tolist() == [0.25, 0.25, -1.0]
     assert "greedy_score" not in make_batch([[scored(1.0, {})]]).per_sequence
-
-
-def test_a_sample_is_named_by_its_prompt_and_its_place_in_the_group():
-    one, other = sample("0-3", [5], [7], [-0.5], 1.0), sample("1-3", [5], [7], [-0.5], 1.0)
-    assert sample_names([[one, one], [other]]) == ["0-3#0", "0-3#1", "1-3#0"]
-
-
-def test_types_of_the_columns():
-    batch = make_batch([[sample("0-0", [5], [7], [-0.5], 1)]])
-    assert batch.tokens.dtype == batch.lengths.dtype == torch.int64
-    wanted = {"response_mask": torch.float32, "rollout_log_probs": torch.float32, "versions": torch.int32}
-    assert {name: column.dtype for name, column in batch.columns.items()} == wanted
-    wanted = {"score": torch.float32, "truncated": torch.float32, "group": torch.int64}
-    wanted |= {"version_min": torch.int64, "version_max": torch.int64}
-    assert {name: row.dtype for name, row in batch.per_sequence.items()} == wanted
-
-
-def random_groups(num_groups, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-
-    def ints(low, high, size):
-        return torch.randint(low, high, (size,), generator=draw).tolist()
-
-    groups = []
-    for g in range(num_groups):
-        prompt, group = ints(0, 50, ints(1, 6, 1)[0]), []
-        for _ in range(ints(1, 5, 1)[0]):
-            tokens = ints(0, 50, ints(1, 7, 1)[0])
-            cut = len(tokens) // 3
-            versions = ((g, 0, cut), (g + 2, cut, len(tokens)))
-            group.append(sample(f"0-{g}", prompt, tokens, [-0.5 * t for t in tokens], float(g), versions=versions))
-        groups.append(group)
-    return groups
-
-
-def test_many_groups_match_the_slow_reference():
-    groups = random_groups(20)
-    batch = make_batch(groups)
-    tokens, mask, log_probs, versions = slow_batch(groups)
-    assert batch.tokens.tolist() == tokens
-    assert batch.columns["response_mask"].tolist() == mask
-    assert batch.columns["rollout_log_probs"].tolist() == log_probs
-    assert batch.columns["versions"].tolist() == versions
+    assert sample_names(groups) == ["0-7#0", "0-7#1", "0-7#0"]
 
 
 @given(st.integers(0, 10**6), st.booleans())
@@ -163,7 +107,12 @@ def test_samples_of_several_rows_match_the_slow_reference(seed, rewards):
     samples = [one for group in groups for one in group]
     assert batch.rows.tolist() == [len(one.rows) for one in samples]
     assert batch.lengths.tolist() == [len(row.token_ids) for one in samples for row in one.rows]
-    assert batch.per_sequence["truncated"].tolist() == [float(one.truncated) for one in samples]
+    spans = [[span.version for row in one.rows for span in row.versions] for one in samples]
+    numbers = {"score": [one.reward for one in samples], "truncated": [float(one.truncated) for one in samples]}
+    numbers["group"] = [number for number, group in enumerate(groups) for _ in group]
+    numbers |= {"version_min": list(map(min, spans)), "version_max": list(map(max, spans))}
+    found = {name: batch.per_sequence[name].tolist() for name in numbers}
+    assert found == {name: pytest.approx(row, rel=1e-6) for name, row in numbers.items()}
     parts = zip(batch.split(batch.tokens), batch.split(batch.columns["response_mask"]), samples, strict=True)
     assert all(tokens[mask == 1].tolist() == one.learnt_ids for tokens, mask, one in parts)
     assert ("turn_rewards" in batch.columns) == rewards
@@ -205,10 +154,8 @@ def test_an_answer_that_two_rows_hold_is_learnt_in_one_of_them():
     )
     other = Row([5, 6, 7, 8, 9, 2], (TurnSpan(2, 5, 6),), [-4.0], (VersionSpan(1, 0, 1),), "length", (0.25,))
     batch = make_batch([[Sample(prompt, (first, other), 1.0, truncated=True)]])
-    assert batch.tokens.tolist() == [5, 6, 7, 8, 4, 3, 5, 6, 7, 8, 9, 2]
     assert batch.columns["response_mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1]
     assert batch.columns["rollout_log_probs"].tolist() == [0, 0, -1, -2, 0, -3, 0, 0, 0, 0, 0, -4]
-    assert batch.columns["versions"].tolist() == [-1, -1, 0, 0, -1, 0, -1, -1, -1, -1, -1, 1]
     assert batch.columns["turn_rewards"].tolist() == [0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0, 0.25]
     assert (batch.lengths.tolist(), batch.rows.tolist()) == ([6, 6], [2])
     assert batch.segment_ids.tolist() == [0] * 12 and batch.row_ids.tolist() == [0] * 6 + [1] * 6
@@ -242,6 +189,8 @@ def test_the_columns_of_completions_become_columns_of_the_batch():
     groups = [[with_columns("0-0", 2, 1, routes=routes[0])], [with_columns("0-1", 1, 4, routes=routes[1] + 10)]]
     batch = make_batch(groups)
     found = batch.columns["routes"]
+    (row,) = groups[0][0].rows
+    assert row == replace(row, columns={}), "rows are compared without their columns"
     assert (found.dtype, found.shape) == (torch.uint16, (8, 3, 2))
     assert found[:, 0, 0].tolist() == [0, 1, 2, 10, 11, 12, 13, 14]
     assert torch.equal(found, batch.columns["routes"][:, :1, :1].expand(8, 3, 2))
@@ -249,42 +198,38 @@ def test_the_columns_of_completions_become_columns_of_the_batch():
     assert second.columns["routes"][:, 2, 1].tolist() == [10, 11, 12, 13, 14]
 
 
-def test_a_column_is_asked_of_every_sample():
-    one = np.zeros((3, 2), np.uint8)
-    with pytest.raises(
-        ValueError, match=r"sample 0-1#1 has no such column, sample 0-0#0 uint8 \['N', 2\]; expected"
-    ) as e:
-        make_batch(
-            [
-                [with_columns("0-0", 2, 1, a=one)],
-                [with_columns("0-1", 2, 1, a=one), with_columns("0-1", 2, 1)],
-            ]
-        )
-    assert str(e.value).startswith("column a of the completions: ")
-    with pytest.raises(ValueError, match=r"sample 0-1#0 has uint8 \['N', 2\], sample 0-0#0 no such column"):
-        make_batch([[with_columns("0-0", 2, 1)], [with_columns("0-1", 2, 1, a=one)]])
+COLUMN = np.zeros((3, 2), np.uint8)
+KEEPS = r"sample 0-0#0 uint8 \['N', 2\]"
 
 
-@pytest.mark.parametrize("other", [np.zeros((3, 2), np.uint16), np.zeros((3, 4), np.uint8), np.zeros(3, np.uint8)])
-def test_a_column_is_of_one_kind(other):
-    with pytest.raises(ValueError, match=r"sample 0-0#1 has u.*, sample 0-0#0 uint8 \['N', 2\]"):
-        make_batch([[with_columns("0-0", 2, 1, a=np.zeros((3, 2), np.uint8)), with_columns("0-0", 2, 1, a=other)]])
-
-
-def test_a_completion_cannot_bring_a_column_that_the_trainer_computes():
-    """An engine that sent `keep` would otherwise decide what is learnt."""
-    for name in ("keep", "versions", "tokens", "rows", "turn_rewards"):
-        with pytest.raises(ValueError, match=f"^column {name} of a completion: expected a name that the trainer"):
-            make_batch([[with_columns("0-0", 2, 1, **{name: np.zeros(3)})]])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (({"a": COLUMN}, {}), rf"^column a of the completions: sample 0-0#1 has no such column, {KEEPS}; expected"),
+        (({}, {"a": COLUMN}), r"sample 0-0#1 has uint8 \['N', 2\], sample 0-0#0 no such column"),
+        (({"a": COLUMN}, {"a": COLUMN.astype(np.uint16)}), rf"sample 0-0#1 has uint16 .*, {KEEPS}"),
+        (({"a": COLUMN}, {"a": np.zeros((3, 4), np.uint8)}), rf"sample 0-0#1 has uint8 .*4\], {KEEPS}"),
+        (({"a": COLUMN}, {"a": np.zeros(3, np.uint8)}), rf"sample 0-0#1 has uint8 \['N'\], {KEEPS}"),
+        # An engine that sent `keep` would otherwise decide what is learnt.
+        *(
+            (({name: np.zeros(3)},), f"^column {name} of a completion: expected a name that the trainer")
+            for name in ("keep", "versions", "tokens", "rows", "turn_rewards")
+        ),
+    ],
+)
+def test_a_column_is_asked_of_every_sample_and_is_of_one_kind_and_none_that_the_trainer_computes(columns, words):
+    with pytest.raises(ValueError, match=words):
+        make_batch([[with_columns("0-0", 2, 1, **of_sample) for of_sample in columns]])
 
 
 def test_every_column_that_an_estimator_or_a_loss_reads_is_the_trainers_own():
     per_sequence = {"group", "group_ids", "score", "raw_score", "greedy_score", "reward_parts", "truncated"}
     per_sequence |= {"version_min", "version_max"}
     read = {*DATA} - per_sequence
-    for loss in ("ppo", "clip_cov", "kl_cov"):
+    for loss in POLICY_LOSSES:
+        args = {name: 1.0 for name, has_default in hyperparameter_names(loss).items() if not has_default}
         for kl in ("low_var_kl", "full"):
-            loss_fn = ActorLoss(loss, use_kl_loss=True, kl_loss_type=kl, use_rollout_weight=True)
+            loss_fn = ActorLoss(loss, args=args, use_kl_loss=True, kl_loss_type=kl, use_rollout_weight=True)
             read |= {*loss_fn.columns, *loss_fn.outputs}
     read |= {*CriticLoss(0.5).columns, *CriticLoss(0.5).outputs}
     assert read <= OWN_COLUMNS, read - OWN_COLUMNS
@@ -307,9 +252,8 @@ def test_a_row_that_contradicts_itself_is_caught():
         Row([1, 2], (TurnSpan(0, 1, 2),), [-1.0], (VersionSpan(0, 0, 1),), "stop", (1.0, 2.0))
 
 
-def test_two_rows_are_compared_without_their_columns():
-    (one,) = with_columns("0-0", 2, 1, a=np.zeros((3, 2))).rows
-    assert one == replace(one, columns={"a": np.ones((3, 2))})
+def unequal_groups(count):
+    return [group[: 1 + number % 4] for number, group in enumerate(groups_of_rows(0, count))]
 
 
 def steps_of(batch, prompts_per_step, *, seed):
@@ -318,8 +262,9 @@ def steps_of(batch, prompts_per_step, *, seed):
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_mini_batches_hold_whole_groups_once(seed):
-    batch = make_batch(random_groups(12))
+    batch = make_batch(unequal_groups(12))
     parts = steps_of(batch, 4, seed=seed)
+    assert mini_batches(batch, 4, seed=seed) == mini_batches(batch, 4, seed=seed)
     groups = [part.per_sequence["group"].unique_consecutive().tolist() for part in parts]
     assert [len(names) for names in groups] == [4, 4, 4]
     assert sorted(sum(groups, [])) == list(range(12))
@@ -327,19 +272,8 @@ def test_mini_batches_hold_whole_groups_once(seed):
     assert (sum(groups, []) == list(range(12))) == (seed is None)
 
 
-def test_a_single_step_is_the_batch_in_its_order():
-    batch = make_batch(random_groups(3))
-    assert mini_batches(batch, 4, seed=1) == [list(range(batch.num_sequences))]
-
-
 def test_groups_that_do_not_divide_are_spread_evenly():
-    batch = make_batch(random_groups(33))
+    batch = make_batch(unequal_groups(33))
     sizes = [len(part.per_sequence["group"].unique()) for part in steps_of(batch, 16, seed=None)]
     assert sizes == [11, 11, 11]
-    assert len(mini_batches(batch, 64, seed=None)) == 1
-
-
-def test_the_same_seed_gives_the_same_steps():
-    batch = make_batch(random_groups(9))
-    first, again = (mini_batches(batch, 3, seed=7) for _ in range(2))
-    assert first == again
+    assert mini_batches(batch, 64, seed=1) == [list(range(batch.num_sequences))], "a single step is in its order"

@@ -1,7 +1,13 @@
+"""Rows of files, and the prompts and examples that their fields say."""
+
+import json
+
+import datasets
 import pytest
 
-from megarl.data.fields import example_of, gsm8k_answer, question_of
-from megarl.data.readers import Record
+from megarl.data import FILE_KINDS
+from megarl.data.fields import example_of, question_of
+from megarl.data.readers import Record, content_digest, read_rows
 
 CHAT = [{"role": "user", "content": "hi"}]
 WITH_ANSWER = [*CHAT, {"role": "assistant", "content": "hello"}]
@@ -22,49 +28,37 @@ def example(fields, *, template=True):
     )
 
 
-def test_a_string_prompt_with_everything_else_in_extra():
-    got = question({"prompt": "1+1=", "ground_truth": "2", "data_source": "sums", "level": 3})
-    assert (got.text, got.ground_truth, got.data_source, got.extra) == ("1+1=", "2", "sums", {"level": 3})
+RENAMED = {"prompt_key": "q", "ground_truth_key": "a"}
+VERL = {"reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {"index": 1}}
 
 
-def test_the_keys_can_be_renamed_and_a_number_is_a_ground_truth():
-    got = question({"q": "1+1=", "a": 2, "prompt": "kept"}, prompt_key="q", ground_truth_key="a")
-    assert (got.text, got.ground_truth, got.extra) == ("1+1=", "2", {"prompt": "kept"})
-
-
-def test_messages_under_either_name():
-    assert question({"prompt": CHAT}).text == CHAT
-    assert question({"messages": CHAT}).text == CHAT
-    assert question({"messages": CHAT}).ground_truth is None
+@pytest.mark.parametrize(
+    ("fields", "keys", "text", "truth", "source", "extra"),
+    [
+        ({"prompt": "1+=", "ground_truth": "2", "data_source": "s", "n": 3}, {}, "1+=", "2", "s", {"n": 3}),
+        ({"q": "1+1=", "a": 2, "prompt": "kept"}, RENAMED, "1+1=", "2", "", {"prompt": "kept"}),  # a number is a truth
+        ({"prompt": CHAT, "images": None}, {}, CHAT, None, "", {"images": None}),  # as in a file of mixed rows
+        ({"messages": CHAT}, {}, CHAT, None, "", {}),
+        ({"prompt": CHAT, **VERL}, {}, CHAT, "42", "", VERL),
+    ],
+)
+def test_a_rows_fields_become_a_prompt(fields, keys, text, truth, source, extra):
+    got = question(fields, **keys)
+    assert (got.text, got.ground_truth, got.data_source, got.extra) == (text, truth, source, extra)
 
 
 def test_gsm8k_rows_become_a_user_message_where_there_is_a_template():
-    fields = {"question": "How many?", "answer": "So 1,000 + 5.\n#### 1,005"}
+    fields = {"question": "How many?", "answer": "So 1,000 #### 5.\n#### 1,005 "}
     assert question(fields).text == [{"role": "user", "content": "How many?"}]
     assert question(fields, template=False).text == "How many?"
     assert question(fields).ground_truth == "1005"
     assert question(fields).extra == {"answer": fields["answer"]}
 
 
-def test_the_ground_truth_of_verl_rows():
-    fields = {"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {"index": 1}}
-    got = question(fields)
-    assert got.ground_truth == "42"
-    assert got.extra == {"reward_model": fields["reward_model"], "extra_info": {"index": 1}}
-
-
-def test_gsm8k_answer_by_hand():
-    assert gsm8k_answer("a #### b #### 2,048 ") == "2048"
-    assert gsm8k_answer("no mark") is None
-
-
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (
-            {"text": "x"},
-            "f.jsonl:7: no prompt; expected the key 'prompt', 'messages' or 'question', the row has 'text'",
-        ),
+        ({"text": "x"}, "f.jsonl:7: no prompt; expected the key 'prompt', 'messages' or 'question', .* has 'text'"),
         ({"prompt": 3}, "f.jsonl:7: prompt is a int; expected a string or a list of chat messages"),
         ({"prompt": []}, "f.jsonl:7: prompt is a list; expected a string or a list of chat messages"),
         ({"messages": [{"role": "user"}]}, r'f.jsonl:7: messages\[0\] is not {"role": string, "content": string}'),
@@ -73,14 +67,8 @@ def test_gsm8k_answer_by_hand():
         ({"prompt": "x", "ground_truth": [1]}, "f.jsonl:7: ground_truth is a list; expected a string or a number"),
         ({"prompt": "x", "ground_truth": True}, "f.jsonl:7: ground_truth is a bool; expected a string or a number"),
         ({"question": "x", "answer": "42"}, "f.jsonl:7: the answer has no '####' before its number"),
-        (
-            {"prompt": "<image> x", "images": [{"bytes": b"x"}]},
-            "f.jsonl:7: the field 'images' is more than text; expect",
-        ),
-        (
-            {"prompt": "x", "video": "a.mp4"},
-            "f.jsonl:7: the field 'video' is more than text; expected rows of text alo",
-        ),
+        ({"prompt": "<image> x", "images": [{"bytes": b"x"}]}, "f.jsonl:7: the field 'images' is more than text; exp"),
+        ({"prompt": "x", "video": "a.mp4"}, "f.jsonl:7: the field 'video' is more than text; expected rows of text a"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
             r"f.jsonl:7: messages\[0\].content\[1\] has the type 'image_url'; expected messages of text alone",
@@ -90,11 +78,6 @@ def test_gsm8k_answer_by_hand():
 def test_a_bad_question_is_named_by_file_and_line(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         question(fields)
-
-
-def test_a_column_for_images_may_be_empty():
-    """A parquet file of mixed rows has the column in each of them."""
-    assert question({"prompt": "x", "images": None, "videos": []}).text == "x"
 
 
 def test_the_three_shapes_of_an_example():
@@ -119,3 +102,76 @@ def test_the_three_shapes_of_an_example():
 def test_a_bad_example_is_named_by_file_and_line(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         example(fields)
+
+
+# files
+
+
+ROWS = [{"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "1+2=", "ground_truth": "3"}]
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps(ROWS[1]) + "\n")
+    return path
+
+
+def test_jsonl_rows_know_their_line_and_empty_lines_are_skipped(jsonl):
+    rows = read_rows(str(jsonl), FILE_KINDS)
+    assert [row.fields for row in rows] == ROWS
+    assert [row.where for row in rows] == [f"{jsonl}:1", f"{jsonl}:3"]
+
+
+def test_several_files_are_read_in_order(jsonl, tmp_path):
+    other = tmp_path / "b.jsonl"
+    other.write_text('{"prompt": "9"}\n')
+    rows = read_rows([str(other), str(jsonl)], FILE_KINDS)
+    assert [row.fields["prompt"] for row in rows] == ["9", "1+1=", "1+2="]
+
+
+def test_parquet_and_datasets_folder_give_the_same_rows(tmp_path):
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "folder")
+    for name in ("a.parquet", "folder"):
+        rows = read_rows(str(tmp_path / name), FILE_KINDS)
+        assert [row.fields for row in rows] == ROWS
+        assert rows[1].where == f"{tmp_path / name}:2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("bad.jsonl", b'{"a": 1}\n{"a": \n', r"bad\.jsonl:2: not JSON \(.*\); expected one JSON object a line"),
+        ("latin.jsonl", b'{"a": "\xe9"}\n', r"latin\.jsonl:1: not JSON \(.*utf-8.*\); expected one JSON object a line"),
+        ("list.jsonl", b"[1, 2]\n", r"list\.jsonl:1: a JSON list; expected one JSON object a line"),
+        ("empty.jsonl", b"\n", r"empty\.jsonl: no rows"),
+        ("a.csv", b"x", r"a\.csv: unknown kind of file; expected \.jsonl"),
+        ("plain", b"x", r"plain: unknown kind of file; expected \.jsonl"),
+        ("a.parquet", b"nonsense", r"a\.parquet: not a parquet file"),
+    ],
+)
+def test_a_bad_file_is_named_in_one_sentence(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_rows(str(tmp_path / name), FILE_KINDS)
+
+
+def test_a_missing_file_and_a_wrong_folder_are_named(tmp_path):
+    with pytest.raises(ValueError, match="gone.jsonl: no such file or folder"):
+        read_rows(str(tmp_path / "gone.jsonl"), FILE_KINDS)
+    with pytest.raises(ValueError, match="not a folder of `datasets.save_to_disk`"):
+        read_rows(str(tmp_path), FILE_KINDS)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"a folder of several splits; name one of them \(train\)"):
+        read_rows(str(tmp_path / "both"), FILE_KINDS)
+
+
+def test_the_digest_follows_the_content_and_not_the_name(jsonl, tmp_path):
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(jsonl.read_bytes())
+    assert content_digest(str(copy)) == content_digest([str(jsonl)])
+    copy.write_bytes(jsonl.read_bytes() + b" ")
+    assert content_digest(str(copy)) != content_digest(str(jsonl))
+    assert content_digest(str(tmp_path)) == content_digest(str(tmp_path))

@@ -1,14 +1,16 @@
 """Every visit is settled exactly once, over any number of kills and resumes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megarl.data.ledger import FILTERED, LOST, OUTCOMES, SKIPPED, TRAINED, Ledger
+from megarl.data.order import Visits, check_same_data
 
 
 def test_visits_are_handed_out_in_order_and_settled_in_any() -> None:
@@ -30,13 +32,17 @@ def test_a_visit_is_settled_once_and_only_if_it_is_open(number: int) -> None:
         ledger.settle(number, TRAINED)
 
 
+def resumed(before: Ledger, finished: Sequence[int] = ()) -> Ledger:
+    after = Ledger("data")
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())), finished=finished)
+    return after
+
+
 def test_what_was_open_is_issued_again_before_anything_new() -> None:
     before = Ledger("data")
     before.issue(5)
     before.settle(1, TRAINED)
-    state = json.loads(json.dumps(before.state_dict()))
-    after = Ledger("data")
-    after.load_state_dict(state, finished=[3])
+    after = resumed(before, [3])
     assert after.open == [0, 2, 3, 4]
     assert after.issue(2) == [0, 2]
     assert after.issue(3) == [4, 5, 6], "visit 3 has its group already"
@@ -44,17 +50,16 @@ def test_what_was_open_is_issued_again_before_anything_new() -> None:
     assert after.counts[TRAINED] == 2
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+def test_states_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="belongs to other data"):
         Ledger("5-ab").load_state_dict(Ledger("9-cd").state_dict())
-
-
-def test_a_saved_group_of_a_settled_visit_is_a_defect() -> None:
+    check_same_data("5-ab", "5-ab")
+    with pytest.raises(ValueError, match=r"belongs to other data \(rows, content and order 9-cd, here 5-ab\)"):
+        check_same_data("9-cd", "5-ab")
     before = Ledger("data")
-    before.issue(1)
-    before.settle(0, TRAINED)
+    before.settle(*before.issue(1), TRAINED)
     with pytest.raises(AssertionError, match="settled already"):
-        Ledger("data").load_state_dict(before.state_dict(), finished=[0])
+        resumed(before, [0])
 
 
 def test_what_a_rollback_left_out_is_passed_over_when_it_is_its_turn() -> None:
@@ -62,14 +67,12 @@ def test_what_a_rollback_left_out_is_passed_over_when_it_is_its_turn() -> None:
     before = Ledger("data")
     before.issue(4)
     before.settle(3, TRAINED)
-    resumed = Ledger("data")
-    resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    resumed.leave_out([1, 3, 6, 7])
-    assert resumed.issue(4) == [0, 2, 4, 5]
-    assert resumed.passed() == [1]
-    assert resumed.passed() == []
-    again = Ledger("data")
-    again.load_state_dict(json.loads(json.dumps(resumed.state_dict())), finished=[0, 2, 4, 5])
+    after = resumed(before)
+    after.leave_out([1, 3, 6, 7])
+    assert after.issue(4) == [0, 2, 4, 5]
+    assert after.passed() == [1]
+    assert after.passed() == []
+    again = resumed(after, [0, 2, 4, 5])
     again.leave_out([1, 3, 6, 7])
     assert again.issue(2) == [8, 9]
     assert again.passed() == [6, 7]
@@ -115,3 +118,36 @@ def test_a_thousand_random_lives_settle_every_visit_once() -> None:
         assert ledger.open == []
         assert sorted(outcomes) == list(range(len(outcomes))), "no gap, and none twice"
         assert {name: n for name, n in ledger.counts.items() if n} == dict(Counter(outcomes.values()))
+
+
+# the order of visits
+def visits(rows=5, *, shuffle=True, seed=0):
+    return Visits(rows, shuffle=shuffle, seed=seed)
+
+
+def first(order, count):
+    return [order.at(number) for number in range(count)]
+
+
+def test_without_shuffling_the_rows_come_in_order_for_ever():
+    assert first(visits(2, shuffle=False), 5) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+@given(rows=st.integers(1, 40), seed=st.integers(0, 2**32), epochs=st.integers(1, 4))
+def test_every_epoch_visits_every_row_once(rows, seed, epochs):
+    got = first(visits(rows, seed=seed), rows * epochs)
+    for epoch in range(epochs):
+        assert sorted(got[epoch * rows : (epoch + 1) * rows]) == [(epoch, row) for row in range(rows)]
+
+
+@given(numbers=st.lists(st.integers(0, 60), max_size=20))
+def test_a_visit_does_not_depend_on_those_before(numbers):
+    order, whole = visits(7, seed=3), first(visits(7, seed=3), 61)
+    assert [order.at(number) for number in numbers] == [whole[number] for number in numbers]
+
+
+def test_epochs_and_seeds_differ_and_are_repeatable():
+    rows = [row for _, row in first(visits(100), 200)]
+    assert rows[:100] != rows[100:]
+    assert first(visits(100), 100) == first(visits(100), 100)
+    assert rows[:100] != [row for _, row in first(visits(100, seed=1), 100)]

@@ -1,3 +1,5 @@
+"""Prompts and demonstrations of the rows of a file, by number of visit."""
+
 import json
 
 import datasets
@@ -6,6 +8,7 @@ import pytest
 from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.order import fingerprint_of
 from megarl.data.prompts import Prompts
+from megarl.data.sft import SftExamples
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def test_a_prompt_carries_the_row(sums, tokenizer):
     prompts = Prompts(sums, tokenizer, max_prompt_length=4, shuffle=False)
     assert prompts.data_sources == {"sums"}
     prompt = prompts.visit(2)
-    assert prompt.uid == "0-2"
+    assert (prompt.uid, prompts.visit(8).uid, len(prompts)) == ("0-2", "1-0", 8)
     assert prompt.token_ids == tokenizer.convert_tokens_to_ids(["2", "+", "1", "="])
     assert (prompt.text, prompt.ground_truth, prompt.data_source, prompt.extra) == ("2+1=", "3", "sums", {"a": 2})
 
@@ -40,35 +43,18 @@ def test_a_field_that_no_checkpoint_can_hold_is_named_with_its_row(sums, tokeniz
     rows = datasets.Dataset.from_list([{"prompt": "1+", "level": 1, "grid": [[1, 2], [3, 4]]}] * 2)
     rows.with_format("numpy", columns=["grid"], output_all_columns=True).save_to_disk(tmp_path / "rows")
     prompts = Prompts(str(tmp_path / "rows"), tokenizer, max_prompt_length=4)
-    with pytest.raises(ValueError) as error:
+    words = "rows:1: a checkpoint cannot hold the field 'grid': it is or holds a ndarray; expected text, .*save_freq=-1"
+    with pytest.raises(ValueError, match=words):
         prompts.check_saveable()
-    assert str(error.value) == (
-        f"{tmp_path / 'rows'}:1: a checkpoint cannot hold the field 'grid': it is or holds a ndarray; expected text, "
-        "numbers, bytes, times, or lists and objects of these; without the field, or with trainer.save_freq=-1, the "
-        "run can start"
-    )
 
 
-def test_an_epoch_is_a_permutation_and_the_uid_says_which(sums, tokenizer):
-    prompts = Prompts(sums, tokenizer, max_prompt_length=4, seed=3)
-    uids = [prompts.visit(number).uid for number in range(16)]
-    assert sorted(uids[:8]) == [f"0-{row}" for row in range(8)]
-    assert sorted(uids[8:]) == [f"1-{row}" for row in range(8)]
-    assert [uid[2:] for uid in uids[:8]] != [uid[2:] for uid in uids[8:]]
-    assert len(prompts) == 8
-
-
-def test_evaluation_takes_the_first_rows_in_file_order(sums, tokenizer):
+def test_evaluation_takes_the_first_rows_in_file_order_and_training_may_use_the_first_alone(sums, tokenizer):
     prompts = Prompts(sums, tokenizer, max_prompt_length=4)
     assert [prompt.uid for prompt in prompts.all(3)] == ["eval-0", "eval-1", "eval-2"]
-    assert len(prompts.all()) == 8
-
-
-def test_training_may_use_the_first_rows_alone_which_its_fingerprint_tells(sums, tokenizer):
     first = Prompts(sums, tokenizer, max_prompt_length=4, max_rows=3)
+    assert (len(prompts.all()), len(first)) == (8, 3)
     assert sorted(first.visit(number).uid for number in range(3)) == ["0-0", "0-1", "0-2"]
-    assert len(first) == 3
-    assert first.fingerprint != Prompts(sums, tokenizer, max_prompt_length=4).fingerprint
+    assert first.fingerprint != prompts.fingerprint
 
 
 def test_the_fingerprint_belongs_to_all_that_decides_which_prompt_a_visit_is(sums, tokenizer, tmp_path):
@@ -79,12 +65,8 @@ def test_the_fingerprint_belongs_to_all_that_decides_which_prompt_a_visit_is(sum
     assert found() == found() == found(shuffle=True, seed=0)
     assert len({found(), found(changed), found(seed=1), found(shuffle=False)}) == 4
     assert found(shuffle=False, seed=1) == found(shuffle=False), "without shuffling the seed decides nothing"
-
-
-def test_other_rows_of_the_same_files_have_another_fingerprint(tokenizer, tmp_path):
-    """As many rows as before, but with a system prompt or another tokenizer other ones may be too long."""
-    file = write(tmp_path / "a.jsonl", [{"prompt": "1"}] * 2)
-    assert fingerprint_of(file, [0], shuffle=False, seed=0) != fingerprint_of(file, [1], shuffle=False, seed=0)
+    one, other = (fingerprint_of(sums, [row], shuffle=False, seed=0) for row in (0, 1))
+    assert one != other, "as many rows, but with another system prompt or tokenizer other ones may be too long"
 
 
 def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
@@ -96,6 +78,8 @@ def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
     assert [prompts.visit(number).uid for number in range(2)] == ["0-0", "0-2"]
     with pytest.raises(ValueError, match="data.max_prompt_length=0: every prompt of .*a.jsonl is longer"):
         Prompts(path, tokenizer, max_prompt_length=0, overlong="filter")
+    with pytest.raises(ValueError, match="b.jsonl:1: the prompt is empty; expected at least one token"):
+        Prompts(write(tmp_path / "b.jsonl", [{"prompt": ""}]), tokenizer, max_prompt_length=4)
 
 
 def test_a_long_prompt_is_cut_where_asked_and_counted(tmp_path, tokenizer):
@@ -105,12 +89,6 @@ def test_a_long_prompt_is_cut_where_asked_and_counted(tmp_path, tokenizer):
         assert (prompts.num_cut, prompts.num_filtered) == (1, 0)
         assert [tokenizer.decode(prompt.token_ids) for prompt in prompts.all()] == ["12", left]
         assert prompts.visit(1).text == "12345"
-
-
-def test_an_empty_prompt_is_refused(tmp_path, tokenizer):
-    path = write(tmp_path / "a.jsonl", [{"prompt": ""}])
-    with pytest.raises(ValueError, match="a.jsonl:1: the prompt is empty; expected at least one token"):
-        Prompts(path, tokenizer, max_prompt_length=4)
 
 
 def test_gsm8k_rows_and_a_system_prompt_go_through_the_chat_template(tmp_path, tokenizer):
@@ -129,3 +107,51 @@ def test_some_rows_come_from_all_sources_in_turn_with_their_lines(tmp_path, toke
     assert [where for where, _ in some] == [f"{file}:{line}" for line in (1, 4, 6, 2, 5)]
     assert [prompt.text for _, prompt in some][:2] == ["0+1=", "3+1="]
     assert len(prompts.some(99)) == 6
+
+
+# demonstrations
+def test_the_loss_covers_the_response_and_its_end(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "12+34=", "response": "46"}, {"prompt": "1=", "response": "1"}])
+    batch = SftExamples(path, tokenizer, max_length=9, shuffle=False).take(2)
+    assert batch.lengths.tolist() == [9, 4]
+    assert tokenizer.decode(batch.tokens.tolist()) == "12+34=46<eos>1=1<eos>"
+    assert batch.columns["response_mask"].tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+
+
+def test_chat_examples_use_the_template_for_the_prompt_only(tmp_path, tokenizer):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    batch = SftExamples(write(tmp_path / "a.jsonl", [{"messages": turns}]), tokenizer, max_length=64).take(1)
+    assert tokenizer.decode(batch.tokens.tolist()) == "<user>hi<eos><assistant>yo<eos>"
+    assert batch.columns["response_mask"].tolist() == [0] * 5 + [1] * 3
+
+
+def test_position_and_epochs(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"{i}=", "response": f"{i}"} for i in range(7)])
+    examples = SftExamples(path, tokenizer, max_length=9, seed=2)
+    assert len(examples) == 7
+    assert sorted(examples.take(7).tokens[::4].tolist()) == sorted(tokenizer.convert_tokens_to_ids(list("0123456")))
+    examples.take(2)
+    again = SftExamples(path, tokenizer, max_length=9, seed=2)
+    again.load_state_dict(examples.state_dict())
+    assert again.take(9).tokens.tolist() == examples.take(9).tokens.tolist()
+
+
+def test_long_and_empty_examples(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "12+34=", "response": "46"}, {"prompt": "1", "response": "1"}])
+    with pytest.raises(ValueError, match="a.jsonl:1: prompt and response have 9 tokens, sft.max_length is 8; use a s"):
+        SftExamples(path, tokenizer, max_length=8)
+    assert SftExamples(path, tokenizer, max_length=8, overlong="filter").num_filtered == 1
+    with pytest.raises(ValueError, match="sft.max_length=2: every example of .*a.jsonl is longer"):
+        SftExamples(path, tokenizer, max_length=2, overlong="filter")
+    empty = write(tmp_path / "b.jsonl", [{"prompt": "", "response": "1"}])
+    with pytest.raises(ValueError, match="b.jsonl:1: the prompt is empty"):
+        SftExamples(empty, tokenizer, max_length=8)
+
+
+def test_batches_have_each_example_once_in_the_order_of_the_file(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"{i}=", "response": f"{i}"} for i in range(5)])
+    examples = SftExamples(path, tokenizer, max_length=9, seed=2)
+    batches = list(examples.batches(2))
+    assert [batch.num_sequences for batch in batches] == [2, 2, 1]
+    assert [tokenizer.decode(batch.tokens.tolist())[:1] for batch in batches] == ["0", "2", "4"]
+    assert examples.state_dict()["next"] == 0, "the training goes on where it was"

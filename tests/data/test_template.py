@@ -1,12 +1,12 @@
-"""What follows an answer, in fifteen styles of chat templates: the rest of the rendering, where it only appends."""
-
-from __future__ import annotations
+"""Prompts as token ids; what follows an answer, in fifteen styles of chat templates, where rendering only appends."""
 
 import pytest
 from chat_templates import STYLES, WITH_TOOLS, byte_tokenizer, source, template_of, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data.chat import encode, encode_many, encode_responses, load_tokenizer
+from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.template import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
@@ -30,7 +30,8 @@ def with_calls(num):
 
 
 SAID = {"role": "assistant", "content": "hello, the answer is 15"}
-USER = {"role": "user", "content": "And  the square?\n"}
+SQUARE = "And  the square?\n"
+USER = {"role": "user", "content": SQUARE}
 
 
 def as_text(name, messages):
@@ -113,23 +114,27 @@ def text_behind(name, answer, tail, last, *, ended=True, tools=()):
     return tokenizer.decode(bridge.after(tokenizer.convert_tokens_to_ids(last), ended=ended))
 
 
-def test_an_answer_that_was_cut_off_gets_the_end_of_its_turn():
-    rest = "\n<|im_start|>user\nAnd  the square?\n<|im_end|>\n<|im_start|>assistant\n"
-    assert text_behind("chatml", SAID, [USER], "1", ended=False) == "<|im_end|>" + rest
-    assert text_behind("chatml", SAID, [USER], "<|im_end|>") == rest
+CHATML = f"\n<|im_start|>user\n{SQUARE}<|im_end|>\n<|im_start|>assistant\n"
+GPT_OSS = f"<|start|>user<|message|>{SQUARE}<|end|><|start|>assistant"
+GLM4 = f"\n{SQUARE}<|assistant|>"
 
 
-def test_a_stop_token_takes_the_place_of_another_end_token():
-    """gpt-oss stops at <|return|>, and its template writes <|end|> there."""
-    rest = "<|start|>user<|message|>And  the square?\n<|end|><|start|>assistant"
-    assert text_behind("gpt_oss", SAID, [USER], "<|return|>") == rest
-    assert text_behind("gpt_oss", SAID, [USER], "1", ended=False) == "<|end|>" + rest
+@pytest.mark.parametrize(
+    ("name", "last", "ended", "expected"),
+    [
+        ("chatml", "1", False, "<|im_end|>" + CHATML),  # an answer that was cut off gets the end of its turn
+        ("chatml", "<|im_end|>", True, CHATML),
+        ("gpt_oss", "<|return|>", True, GPT_OSS),  # it stops at <|return|>, and its template writes <|end|> there
+        ("gpt_oss", "1", False, "<|end|>" + GPT_OSS),
+        ("glm4", "<|user|>", True, GLM4),  # a stop token that begins the next message is written once
+        ("glm4", "<|endoftext|>", True, "<|user|>" + GLM4),
+    ],
+)
+def test_the_end_of_an_answer_is_written_once(name, last, ended, expected):
+    assert text_behind(name, SAID, [USER], last, ended=ended) == expected
 
 
-def test_a_stop_token_that_begins_the_next_message_is_not_written_twice_and_not_left_out():
-    rest = "\nAnd  the square?\n<|assistant|>"
-    assert text_behind("glm4", SAID, [USER], "<|user|>") == rest
-    assert text_behind("glm4", SAID, [USER], "<|endoftext|>") == "<|user|>" + rest
+def test_a_stop_token_may_begin_a_tools_response():
     seen = text_behind("glm4", with_calls(1), [response("15")], "<|observation|>", tools=TOOLS)
     assert seen == "\n<tool_response>\n15\n</tool_response><|assistant|>"
 
@@ -204,8 +209,59 @@ def test_messages_that_the_template_refuses_are_a_users_mistake():
         template_of("llama2").whole([USER, USER])
 
 
-def test_a_tokenizer_without_a_template_is_refused():
-    tokenizer = byte_tokenizer(source("chatml"))
-    tokenizer.chat_template = None
+CHAT = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def ids_of(tokenizer, *tokens):
+    return tokenizer.convert_tokens_to_ids(list(tokens))
+
+
+def test_a_string_is_encoded_as_it_stands_and_messages_end_with_the_header_of_the_answer(tokenizer):
+    assert encode(tokenizer, "1+1=") == ids_of(tokenizer, "1", "+", "1", "=")
+    assert encode(tokenizer, CHAT) == ids_of(tokenizer, "<user>", "1", "+", "1", "<eos>", "<assistant>")
+
+
+def test_a_system_prompt_goes_before_strings_and_messages_but_not_before_another(tokenizer):
+    own = [{"role": "system", "content": "b"}, *CHAT]
+    assert encode_many(tokenizer, ["1", CHAT, ""]) == [encode(tokenizer, text) for text in ("1", CHAT, "")]
+    string, messages, kept = encode_many(tokenizer, ["1+1", CHAT, own], system_prompt="a")
+    assert string == messages == encode(tokenizer, "<system>a<eos><user>1+1<eos><assistant>")
+    assert kept == encode(tokenizer, own)
+
+
+def test_variables_reach_the_template_and_unknown_ones_do_nothing():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %}={% endif %}"
+    plain, variable, unknown = (
+        encode_many(tokenizer, [CHAT], template=template)[0]
+        for template in (None, {"enable_thinking": False}, {"style": "brief"})
+    )
+    assert plain == unknown == ids_of(tokenizer, "1", "+", "1")
+    assert variable == ids_of(tokenizer, "1", "+", "1", "=")
+
+
+def test_a_response_ends_with_the_end_of_text(tokenizer):
+    assert encode_responses(tokenizer, ["46", ""]) == [ids_of(tokenizer, "4", "6", "<eos>"), [tokenizer.eos_token_id]]
+
+
+def test_a_tokenizer_that_lacks_what_is_needed_is_refused():
+    plain, endless = tiny_tokenizer(), tiny_tokenizer()
+    plain.chat_template, endless.eos_token = None, None
+    with pytest.raises(ValueError, match="the tokenizer has no chat template, which chat messages and data.system_pro"):
+        encode(plain, CHAT)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        encode_many(plain, ["1"], system_prompt="a")
     with pytest.raises(ValueError, match="the tokenizer has no chat template, which conversations need"):
-        ChatTemplate(tokenizer)
+        ChatTemplate(plain)
+    with pytest.raises(ValueError, match="expected a tokenizer with an end-of-text token"):
+        encode_responses(endless, ["1"])
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"model.tokenizer_path={tmp_path}: no tokenizer can be loaded from there"):
+        load_tokenizer(str(tmp_path))

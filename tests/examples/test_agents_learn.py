@@ -1,7 +1,5 @@
 """The examples with agents: each begins with what its cold start taught, and learns the rest from rewards."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.metrics.plots import Series, read_series
+from megarl.metrics.jsonl import Series, read_series
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

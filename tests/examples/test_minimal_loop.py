@@ -1,7 +1,5 @@
 """The ring in one process is run as its reader would, and learns."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "minimal_loop.py"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_minimal_loop_learns_the_larger_digit() -> None:
     said = subprocess.run([sys.executable, str(SCRIPT)], check=True, stdout=subprocess.PIPE, text=True).stdout
     lines = re.findall(r"step +(\d+)  reward ([\d.]+)  right ([\d.]+)  .* differ by (.+)", said)

@@ -1,7 +1,5 @@
 """Rows of reasoning-gym and the package's own scores, in an environment that has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

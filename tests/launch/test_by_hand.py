@@ -1,7 +1,5 @@
 """A small run as its user starts it by hand: on this machine, and on two, each a loopback address of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ from ring_cases import PPO, make_parts, settings
 
 from megarl.servers.server_process import free_ports
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.full]
 LAUNCH = Path(__file__).parents[2] / "launch"
 LIMIT_S = 800
 

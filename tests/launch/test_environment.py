@@ -1,7 +1,5 @@
 """The scripts that make environments, with a stand-in for Python: what is installed, shown and kept."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -77,23 +75,23 @@ def test_one_that_fails_shows_the_end_of_its_log_and_is_done_again(repository: P
     assert "installing" in again.stdout
 
 
+def said_to_pip(repository: Path, folder: str) -> list[str]:
+    lines = (repository / folder / "install.log").read_text().splitlines()
+    return [line.removeprefix("== pip install ") for line in lines if line.startswith("==")]
+
+
 def test_torch_comes_first_and_every_package_under_the_pins(repository: Path) -> None:
     make(repository, COMMANDS[".venv"])
-    said = [line for line in (repository / ".venv/install.log").read_text().splitlines() if line.startswith("==")]
-    under = "== pip install --constraint launch/constraints.txt"
-    assert said == ["== pip install --upgrade pip", f"{under} torch", f"{under} --editable .[dev]"]
+    under = "--constraint launch/constraints.txt"
+    assert said_to_pip(repository, ".venv") == ["--upgrade pip", f"{under} torch", f"{under} --editable .[dev]"]
 
 
 def test_environments_for_gpus_come_from_the_locks_and_stay(repository: Path) -> None:
     make(repository, "bash launch/gpu/install.sh trainer megarl server")
-    locked = "== pip install --require-hashes --requirement launch/gpu"
-    for folder, more in (
-        (".venv", ["== pip install --no-deps --no-build-isolation --editable ."]),
-        (".venv-sglang", []),
-    ):
-        said = [line for line in (repository / folder / "install.log").read_text().splitlines() if line[:2] == "=="]
-        lock = {".venv": "trainer", ".venv-sglang": "server"}[folder]
-        assert said == ["== pip install --upgrade pip", f"{locked}/{lock}.txt", *more]
+    locked = "--require-hashes --requirement launch/gpu"
+    editable = "--no-deps --no-build-isolation --editable ."
+    assert said_to_pip(repository, ".venv") == ["--upgrade pip", f"{locked}/trainer.txt", editable]
+    assert said_to_pip(repository, ".venv-sglang") == ["--upgrade pip", f"{locked}/server.txt"]
     done = make(repository, COMMANDS[".venv"], fails="install")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "the versions for CPUs do not replace them"
 
@@ -106,12 +104,8 @@ def test_transformer_engine_is_built_from_its_lock_where_there_is_a_compiler(rep
     shutil.copy(repository / "python", repository / "bin/nvcc")
     built = make(repository, f"CUDA_HOME={repository} bash launch/gpu/install.sh trainer transformer_engine")
     assert (built.returncode, built.stderr) == (0, "")
-    last = [line for line in (repository / ".venv/install.log").read_text().splitlines() if line[:2] == "=="][-1]
     options = "--no-deps --no-build-isolation --require-hashes --requirement launch/gpu/transformer_engine.txt"
-    assert last == f"== pip install {options}"
-
-
-def test_an_unknown_part_is_named(repository: Path) -> None:
-    done = make(repository, "bash launch/gpu/install.sh apex")
-    assert done.returncode == 2
-    assert "apex: expected trainer, transformer_engine, megarl or server" in done.stderr
+    assert said_to_pip(repository, ".venv")[-1] == options
+    unknown = make(repository, "bash launch/gpu/install.sh apex")
+    assert unknown.returncode == 2
+    assert "apex: expected trainer, transformer_engine, megarl or server" in unknown.stderr

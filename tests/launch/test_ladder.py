@@ -1,7 +1,5 @@
 """The ladders of checks for machines with GPUs: how a ladder runs, and that what its rungs name exists."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import json
@@ -13,10 +11,10 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
-import gpu_processes
 import gsm8k_shaped
 import ladder
 import pytest
@@ -45,47 +43,45 @@ def files_in(words: list[str]) -> list[str]:
     return [word for word in words if word.startswith("tests/") and word.endswith(".py")]
 
 
-FAKE = """
-[[rung]]
-name = "good"
-seconds = 60
-about = "a test file with a skip"
-commands = ["{python} -c 'print(1)'", "cp JUNIT {page}.xml"]
-
-[[rung]]
-name = "bad"
-seconds = 60
-about = "fails, and leaves a child behind"
-commands = ["sh -c 'sleep 1000 & echo child $!; echo no such kernel >&2; exit 3'", "touch {out}/never"]
-
-[[rung]]
-name = "slow"
-seconds = 1
-about = "takes too long, with a child that does not want to end"
-commands = ["sh -c 'sh -c \\"trap : TERM; echo child \\\\$\\\\$; while :; do sleep 1; done\\" & wait'"]
-
-[[rung]]
-name = "without"
-seconds = 60
-about = "needs what is not here"
-needs = "sh -c 'echo nothing like it; exit 1'"
-commands = ["true"]
-
-[[rung]]
-name = "last"
-seconds = 60
-about = "still runs"
-commands = ["true"]
-"""
+# A rung has a name, a limit in seconds, what it needs, and commands.
+LONG = """sh -c 'sh -c "trap : TERM; echo child \\$\\$; while :; do sleep 1; done" & wait'"""  # it does not want to end
+FAKE: list[tuple[str, int, str, list[str]]] = [
+    ("good", 60, "", ["{python} -c 'print(1)'", "cp JUNIT {page}.xml"]),
+    ("bad", 60, "", ["sh -c 'sleep 1000 & echo child $!; echo no such kernel >&2; exit 3'", "touch {out}/never"]),
+    ("slow", 1, "", [LONG]),
+    ("without", 60, "sh -c 'echo nothing like it; exit 1'", ["true"]),
+    ("last", 60, "", ["true"]),
+]
 JUNIT = """<testsuites><testsuite><testcase name="a"/>
 <testcase name="b"><skipped message="Transformer-Engine is not installed"/></testcase></testsuite></testsuites>"""
 
 
+def write(folder: Path, *rungs: tuple[str, int, str, list[str]]) -> Path:
+    """A ladder, as a file."""
+    (folder / "junit.xml").write_text(JUNIT)
+    tables = []
+    for name, seconds, needs, commands in rungs:
+        keys = {"name": name, "seconds": seconds, "about": f"it is {name}", "commands": commands}
+        keys |= {"needs": needs} if needs else {}
+        tables.append("\n".join(["[[rung]]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]))
+    (folder / "fake.toml").write_text("\n\n".join(tables).replace("JUNIT", str(folder / "junit.xml")))
+    return folder / "fake.toml"
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    (tmp_path / "junit.xml").write_text(JUNIT)
-    (tmp_path / "fake.toml").write_text(FAKE.replace("JUNIT", str(tmp_path / "junit.xml")))
-    return tmp_path / "fake.toml"
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ladder, "GRACE_S", 0.3)
+    return write(tmp_path, *FAKE)
+
+
+def ladder_of(folder: Path, command: str) -> list[str]:
+    """The words that run a ladder of one rung with one command."""
+    return [str(write(folder, ("one", 100, "", [command]))), "--out", str(folder / "out")]
+
+
+def children(logs: Iterable[Path]) -> list[int]:
+    """The processes whose ids stand in the logs."""
+    return [int(pid) for log in logs for pid in re.findall(r"^child (\d+)$", log.read_text(), re.MULTILINE)]
 
 
 def pages(out: Path) -> dict[str, SimpleNamespace]:
@@ -101,13 +97,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "GRACE_S", 0.3)
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_every_rung_leaves_a_page_whatever_the_others_did(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_rung_leaves_a_page_and_no_process_and_a_later_call_keeps_the_earlier_pages(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = file.parent / "out"
     assert ladder.main([str(file), "--out", str(out)]) == 1
     found = pages(out)
@@ -125,45 +117,26 @@ def test_every_rung_leaves_a_page_whatever_the_others_did(file: Path, capsys: py
     summary = (out / "summary.md").read_text()
     assert "| bad | failed with exit status 3 |" in summary and "| last | passed |" in summary
     assert "1 skipped: Transformer-Engine" in capsys.readouterr().out
+    assert len(left := children(out.glob("*.log"))) == 2
+    assert not [pid for pid in left if is_running(pid)]
 
-
-@pytest.mark.usefixtures("short_grace")
-def test_no_process_of_a_rung_stays(file: Path) -> None:
-    out = file.parent / "out"
-    ladder.main([str(file), "--out", str(out)])
-    logs = "".join(log.read_text() for log in out.glob("*.log"))
-    children = [int(pid) for pid in re.findall(r"^child (\d+)$", logs, re.MULTILINE)]
-    assert len(children) == 2
-    assert not [pid for pid in children if is_running(pid)]
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_the_archive_has_pages_logs_and_results_but_no_models(file: Path) -> None:
-    out = file.parent / "out"
-    (out / "runs").mkdir(parents=True)
+    (out / "runs").mkdir()
     (out / "runs" / "metrics.jsonl").write_text("{}\n")
     (out / "runs" / "model.safetensors").write_bytes(b"weights")
     (out / "huge.log").write_bytes(bytes(ladder.ARCHIVED_BYTES + 1))
-    ladder.main([str(file), "--from", "last", "--out", str(out)])
-    with tarfile.open(file.parent / "out.tar.gz") as tar:
-        names = set(tar.getnames())
-    assert names == {"out/summary.md", "out/05_last.json", "out/05_last.log", "out/runs/metrics.jsonl"}
-
-
-@pytest.mark.usefixtures("short_grace")
-def test_a_later_call_begins_where_it_is_told_and_keeps_the_earlier_pages(file: Path) -> None:
-    out = file.parent / "out"
-    assert ladder.main([str(file), "--out", str(out)]) == 1
     bad = (out / "02_bad.json").read_text()
     assert ladder.main([str(file), "--out", str(out), "--from", "without"]) == 0
     assert (out / "02_bad.json").read_text() == bad
     assert "| bad | failed with exit status 3 |" in (out / "summary.md").read_text()
+    with tarfile.open(file.parent / "out.tar.gz") as tar:
+        names = set(tar.getnames())
+    assert {"out/summary.md", "out/05_last.json", "out/05_last.log", "out/runs/metrics.jsonl"} <= names
+    assert not names & {"out/huge.log", "out/runs/model.safetensors"}, "neither logs without end nor models"
 
 
-@pytest.mark.usefixtures("short_grace")
+@pytest.mark.full
 def test_when_the_time_is_up_a_rung_is_ended_and_the_others_are_not_run(file: Path) -> None:
-    text = file.read_text()
-    file.write_text(text[text.index('[[rung]]\nname = "slow"') :].replace("seconds = 1\n", "seconds = 1000\n"))
+    write(file.parent, ("slow", 1000, "", [LONG]), *FAKE[3:])
     begun = time.monotonic()
     assert ladder.main([str(file), "--minutes", str(1.5 / 60), "--out", str(file.parent / "out")]) == 1
     assert time.monotonic() - begun < 10
@@ -174,20 +147,17 @@ def test_when_the_time_is_up_a_rung_is_ended_and_the_others_are_not_run(file: Pa
 
 
 def test_one_that_is_interrupted_ends_its_rung_and_packs_what_there_is(tmp_path: Path) -> None:
-    (tmp_path / "fake.toml").write_text(
-        '[[rung]]\nname = "long"\nseconds = 100\nabout = "x"\ncommands = ["sh -c \'echo child $$; sleep 1000\'"]'
-    )
-    command = [sys.executable, str(ROOT / "launch/ladder.py"), str(tmp_path / "fake.toml"), "--out"]
-    process = subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.DEVNULL)
-    log, deadline = tmp_path / "out" / "01_long.log", time.monotonic() + 60
-    while not (log.exists() and re.search(r"^child \d+$", log.read_text(), re.MULTILINE)):
+    words = ladder_of(tmp_path, "sh -c 'echo child $$; sleep 1000'")
+    process = subprocess.Popen([sys.executable, str(ROOT / "launch/ladder.py"), *words], stdout=subprocess.DEVNULL)
+    log, deadline = tmp_path / "out" / "01_one.log", time.monotonic() + 60
+    while not (log.exists() and children([log])):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == ladder.EXIT_INTERRUPTED
-    assert pages(tmp_path / "out")["long"].verdict == "interrupted"
+    assert pages(tmp_path / "out")["one"].verdict == "interrupted"
     assert (tmp_path / "out.tar.gz").exists()
-    assert not is_running(int(re.findall(r"^child (\d+)$", log.read_text(), re.MULTILINE)[0]))
+    assert not is_running(*children([log]))
 
 
 NVIDIA_SMI = """#!/bin/sh
@@ -197,9 +167,9 @@ case $(wc -l <"$(dirname "$0")/asked") in
 2|3|STUCK) echo 7; echo 8 ;;
 esac
 """
-ONE_THAT_FAILS = '[[rung]]\nname = "one"\nseconds = 9\nabout = "x"\ncommands = ["COMMAND"]'
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("command", "stuck", "num_asked"),
     [("true", "3", 1), ("false", "3", 4), ("false", "*", None)],
@@ -218,27 +188,18 @@ def test_after_a_rung_that_failed_the_next_waits_until_its_gpu_memory_is_free(
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(ladder, "GPU_FREE_S", 60.0 if num_asked else 0.1)
-    (tmp_path / "fake.toml").write_text(ONE_THAT_FAILS.replace("COMMAND", command))
-    ladder.main([str(tmp_path / "fake.toml"), "--out", str(tmp_path / "out")])
+    ladder.main(ladder_of(tmp_path, command))
     if num_asked:
         assert len((tmp_path / "asked").read_text().splitlines()) == num_asked
     said = "one: processes that began with it still hold GPU memory"
     assert (said in capsys.readouterr().out) == (num_asked is None)
 
 
-def test_without_nvidia_smi_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_processes.on_gpus() is None
-    assert gpu_processes.wait_for_gpus(None, 60.0)
-
-
 def test_a_rung_whose_tests_were_all_skipped_has_not_passed(tmp_path: Path) -> None:
+    words = ladder_of(tmp_path, f"cp {tmp_path / 'junit.xml'} {{page}}.xml")
     (tmp_path / "junit.xml").write_text(JUNIT.replace('<testcase name="a"/>', ""))
-    (tmp_path / "fake.toml").write_text(
-        f'[[rung]]\nname = "tests"\nseconds = 9\nabout = "x"\ncommands = ["cp {tmp_path / "junit.xml"} {{page}}.xml"]'
-    )
-    assert ladder.main([str(tmp_path / "fake.toml"), "--out", str(tmp_path / "out")]) == 1
-    assert pages(tmp_path / "out")["tests"].verdict == "failed: every test was skipped"
+    assert ladder.main(words) == 1
+    assert pages(tmp_path / "out")["one"].verdict == "failed: every test was skipped"
 
 
 @pytest.mark.parametrize(
@@ -261,15 +222,12 @@ def test_the_versions_say_what_is_missing_and_end_with_1_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(versions.OPTIONAL, "transformer-engine-of-nobody", "its tests are skipped")
+    assert versions.OPTIONAL["apex"] == f"no {compute.APEX}", "what the doctor says"
     assert versions.main() == 1
     lines = capsys.readouterr().out.splitlines()
     assert f"torch: {importlib.metadata.version('torch')}" in lines
     assert "transformer-engine-of-nobody: missing: its tests are skipped" in lines
     assert lines[-1] == f"GPU: torch {torch.__version__} sees none"
-
-
-def test_the_versions_say_of_apex_what_the_doctor_says() -> None:
-    assert versions.OPTIONAL["apex"] == f"no {compute.APEX}"
 
 
 def test_the_versions_name_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,18 +247,6 @@ def test_the_versions_name_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 5
 
 
-def test_the_questions_for_the_gsm8k_recipe_need_no_download(tmp_path: Path) -> None:
-    assert gsm8k_shaped.main([str(tmp_path / "gsm8k")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "gsm8k" / "train.jsonl").read_text().splitlines()]
-    assert len(rows) == gsm8k_shaped.NUM_TRAIN
-    assert all(row["answer"].endswith("#### 7") for row in rows)
-    config = json.loads((tmp_path / "gsm8k" / "model" / "config.json").read_text())
-    assert (config["model_type"], config["hidden_size"], config["num_key_value_heads"]) == ("qwen2", 32, 2)
-    assert gsm8k_shaped.main([str(tmp_path / "gsm8k")]) == 0, "a folder that is complete stays"
-    with pytest.raises(SystemExit):
-        gsm8k_shaped.main([str(tmp_path / "x"), "--hidden", "30"])
-
-
 @pytest.mark.parametrize("name", LADDERS)
 def test_the_script_lists_its_rungs_without_a_gpu(name: str, tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHON": sys.executable}
@@ -311,11 +257,11 @@ def test_the_script_lists_its_rungs_without_a_gpu(name: str, tmp_path: Path) -> 
     assert all(rung.about in done.stdout for rung in LADDERS[name])
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_files_of_a_command_exist(name: str) -> None:
-    named = [word for word in COMMANDS[name] if word.startswith(("launch/", "tests/", "benchmarks/"))]
-    assert named or name in TRAIN
-    assert not [word for word in named if not (ROOT / word).exists()]
+def test_the_files_of_a_command_exist() -> None:
+    for name, words in COMMANDS.items():
+        named = [word for word in words if word.startswith(("launch/", "tests/", "benchmarks/"))]
+        assert named or name in TRAIN
+        assert not [word for word in named if not (ROOT / word).exists()], name
 
 
 @pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if "benchmarks/" in " ".join(words)])
@@ -367,18 +313,16 @@ def test_what_the_hf_engine_does_on_one_gpu_is_checked_before_benchmarks_and_wit
     assert not early["hf_server"].needs and not early["hf_ring"].needs
 
 
-@pytest.mark.parametrize("name", [name for name, words in PYTEST.items() if len(files_in(words)) > 1])
-def test_a_file_that_cannot_be_imported_does_not_stop_the_others_of_its_rung(name: str) -> None:
-    assert "--continue-on-collection-errors" in PYTEST[name]
-
-
-@pytest.mark.parametrize("name", PYTEST)
-def test_a_rung_names_its_files_of_tests(name: str) -> None:
+def test_a_rung_names_its_files_of_tests_of_which_one_that_cannot_be_imported_stops_no_other() -> None:
     """pytest imports a whole folder before -k chooses."""
-    assert files_in(PYTEST[name])
+    for name, words in PYTEST.items():
+        assert (files := files_in(words)), name
+        assert len(files) == 1 or "--continue-on-collection-errors" in words, name
+        has_full = any("mark.full" in (ROOT / file).read_text() for file in files)
+        assert not has_full or "full or not full" in words, f"{name}: else pytest leaves out those that are marked full"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_command_of_tests_finds_some(tmp_path: Path) -> None:
     """pytest ends with 5 if it finds none.  All in one process: most of the time goes into imports."""
     chosen = {}

@@ -1,7 +1,5 @@
 """The scripts that start runs, and the manifests of Kubernetes: read by their checkers, and by us."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -59,18 +57,18 @@ def test_a_script_ends_only_what_it_started_and_shows_no_secret(script: Path) ->
     assert "MEGARL_TOKEN=$" not in text
 
 
-def test_one_that_is_told_too_little_says_what_it_wants() -> None:
-    found = subprocess.run(["bash", LAUNCH / "node.sh", "2", "0"], capture_output=True, text=True)
-    assert found.returncode == 2
-    assert "NODES NODE_RANK ADDRESS_OF_NODE_0" in found.stderr
-
-
-def test_several_machines_without_a_token_are_told_how_to_make_one() -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["2", "0"], "NODES NODE_RANK ADDRESS_OF_NODE_0"),
+        (["2", "0", "127.0.0.1", "recipe=quickstart"], "umask 077; openssl rand -hex 32"),  # without a token
+    ],
+)
+def test_one_that_is_told_too_little_says_what_it_wants(words: list[str], told: str) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
-    command = ["bash", LAUNCH / "node.sh", "2", "0", "127.0.0.1", "recipe=quickstart"]
-    found = subprocess.run(command, capture_output=True, text=True, env=env)
+    found = subprocess.run(["bash", LAUNCH / "node.sh", *words], capture_output=True, text=True, env=env)
     assert found.returncode == 2
-    assert "umask 077; openssl rand -hex 32" in found.stderr
+    assert told in found.stderr
 
 
 @pytest.mark.parametrize("run", ["mine", "2026", "on"])
@@ -107,12 +105,6 @@ def test_two_runs_in_one_namespace_have_no_name_in_common_and_do_not_hear_each_o
         assert workload["spec"]["template"]["metadata"]["labels"]["run"] == "mine"
 
 
-def test_a_pod_has_the_time_to_save_that_its_settings_give_it() -> None:
-    (job,) = pods("Job")
-    config, _ = load_config(words_of(job), command="train")
-    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= config.trainer.term_grace_s + 30
-
-
 def test_a_run_that_was_drained_begins_again_and_one_with_a_mistake_does_not() -> None:
     (job,) = pods("Job")
     drained, ended, mistake = job["spec"]["podFailurePolicy"]["rules"]
@@ -123,13 +115,6 @@ def test_a_run_that_was_drained_begins_again_and_one_with_a_mistake_does_not() -
     assert job["spec"]["successPolicy"]["rules"] == [{"succeededIndexes": "0"}], "the driver's"
 
 
-def test_pods_ask_for_what_they_need() -> None:
-    for workload in (*pods("Job"), *pods("StatefulSet")):
-        (container,) = workload["spec"]["template"]["spec"]["containers"]
-        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-
-
 def test_a_server_may_load_for_as_long_as_the_settings_say_before_its_pod_counts_as_hung() -> None:
     (servers,) = pods("StatefulSet")
     config, _ = load_config(words_of(servers), command="serve")
@@ -137,12 +122,6 @@ def test_a_server_may_load_for_as_long_as_the_settings_say_before_its_pod_counts
     for probe in ("startupProbe", "livenessProbe"):
         seconds = container[probe]["periodSeconds"] * container[probe]["failureThreshold"]
         assert seconds > config.rollout.start_timeout_s, probe
-
-
-def test_pods_of_the_trainer_may_hold_servers_that_are_larger_than_a_pod() -> None:
-    config, _ = load_config(["recipe=grpo_deepseek_v3_671b_64x8h200"], command="train")
-    assert not config.rollout.urls
-    assert {len(machines) for machines, _ in placements(config, trains=True)} == {4}
 
 
 def test_pods_take_their_keys_from_the_secret_of_their_run_and_no_rights() -> None:
@@ -181,13 +160,23 @@ def test_the_secret_of_a_run_is_new_each_time_and_is_on_no_command_line() -> Non
 def test_the_pods_of_the_job_are_the_machines_of_its_settings() -> None:
     (job,) = pods("Job")
     config, _ = load_config(words_of(job), command="train")
+    pod = job["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= config.trainer.term_grace_s + 30, "it has the time to save"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == config.trainer.num_machines
     assert placed(config, {"JOB_COMPLETION_INDEX": "1"}).trainer.node_rank == 1
     assert config.trainer.master_addr == "megarl-mine-0.megarl-mine", (
         "NAME-INDEX.SUBDOMAIN, a name of the headless service"
     )
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == config.trainer.n_gpus_per_node
+    for workload in (job, *pods("StatefulSet")):
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == config.trainer.n_gpus_per_node == 8
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+
+
+def test_pods_of_the_trainer_may_hold_servers_that_are_larger_than_a_pod() -> None:
+    config, _ = load_config(["recipe=grpo_deepseek_v3_671b_64x8h200"], command="train")
+    assert not config.rollout.urls
+    assert {len(machines) for machines, _ in placements(config, trains=True)} == {4}
 
 
 def test_failures_of_the_job_are_counted_for_each_pod() -> None:
@@ -225,29 +214,3 @@ def test_trainer_and_servers_agree_on_where_servers_are() -> None:
     name, service = servers["metadata"]["name"], servers["spec"]["serviceName"]
     wanted = {f"https://{name}-{index}.{service}:30000" for index in range(servers["spec"]["replicas"])}
     assert set(served.rollout.urls) == wanted
-
-
-def test_slurm_starts_the_image_with_the_folders_that_were_named(tmp_path: Path) -> None:
-    srun = tmp_path / "srun"
-    # The job ends with its trainer, and its servers then: so the trainer waits until they have begun.
-    srun.write_text(
-        f'#!/usr/bin/env bash\necho "$*" >>{tmp_path}/said\n'
-        f"until [ $(wc -l <{tmp_path}/said) = 2 ]; do sleep 0.05; done\n"
-    )
-    srun.chmod(0o755)
-    (tmp_path / "scontrol").write_text("#!/usr/bin/env bash\necho host1\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
-    env |= {"PATH": f"{tmp_path}:{env['PATH']}", "MEGARL_ROOT": str(LAUNCH.parent), "SLURM_SUBMIT_DIR": str(tmp_path)}
-    env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]", "SERVER_NODES": "1"}
-    env |= {"CONTAINER_IMAGE": "/shared/megarl.sqsh", "CONTAINER_MOUNTS": "/models:/models", "SLURM_CPUS_ON_NODE": "96"}
-    command = ["bash", LAUNCH / "slurm.sbatch", "recipe=quickstart"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    server, trainer = sorted((tmp_path / "said").read_text().splitlines(), key=lambda line: "megarl train" in line)
-    inside = f"--cpus-per-task=96 --cpu-bind=none --container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
-    inside += f"--container-mounts={tmp_path}:{tmp_path},/models:/models"
-    assert f"--kill-on-bad-exit=1 {inside} bash -c " in trainer
-    assert " python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
-    assert f"{inside} bash /opt/megarl/launch/servers.sh recipe=quickstart" in server
-    assert " --no-kill --wait=0 --kill-on-bad-exit=0 " in server, "one of them that is lost does not end the others"

@@ -1,7 +1,5 @@
 """The kit for a machine without an index: what it holds, and that it installs from its own wheels alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import offline_kit
@@ -32,7 +30,8 @@ def test_what_only_packages_need_that_are_there_is_left_out() -> None:
     assert "nvidia-nccl-cu13" in offline_kit.lacking(PINS, [])
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.full
+@pytest.mark.parametrize("python", [pytest.param("3.11", marks=pytest.mark.full), "3.12"])
 def test_a_kit_names_what_a_machine_with_torch_lacks(python: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert offline_kit.main(["kit", "--python", python, "--have", HAVE, "--list"]) == 0
     names = {line.partition("==")[0] for line in capsys.readouterr().out.split()}
@@ -53,7 +52,7 @@ def test_a_machine_is_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureF
     assert missing == "no-such-package is not installed; expected no-such-package>=1"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_wheels_of_a_kit_are_few_and_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert offline_kit.main([str(tmp_path / "kit"), "--python", "3.12", "--have", HAVE]) == 0
     wheels = list((tmp_path / "kit").glob("*.whl"))

@@ -1,7 +1,5 @@
 """launch/node.sh with RESTARTS: what is started again, and what is not; a script stands in for python."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 Each node of the job is a loopback address of this machine.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -58,7 +56,7 @@ def test_processes_that_a_job_leaves_are_seen(tmp_path: Path) -> None:
     assert not processes_of(tmp_path, port)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_trainer_and_servers_on_nodes_of_their_own(tmp_path: Path) -> None:
     """Two nodes train, the third serves; the job leaves neither processes nor its token."""
     parts = make_parts(tmp_path / "parts")
@@ -75,16 +73,7 @@ def test_trainer_and_servers_on_nodes_of_their_own(tmp_path: Path) -> None:
     assert not processes_of(tmp_path, server)
 
 
-@pytest.mark.slow
-def test_a_job_that_fails_says_so_and_ends(tmp_path: Path) -> None:
-    found = submit(tmp_path, 1, ["model.path=/no/such/model", "data.train_files=[/no/such/file]"], 120)
-    assert found.returncode == 2, found.stdout + found.stderr
-    assert "error: model.path=/no/such/model: no such folder" in found.stderr
-    assert "error: /no/such/file: no such file" in found.stderr
-    assert not list(tmp_path.glob(".megarl_token*"))
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_trainer_that_fails_takes_the_servers_of_its_job_with_it(tmp_path: Path) -> None:
     (server,) = free_ports(["127.0.0.2"])
     words = settings(make_parts(tmp_path / "parts"), tmp_path / "runs", "failed", "data.train_files=[/no/such/file]")

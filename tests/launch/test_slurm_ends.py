@@ -1,7 +1,5 @@
 """How a job of launch/slurm.sbatch ends: stand-ins for srun, scontrol and python write down what they are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -28,10 +26,12 @@ while true; do sleep 0.05; done
 """
 
 
-def submit(folder: Path, *words: str, srun: str = SRUN, **environment: str) -> subprocess.Popen[str]:
+def submit(
+    folder: Path, *words: str, srun: str = SRUN, scontrol: str = "", **environment: str
+) -> subprocess.Popen[str]:
     commands = folder / "bin"
     commands.mkdir()
-    for name, text in {"srun": srun, "python": PYTHON, "scontrol": ""}.items():
+    for name, text in {"srun": srun, "python": PYTHON, "scontrol": scontrol}.items():
         (commands / name).write_text(f'#!/usr/bin/env bash\necho "$*" >>said_to_{name}\n{text}')
         (commands / name).chmod(0o755)
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
@@ -64,14 +64,7 @@ def test_a_job_that_must_end_asks_its_driver_to_save_first(
 
 @pytest.mark.parametrize(
     ("ends", "restarts", "requeues"),
-    [
-        ("0", "0", False),
-        ("1", "0", True),
-        ("1", "19", True),
-        ("1", "20", False),
-        ("2", "0", False),
-        ("143", "0", False),
-    ],
+    [("0", "0", False), ("1", "19", True), ("1", "20", False), ("2", "0", False), ("143", "0", False)],
 )
 def test_a_job_ends_as_its_driver_does_and_is_requeued_after_a_failure(
     tmp_path: Path, ends: str, restarts: str, requeues: bool
@@ -105,20 +98,21 @@ def test_a_warning_before_the_driver_is_there_requeues_the_job(tmp_path: Path) -
     assert (tmp_path / "said_to_scontrol").read_text() == "requeue 7\n"
 
 
-def test_a_job_that_would_begin_anew_each_time_it_is_requeued_is_refused(tmp_path: Path) -> None:
-    with submit(tmp_path, "trainer.resume_mode=disable", ENDS="0") as job:
+@pytest.mark.parametrize(
+    ("words", "environment", "told"),
+    [
+        (["trainer.resume_mode=disable"], {}, "a job that is requeued would begin anew"),
+        ([], {"WARN_S": "60"}, "WARN_S=60: expected a number of seconds above 60"),
+        ([], {"WARN_S": "half an hour"}, "WARN_S=half an hour: expected a number of seconds above 60"),
+    ],
+)
+def test_a_job_that_could_not_go_on_is_refused(
+    tmp_path: Path, words: list[str], environment: dict[str, str], told: str
+) -> None:
+    with submit(tmp_path, *words, ENDS="0", **environment) as job:
         _, said = job.communicate(timeout=120)
-    assert job.returncode == 2
-    assert "trainer.resume_mode=disable: a job that is requeued would begin anew" in said
+    assert job.returncode == 2 and told in said
     assert not (tmp_path / "said_to_srun").exists()
-
-
-@pytest.mark.parametrize("warn_s", ["60", "half an hour"])
-def test_a_warning_that_leaves_no_time_is_refused(tmp_path: Path, warn_s: str) -> None:
-    with submit(tmp_path, ENDS="0", WARN_S=warn_s) as job:
-        _, said = job.communicate(timeout=120)
-    assert job.returncode == 2
-    assert f"WARN_S={warn_s}: expected a number of seconds above 60" in said
 
 
 def test_spare_machines_are_of_the_trainers_step_which_may_lose_one(tmp_path: Path) -> None:
@@ -131,6 +125,25 @@ def test_spare_machines_are_of_the_trainers_step_which_may_lose_one(tmp_path: Pa
     words = said.split(" megarl train ")[1].split()
     assert words == ["recipe=quickstart", "trainer.nnodes=2", "trainer.term_grace_s=1740", "trainer.spare_nodes=1"]
     load(*words, "trainer.master_addr=10.0.0.1")  # the command accepts them
+
+
+# The job ends with its trainer, and its servers then: so the trainer waits until they have begun.
+BOTH = "until [ $(wc -l <said_to_srun) = 2 ]; do sleep 0.05; done\n"
+
+
+def test_the_image_is_started_with_the_folders_that_were_named(tmp_path: Path) -> None:
+    mounts = {"CONTAINER_MOUNTS": "/models:/models", "SERVER_NODES": "1"}
+    with submit(tmp_path, srun=BOTH, scontrol="echo host1", **mounts) as job:
+        _, said = job.communicate(timeout=120)
+    assert (job.returncode, said) == (0, "")
+    lines = (tmp_path / "said_to_srun").read_text().splitlines()
+    server, trainer = sorted(lines, key=lambda line: "megarl train" in line)
+    inside = f"--cpus-per-task=96 --cpu-bind=none --container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
+    inside += f"--container-mounts={tmp_path}:{tmp_path},/models:/models"
+    assert f"--kill-on-bad-exit=1 {inside} bash -c " in trainer
+    assert " python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
+    assert f"{inside} bash /opt/megarl/launch/servers.sh recipe=quickstart" in server
+    assert " --no-kill --wait=0 --kill-on-bad-exit=0 " in server, "one of them that is lost does not end the others"
 
 
 def test_a_machine_more_than_the_trainer_can_use_is_refused_by_the_command() -> None:

@@ -1,7 +1,5 @@
 """Listening at one address, and never on all interfaces."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import psutil
@@ -24,6 +22,9 @@ def test_a_store_listens_at_its_address_alone_and_others_reach_it_there() -> Non
     other = TCPStore("127.0.0.2", store.port, is_master=False, timeout=timedelta(seconds=20))
     other.set("word", "said")
     assert store.get("word") == b"said"
+    port = store.port
+    del store, other
+    assert not listening(port), "a store goes with its object"
 
 
 def test_torchs_own_store_listens_everywhere() -> None:
@@ -32,13 +33,6 @@ def test_torchs_own_store_listens_everywhere() -> None:
     found = listening(store.port)
     assert found
     assert found <= {"0.0.0.0", "::"}
-
-
-def test_a_store_goes_with_its_object() -> None:
-    store = host_store("127.0.0.1")
-    port = store.port
-    del store
-    assert not listening(port)
 
 
 def test_a_taken_port_is_an_error() -> None:

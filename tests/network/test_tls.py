@@ -1,7 +1,5 @@
 """Certificates made from the servers' key, in real handshakes: who is trusted at which address."""
 
-from __future__ import annotations
-
 import ssl
 from pathlib import Path
 
@@ -62,11 +60,8 @@ def test_a_certificate_of_a_server_signs_no_other(tmp_path: Path) -> None:
         handshake(client, serving(tmp_path, KEY, "127.0.0.2"), "127.0.0.2")
 
 
-def test_all_processes_with_the_key_make_the_same_authority() -> None:
+def test_all_with_the_key_make_the_same_authority_and_public_ones_vouch_for_names_only() -> None:
     assert authority_certificate(KEY) == authority_certificate(KEY) != authority_certificate("another key")
-
-
-def test_public_authorities_vouch_for_names_only() -> None:
     assert len(trusted("https://10.0.0.1:1", KEY).get_ca_certs()) == 1
     assert len(trusted("https://gpu-07:1", KEY).get_ca_certs()) > 1
 

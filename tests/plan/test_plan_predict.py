@@ -9,11 +9,12 @@ from megarl.layout import Layout, padded_vocab_size
 from megarl.plan.job import Role
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import gpu_budgets, work_of
-from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, bucket_bytes_of, of_push
-from megarl.plan.predict import STAGES, predict, push_time, rollout_time, step_time, training_time
-from megarl.plan.time import mapped_push
+from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, of_push
+from megarl.plan.predict import STAGES, predict, step_time
 from megarl.plan.time.constants import CONSTANTS
 from megarl.plan.time.serving import rollout, step_ahead
+from megarl.plan.time.training import training
+from megarl.plan.time.transfers import mapped_push
 
 LARGE = replace(GPU, memory_bytes=10**11)
 
@@ -31,7 +32,7 @@ def test_a_step_is_its_stages_one_after_the_other():
     assert list(found.stages) == ["gen", "old_log_prob", "update_actor", "update_weights", "other"]
     assert found.step_s == pytest.approx(sum(found.stages.values())) == step_time(own(), FREE)
     assert found.tokens_per_s_per_gpu == pytest.approx(800 / found.step_s)
-    assert found.mfu_step == pytest.approx(found.mfu * training_time(own(), FREE) / found.step_s)
+    assert found.mfu_step == pytest.approx(found.mfu * training(own(), None, FREE).seconds / found.step_s)
 
 
 def test_all_models_make_all_stages():
@@ -57,13 +58,6 @@ def test_heads_of_teachers_are_on_the_actor_s_last_stage():
     budgets = [found.memory[f"actor stage {stage}"] for stage in (0, 1)]
     assert [budget.get("teacher_heads", 0) for budget in budgets] == [0, size]
     assert "teacher_heads" not in predict(own(teachers=(teacher,)), FREE).memory["actor"]
-
-
-def test_parts_can_be_asked_alone():
-    found = predict(own(shared=False), FREE)
-    assert found.stages["gen"] == rollout_time(own(shared=False), FREE)
-    assert found.stages["update_actor"] == training_time(own(shared=False), FREE)
-    assert found.push_s == push_time(own(shared=False), FREE)
 
 
 def test_ahead_of_the_training_the_slower_half_counts():
@@ -123,13 +117,8 @@ def test_a_mapped_push_takes_as_long_as_the_slower_of_gathering_and_loading():
     job = replace(own(push="shared", server_gpus=2), gpu=gpu, bucket_bytes=200)
     constants = replace(CONSTANTS, memory=0.5, bucket_s=1.0)
     # 1,000 bytes in ten buckets: digests 20 s; each server GPU reads and writes 500 bytes: 20 s, and 10 s of requests.
-    assert mapped_push.seconds(job, 1000, 5.0, constants) == pytest.approx(30 + 25 / 10)
-    assert mapped_push.seconds(job, 1000, 80.0, constants) == pytest.approx(100 + 30 / 10)
-
-
-def test_buckets_follow_the_size_of_the_model_between_two_limits():
-    sizes = [10**9, 2**36, 10**12]
-    assert [bucket_bytes_of(size) for size in sizes] == [2**26, 2**30, 2**31]
+    assert mapped_push(job, 1000, 5.0, constants) == pytest.approx(30 + 25 / 10)
+    assert mapped_push(job, 1000, 80.0, constants) == pytest.approx(100 + 30 / 10)
 
 
 def test_roles_that_stay_are_in_the_way_of_others():
@@ -144,19 +133,6 @@ def test_roles_that_stay_are_in_the_way_of_others():
     apart = own(critic=replace(critic, first_rank=1))
     assert "others" not in gpu_budgets(apart)["actor"]
     assert apart.num_gpus == 2
-
-
-def test_adapters_learn_without_gradients_and_moments_of_the_model():
-    found, whole = gpu_budgets(own(lora_rank=8))["actor"], gpu_budgets(own())["actor"]
-    adapters = 4 * 8 * (2 * 32 + 2 * 24 + 3 * 48)  # of each matrix its rows and columns, times the rank
-    assert found["weights"] == whole["weights"] + 2 * adapters
-    assert (found["gradients"], found["optimizer"]) == (4 * adapters, 12 * adapters)
-
-
-def test_fsdp_has_a_part_of_what_is_whole_for_a_while():
-    found = gpu_budgets(own(fsdp=True, num_ranks=4))["actor"]
-    assert 0 < found["gathered"] < found["total"]
-    assert "gathered" not in gpu_budgets(own())["actor"]
 
 
 def test_a_server_takes_its_fraction_and_more():
@@ -207,11 +183,3 @@ def test_a_trainer_that_waits_ahead_is_named():
     (said,) = [why for why in predict(slow, FREE).why if "order=prompts the trainer waits" in why]
     assert said.startswith("with ahead=1 and order=prompts the trainer waits 9") and "% of a step" in said
     assert not [why for why in predict(replace(slow, response_tokens=1.0), FREE).why if "the trainer waits" in why]
-
-
-def test_faster_hardware_is_never_slower():
-    plain = predict(own(num_ranks=2, layout=Layout(tp=2, sequence_parallel=True), server_gpus=2)).step_s
-    for field in ("bf16_flops", "memory_bandwidth", "link_bandwidth", "nic_bandwidth", "host_bandwidth"):
-        faster = replace(LARGE, **{field: 2 * getattr(LARGE, field)})
-        other = job(gpu=faster, num_ranks=2, layout=Layout(tp=2, sequence_parallel=True), server_gpus=2)
-        assert predict(other).step_s <= plain, field

@@ -157,7 +157,7 @@ def test_small_times_have_a_decimal():
     assert [seconds_text(seconds) for seconds in (0.44, 9.9, 9.96, 1234.5)] == ["0.4", "9.9", "10", "1234"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_proposed_for_a_recipe_composes_to_what_was_predicted():
     recipe, gpu = "grpo_mixtral_8x7b_4x8h100", find("h100")
 

@@ -1,4 +1,4 @@
-"""What malicious code tries, each in a function that returns if it succeeds and raises if it does not.
+"""What malicious code tries: each attack returns if it succeeds and raises if it does not.
 
 Runs as a program: it reads its targets from stdin and prints a line "NAME reached" or "NAME stopped: WHY" for each.
 """
@@ -33,32 +33,19 @@ def kernel(x86, arm, *arguments):
     return call("syscall", x86 if os.uname().machine == "x86_64" else arm, *arguments)
 
 
-# ---- files
+def read(*parts):
+    return some(pathlib.Path(*parts).read_bytes())
 
 
-def reads_a_file(at):
-    assert pathlib.Path(at["secret"]).read_text()
-
-
-def reads_the_password_file(at):
-    assert pathlib.Path("/etc/passwd").read_text()
-
-
-def lists_files_of_the_system(at):
-    assert set(os.listdir("/usr/share")) - {"zoneinfo"}
+def some(found):
+    """To find nothing is no success."""
+    assert found
+    return found
 
 
 def writes_a_file(at):
     with open(at["open_file"], "a") as file:
         file.write("x")
-
-
-def makes_a_file_outside(at):
-    pathlib.Path(at["folder"], f"made_{os.getpid()}").write_text("x")
-
-
-def lists_a_folder(at):
-    assert os.listdir(at["folder"])
 
 
 def follows_a_symlink(at):
@@ -69,49 +56,9 @@ def follows_a_symlink(at):
         os.remove("link")
 
 
-def links_a_file_into_its_folder(at):
-    os.link(at["open_file"], "linked")
-
-
-def climbs_out_by_dots(at):
-    assert pathlib.Path("../" * 20, at["secret"].lstrip("/")).read_text()
-
-
 def climbs_out_by_a_folder_descriptor(at):
     descriptor = os.open("/", os.O_PATH)
     assert os.open(at["secret"].lstrip("/"), os.O_RDONLY, dir_fd=descriptor) >= 0
-
-
-def truncates_a_file(at):
-    os.truncate(at["open_file"], 0)
-
-
-def truncates_by_opening(at):
-    os.close(os.open(at["open_file"], os.O_RDONLY | os.O_TRUNC))
-
-
-def removes_a_file(at):
-    os.remove(at["removable"])
-
-
-def changes_a_mode(at):
-    os.chmod(at["own_file"], 0o777)
-
-
-def changes_the_mode_of_an_open_file(at):
-    os.fchmod(os.open(at["own_file"], os.O_RDONLY), 0o777)
-
-
-def changes_an_owner(at):
-    os.chown(at["own_file"], os.getuid(), -1)
-
-
-def changes_a_time(at):
-    os.utime(at["own_file"])
-
-
-def sets_an_attribute(at):
-    os.setxattr(at["own_file"], "user.x", b"x")
 
 
 def changes_pythons_own_files(at):
@@ -119,20 +66,9 @@ def changes_pythons_own_files(at):
         pass
 
 
-def makes_a_device(at):
-    os.mknod("device", 0o600 | 0o020000, os.makedev(1, 1))
-
-
-def opens_a_disk(at):
-    os.open("/dev/vda", os.O_RDONLY)
-
-
 def opens_shared_memory(at):
     pathlib.Path("/dev/shm", f"megarl_{os.getpid()}").write_text("x")
     os.remove(f"/dev/shm/megarl_{os.getpid()}")
-
-
-# ---- the tests, and secrets
 
 
 def finds_the_truth(at):
@@ -150,17 +86,9 @@ def finds_the_truth(at):
     raise LookupError("nowhere")
 
 
-def sees_the_environment(at):
-    assert any("TOKEN" in name or "KEY" in name for name in os.environ)
-
-
 def reads_an_inherited_descriptor(at):
     os.lseek(at["descriptor"], 0, os.SEEK_SET)
     assert os.read(at["descriptor"], 10)
-
-
-def reads_another_environment(at):
-    assert pathlib.Path(f"/proc/{at['runner']}/environ").read_bytes()
 
 
 def reads_anothers_memory(at):
@@ -168,39 +96,9 @@ def reads_anothers_memory(at):
         pass
 
 
-def reads_its_own_proc(at):
-    assert pathlib.Path("/proc/self/status").read_text()
-
-
-def lists_processes(at):
-    assert os.listdir("/proc")
-
-
-# ---- network
-
-
-def connects_by_tcp(at):
-    socket.create_connection(("127.0.0.1", at["port"]), 5).close()
-
-
-def sends_by_udp(at):
-    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", at["port"]))
-
-
-def listens(at):
-    socket.create_server(("127.0.0.1", 0)).close()
-
-
-def connects_to_a_unix_socket(at):
-    socket.socket(socket.AF_UNIX).connect(at["unix"])
-
-
-def connects_to_an_abstract_socket(at):
-    socket.socket(socket.AF_UNIX).connect("\0" + at["abstract"])
-
-
 def sends_from_half_a_pair_of_datagram_sockets(at):
-    socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b"x", at["datagrams"])
+    half, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    half.sendto(b"x", at["datagrams"])
 
 
 def asks_for_a_pair_of_internet_sockets(at):
@@ -213,40 +111,9 @@ def asks_for_a_pair_of_internet_sockets(at):
         pass
 
 
-def opens_netlink(at):
-    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
-
-
-def opens_a_packet_socket(at):
-    socket.socket(17, socket.SOCK_RAW, 0)
-
-
-# ---- other processes
-
-
-def signals_a_process(at):
-    os.kill(at["victim"], signal.SIGURG)
-
-
-def signals_the_runner(at):
-    os.kill(at["runner"], 0)
-
-
 def signals_process_1(at):
     assert os.getpid() != 1 or kernel(62, 129, at["victim"], 0) == 0
     os.kill(1, 0)
-
-
-def signals_everybody(at):
-    os.kill(-1, signal.SIGURG)
-
-
-def signals_a_thread(at):
-    kernel(234, 131, at["victim"], at["victim"], signal.SIGURG)
-
-
-def signals_through_a_descriptor(at):
-    signal.pidfd_send_signal(os.pidfd_open(at["victim"]), signal.SIGURG)
 
 
 def signals_through_a_file(at):
@@ -267,54 +134,22 @@ def reads_by_process_vm(at):
     call("process_vm_readv", at["victim"], words, 1, words, 1, 0)
 
 
-def limits_another_process(at):
-    resource.prlimit(at["victim"], resource.RLIMIT_CORE, (0, 0))
-
-
-def slows_another_process(at):
-    os.setpriority(os.PRIO_PROCESS, at["victim"], 19)
-
-
-def moves_another_process(at):
-    os.sched_setaffinity(at["victim"], os.sched_getaffinity(0))
-
-
-def leaves_its_group(at):
-    if os.fork() == 0:
+def in_a_child(do):
+    """Of a child, as a program that leads its group may not leave it in any case."""
+    child = os.fork()
+    if child == 0:
         try:
-            os.setsid()
+            do()
         except OSError:
             os._exit(1)
         os._exit(0)
-    _, status = os.wait()
-    assert status == 0, "setsid is refused"
-
-
-def moves_to_another_group(at):
-    if os.fork() == 0:
-        try:
-            os.setpgid(0, 0)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    _, status = os.wait()
-    assert status == 0, "setpgid is refused"
-
-
-# ---- the system
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "it is refused"
 
 
 def becomes_root(at):
     os.setuid(0)
     assert os.getuid() == 0
-
-
-def mounts(at):
-    call("mount", b"none", b".", b"tmpfs", 0, None)
-
-
-def unshares_a_user_namespace(at):
-    call("unshare", 0x10000000)
 
 
 def clones_into_a_user_namespace(at):
@@ -324,29 +159,14 @@ def clones_into_a_user_namespace(at):
     os.waitpid(child, 0)
 
 
-def changes_its_root(at):
-    os.chroot(".")
-
-
-def joins_a_namespace(at):
-    call("setns", os.open(f"/proc/{at['runner']}/ns/net", os.O_RDONLY), 0)
+def opens_perf(at):
+    attributes = ctypes.create_string_buffer(struct.pack("IIQ", 1, 128, 9), 128)
+    kernel(298, 241, attributes, 0, -1, -1, 0)
 
 
 def loads_bpf(at):
     attributes = ctypes.create_string_buffer(struct.pack("IIII", 1, 4, 4, 1), 128)
     kernel(321, 280, 0, attributes, 128)
-
-
-def opens_perf(at):
-    kernel(298, 241, ctypes.create_string_buffer(struct.pack("IIQ", 1, 128, 9), 128), 0, -1, -1, 0)
-
-
-def starts_io_uring(at):
-    kernel(425, 425, 4, ctypes.create_string_buffer(120))
-
-
-def adds_a_key(at):
-    kernel(248, 217, b"user", b"megarl", b"x", 1, -3)
 
 
 def makes_system_v_memory(at):
@@ -357,14 +177,6 @@ def makes_system_v_memory(at):
 def makes_a_message_queue(at):
     identifier = call("msgget", 0, 0o1600)
     call("msgctl", identifier, 0, None)
-
-
-def makes_files_in_memory(at):
-    os.memfd_create("x")
-
-
-def handles_page_faults(at):
-    kernel(323, 282, 1)
 
 
 def loosens_the_filter(at):
@@ -378,20 +190,9 @@ def raises_its_limits(at):
     resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
 
 
-def sets_the_hosts_name(at):
-    socket.sethostname(socket.gethostname())
-
-
 def outlives_its_parent(at):
     """Takes back the signal at the parent's death."""
     call("prctl", 1, 0, 0, 0, 0)
-
-
-# ---- limits, each in a size that is harmless without them
-
-
-def takes_much_memory(at):
-    assert bytearray(700 << 20)
 
 
 def writes_a_big_file(at):
@@ -435,12 +236,86 @@ def opens_many_files(at):
             os.close(file)
 
 
+def functions(names):
+    return {name: globals()[name] for name in names.split()}
+
+
+# Nothing but a sandbox stops these, whoever tries them, on any machine.
+ANYBODY_CAN = {
+    "reads_a_file": lambda at: read(at["secret"]),
+    "reads_the_password_file": lambda at: read("/etc/passwd"),
+    "lists_files_of_the_system": lambda at: some(set(os.listdir("/usr/share")) - {"zoneinfo"}),
+    "makes_a_file_outside": lambda at: pathlib.Path(at["folder"], f"made_{os.getpid()}").write_text("x"),
+    "lists_a_folder": lambda at: some(os.listdir(at["folder"])),
+    "climbs_out_by_dots": lambda at: read("../" * 20, at["secret"].lstrip("/")),
+    "truncates_a_file": lambda at: os.truncate(at["open_file"], 0),
+    "truncates_by_opening": lambda at: os.close(os.open(at["open_file"], os.O_RDONLY | os.O_TRUNC)),
+    "removes_a_file": lambda at: os.remove(at["removable"]),
+    "changes_a_mode": lambda at: os.chmod(at["own_file"], 0o777),
+    "changes_the_mode_of_an_open_file": lambda at: os.fchmod(os.open(at["own_file"], os.O_RDONLY), 0o777),
+    "changes_a_time": lambda at: os.utime(at["own_file"]),
+    "sees_the_environment": lambda at: some(any("TOKEN" in name or "KEY" in name for name in os.environ)),
+    "reads_its_own_proc": lambda at: read("/proc/self/status"),
+    "lists_processes": lambda at: some(os.listdir("/proc")),
+    "connects_by_tcp": lambda at: socket.create_connection(("127.0.0.1", at["port"]), 5).close(),
+    "sends_by_udp": lambda at: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", at["port"])),
+    "listens": lambda at: socket.create_server(("127.0.0.1", 0)).close(),
+    "connects_to_a_unix_socket": lambda at: socket.socket(socket.AF_UNIX).connect(at["unix"]),
+    "connects_to_an_abstract_socket": lambda at: socket.socket(socket.AF_UNIX).connect("\0" + at["abstract"]),
+    "signals_a_process": lambda at: os.kill(at["victim"], signal.SIGURG),
+    "signals_everybody": lambda at: os.kill(-1, signal.SIGURG),
+    "signals_a_thread": lambda at: kernel(234, 131, at["victim"], at["victim"], signal.SIGURG),
+    "limits_another_process": lambda at: resource.prlimit(at["victim"], resource.RLIMIT_CORE, (0, 0)),
+    "slows_another_process": lambda at: os.setpriority(os.PRIO_PROCESS, at["victim"], 19),
+    "moves_another_process": lambda at: os.sched_setaffinity(at["victim"], os.sched_getaffinity(0)),
+    "leaves_its_group": lambda at: in_a_child(os.setsid),
+    "moves_to_another_group": lambda at: in_a_child(lambda: os.setpgid(0, 0)),
+    "makes_files_in_memory": lambda at: os.memfd_create("x"),
+    "takes_much_memory": lambda at: some(bytearray(700 << 20)),
+    **functions(
+        """
+writes_a_file follows_a_symlink climbs_out_by_a_folder_descriptor finds_the_truth reads_an_inherited_descriptor
+asks_for_a_pair_of_internet_sockets sends_from_half_a_pair_of_datagram_sockets signals_through_a_file
+outlives_its_parent writes_a_big_file forks_many starts_many_threads
+opens_many_files
+"""
+    ),
+}
+ATTACKS = ANYBODY_CAN | {
+    "links_a_file_into_its_folder": lambda at: os.link(at["open_file"], "linked"),
+    "changes_an_owner": lambda at: os.chown(at["own_file"], os.getuid(), -1),
+    "sets_an_attribute": lambda at: os.setxattr(at["own_file"], "user.x", b"x"),
+    "makes_a_device": lambda at: os.mknod("device", 0o600 | 0o020000, os.makedev(1, 1)),
+    "opens_a_disk": lambda at: os.open("/dev/vda", os.O_RDONLY),
+    "reads_another_environment": lambda at: read(f"/proc/{at['runner']}/environ"),
+    "opens_netlink": lambda at: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0),
+    "opens_a_packet_socket": lambda at: socket.socket(17, socket.SOCK_RAW, 0),
+    "signals_the_runner": lambda at: os.kill(at["runner"], 0),
+    "signals_through_a_descriptor": lambda at: signal.pidfd_send_signal(os.pidfd_open(at["victim"]), signal.SIGURG),
+    "mounts": lambda at: call("mount", b"none", b".", b"tmpfs", 0, None),
+    "unshares_a_user_namespace": lambda at: call("unshare", 0x10000000),
+    "changes_its_root": lambda at: os.chroot("."),
+    "joins_a_namespace": lambda at: call("setns", os.open(f"/proc/{at['runner']}/ns/net", os.O_RDONLY), 0),
+    "starts_io_uring": lambda at: kernel(425, 425, 4, ctypes.create_string_buffer(120)),
+    "adds_a_key": lambda at: kernel(248, 217, b"user", b"megarl", b"x", 1, -3),
+    "handles_page_faults": lambda at: kernel(323, 282, 1),
+    "sets_the_hosts_name": lambda at: socket.sethostname(socket.gethostname()),
+    **functions(
+        """
+changes_pythons_own_files opens_shared_memory reads_anothers_memory signals_process_1 traces_a_process
+reads_by_process_vm becomes_root clones_into_a_user_namespace loads_bpf opens_perf makes_system_v_memory
+makes_a_message_queue loosens_the_filter raises_its_limits
+"""
+    ),
+}
+
+
 if __name__ == "__main__":
     targets = json.loads(sys.stdin.read())
     wanted = targets["attacks"]
     for name in wanted:
         try:
-            globals()[name](targets)
+            ATTACKS[name](targets)
         except BaseException as error:
             print(f"{name} stopped: {type(error).__name__}: {error}", flush=True)
         else:

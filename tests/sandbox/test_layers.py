@@ -35,22 +35,14 @@ def nothing_remembered():
     forget()
 
 
-def without_landlock(monkeypatch):
-    monkeypatch.setattr(landlock, "abi", lambda: 0)
-
-
-def without_bwrap(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-
-
 def test_the_kernels_own_layers_are_preferred():
     assert isinstance(sandbox.check("auto"), Jail | Bubblewrap)
     assert sandbox.run("print(1 + int(input()))", stdin="2").stdout == "3\n"
 
 
 def test_without_a_sandbox_code_does_not_run_and_the_error_says_what_is_missing(monkeypatch):
-    without_landlock(monkeypatch)
-    without_bwrap(monkeypatch)
+    monkeypatch.setattr(landlock, "abi", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     wanted = (
         r"^code cannot be confined on this machine: jail needs Landlock .*; bubblewrap needs the program bwrap: apt"
     )
@@ -73,7 +65,7 @@ def test_a_processor_without_a_list_of_calls_has_no_sandbox(monkeypatch):
 
 def test_without_landlock_bubblewrap_is_used_if_it_works(monkeypatch):
     found = layers.bubblewrap()
-    without_landlock(monkeypatch)
+    monkeypatch.setattr(landlock, "abi", lambda: 0)
     if isinstance(found, Bubblewrap):
         assert layers.check("auto") == found
     else:

@@ -61,12 +61,10 @@ def confined() -> Result:
     return execute(jail, SOURCE, stdin="", files={}, limits=Limits(seconds=60, processes=PROCESSES))
 
 
-def test_processes_that_are_not_seen_count(others):
+@pytest.mark.full
+def test_processes_that_are_not_seen_count_and_a_program_gets_its_number_of_them(others):
     """The asking process is one more."""
     assert as_user(USER, own_tasks) == in_another_container(own_tasks) == OTHERS + 1
-
-
-def test_a_program_gets_its_number_of_processes_and_no_more_beside_unseen_ones(others):
     result = in_another_container(confined)
     assert result.is_good, result
     assert int(result.stdout) == PROCESSES

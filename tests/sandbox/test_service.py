@@ -1,16 +1,15 @@
 """A service in place of this machine, which answers as SandboxFusion does."""
 
 import base64
-import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from endless_servers import DRIP_S, endless
 
 from megarl import sandbox
 from megarl.sandbox import service as of_service
@@ -74,69 +73,50 @@ def test_the_service_gets_the_limits_that_it_knows_and_the_program_limits_its_pr
     assert (ran.stdout, ran.returncode) == ("__main__ in\n", -signal.SIGKILL)
 
 
-def test_the_choice_of_the_configuration_reaches_it(service):
-    service.answer = finished(stdout="there")
-    try:
-        sandbox.use(f"url:{service.url}")
-        assert sandbox.run("print()").stdout == "there"
-    finally:
-        sandbox.use("auto")
-
-
-def test_limits_that_were_reached(service):
+def test_limits_that_were_reached_and_the_choice_of_the_configuration(service):
     service.answer = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
     result = sandbox.run("while True: pass", sandbox=Service(service.url))
     assert (result.why, result.is_good) == ("time", False)
-    service.answer = finished(stdout="x" * 100)
-    limits = sandbox.Limits(output_bytes=10)
-    result = sandbox.run("", sandbox=Service(service.url), limits=limits)
-    assert (result.why, result.stdout) == ("output", "x" * 10)
     service.answer = finished(return_code=1)
     assert not sandbox.run("", sandbox=Service(service.url)).is_good
+    service.answer = finished(stdout="x" * 100)
+    try:
+        sandbox.use(f"url:{service.url}")
+        result = sandbox.run("print()", limits=sandbox.Limits(output_bytes=10))
+    finally:
+        sandbox.use("auto")
+    assert (result.why, result.stdout) == ("output", "x" * 10)
 
 
-def test_a_service_that_did_not_run_the_code_is_an_error(service):
-    service.answer = {"status": "SandboxError", "message": "no room", "run_result": None}
-    with pytest.raises(sandbox.SandboxError, match=r"/run_code did not run the code: no room"):
-        sandbox.run("", sandbox=Service(service.url))
-    service.answer = [1]
-    with pytest.raises(sandbox.SandboxError, match="expected a mapping"):
-        sandbox.run("", sandbox=Service(service.url))
-
-
-@pytest.mark.parametrize("head", ["HTTP/1.1 200 OK", "HTTP/1.1 200 OK\r\nConnection: close", "HTTP/1.0 200 OK"])
-def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(monkeypatch, head):
-    """A limit of each read would never end this call."""
-    stop = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def drip():
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(f"{head}\r\nContent-Length: 1000\r\n\r\n".encode())
-                with contextlib.suppress(OSError):
-                    while not stop.wait(0.1):
-                        connection.sendall(b" ")
-
-        monkeypatch.setattr(of_service, "_SLACK_S", 0.0)
-        thread = threading.Thread(target=drip)
-        thread.start()
-        try:
-            with pytest.raises(sandbox.SandboxError, match="gave no answer within 0.5 s: "):
-                url = f"http://127.0.0.1:{server.getsockname()[1]}"
-                sandbox.run("", sandbox=Service(url), limits=sandbox.Limits(seconds=0.5))
-        finally:
-            stop.set()
-            thread.join()
-
-
-@pytest.mark.parametrize("status", [302, 500])
-def test_another_status_is_an_error(service, status):
-    service.status, service.answer = status, finished(stdout="no")
-    with pytest.raises(sandbox.SandboxError, match=f"gave no answer: {status}"):
+@pytest.mark.parametrize(
+    ("status", "answer", "words"),
+    [
+        (200, {"status": "SandboxError", "message": "no room", "run_result": None}, "did not run the code: no room"),
+        (200, [1], "expected a mapping"),
+        (302, finished(stdout="no"), "gave no answer: 302"),
+        (500, finished(stdout="no"), "gave no answer: 500"),
+    ],
+)
+def test_a_service_that_did_not_run_the_code_is_an_error(service, status, answer, words):
+    service.status, service.answer = status, answer
+    with pytest.raises(sandbox.SandboxError, match=words):
         sandbox.run("", sandbox=Service(service.url))
 
 
 def test_a_service_that_is_not_there_is_an_error():
     with pytest.raises(sandbox.SandboxError, match="http://127.0.0.1:9/run_code gave no answer"):
         sandbox.run("", sandbox=Service("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize("head", ["HTTP/1.1 200 OK", "HTTP/1.1 200 OK\r\nConnection: close", "HTTP/1.0 200 OK"])
+def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(monkeypatch, head):
+    """A limit of each read would never end this call."""
+
+    def behave(connection, ended):
+        connection.sendall(f"{head}\r\nContent-Length: 1000\r\n\r\n".encode())
+        while not ended.wait(DRIP_S):
+            connection.sendall(b" ")
+
+    monkeypatch.setattr(of_service, "_SLACK_S", 0.0)
+    with endless(behave) as url, pytest.raises(sandbox.SandboxError, match="gave no answer within 0.2 s: "):
+        sandbox.run("", sandbox=Service(url), limits=sandbox.Limits(seconds=0.2))

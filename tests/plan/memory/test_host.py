@@ -1,16 +1,25 @@
-"""Host memory of a machine: offloaded roles, and copies of checkpoints that are being written."""
+"""Host memory of a machine, counted by hand: offloaded roles, checkpoints, replays and what teachers say of tokens."""
 
 from dataclasses import replace
 
-from plan_jobs import GPU, HF, job
+import numpy as np
+import pytest
+from config_helpers import DENSE, load
+from plan_jobs import GPU, HF, MOE, job
 
 from megarl.layout import Layout
+from megarl.plan.from_config import job_of
 from megarl.plan.job import Role
+from megarl.plan.memory import routes, support, taught
 from megarl.plan.memory.count import whole
-from megarl.plan.memory.gpu_budget import fullest, gpu_budgets
+from megarl.plan.memory.gpu_budget import fullest, gpu_budgets, gpu_budgets_of_trainer
 from megarl.plan.memory.host import host_budget, saved_bytes
 from megarl.plan.predict import predict
+from megarl.plan.time.constants import CONSTANTS
+from megarl.plan.time.serving import Server
+from megarl.ragged import Ragged
 
+QWEN = f"{DENSE[:-1]},model_type:qwen3}}"
 CRITIC = Role("critic", HF, Layout(), 4, max_tokens=100, log_prob_tokens=100)
 
 
@@ -54,8 +63,8 @@ def test_adam_on_the_host_has_its_moments_a_copy_and_gradients_there():
     assert fullest(there.actor).optimizer == 4 * learnt, "the copy stays on the GPU"
     assert host_budget(there) == {"optimizer": 4 * 16 * learnt, "total": 4 * 16 * learnt}
     assert saved_bytes(there.actor) == saved_bytes(own.actor)
-    taught = replace(own, lora_rank=8), replace(there, lora_rank=8)
-    assert fullest(taught[0].actor).optimizer == 3 * fullest(taught[1].actor).optimizer
+    on_gpu, on_host = replace(own, lora_rank=8), replace(there, lora_rank=8)
+    assert fullest(on_gpu.actor).optimizer == 3 * fullest(on_host.actor).optimizer
 
 
 def test_a_save_needs_no_gradients_and_gathers_only_with_fsdp():
@@ -76,3 +85,175 @@ def test_host_memory_is_compared_where_it_is_known():
     found = predict(replace(own, gpu=replace(own.gpu, host_bytes=10**6)))
     assert not found.fits
     assert any(line.startswith("host: 0 GB of the 0 of a machine, most of it ") for line in found.why)
+
+
+# ---- routing replay
+
+REPLAYED = job(hf=MOE, router_replay="rollout", gpu=replace(GPU, memory_bytes=10**8))
+
+
+def test_a_batch_has_two_experts_of_four_layers_for_each_token():
+    assert REPLAYED.tokens == 800
+    assert routes.driver_bytes(REPLAYED) == routes.COPIES * 800 * 4 * 2
+    assert routes.driver_bytes(replace(REPLAYED, ahead=3)) == (routes.COPIES + 3) * 800 * 4 * 2
+    assert routes.driver_bytes(replace(REPLAYED, ahead=3, router_replay="old")) == routes.COPIES * 800 * 4 * 2
+
+
+def test_more_than_256_experts_take_two_bytes_each():
+    many = REPLAYED.hf | {"num_local_experts": 300}
+    assert routes.driver_bytes(replace(REPLAYED, hf=many)) == 2 * routes.driver_bytes(REPLAYED)
+
+
+def test_a_servers_gpu_keeps_four_bytes_for_each_layer_of_all_tokens_that_its_cache_holds():
+    """A token's keys and values: 2 bytes, 4 layers, 2 heads, 4 numbers, twice."""
+    server = Server(REPLAYED, CONSTANTS)
+    assert server.token_bytes == 2 * 4 * 2 * 4 * 2
+    tokens = server.cache_bytes // 128
+    assert tokens > 10**5
+    assert routes.rank_bytes(REPLAYED) == tokens * 4 * 2 * 4
+    dense_layers = {"model_type": "qwen3_moe", "num_experts": 4, "mlp_only_layers": [0, 1], "moe_intermediate_size": 8}
+    assert routes.driver_bytes(replace(REPLAYED, hf=MOE | dense_layers)) == routes.driver_bytes(REPLAYED) // 2
+    limited = replace(REPLAYED, max_total_tokens=1000)
+    assert routes.rank_bytes(limited) == 1000 * 4 * 2 * 4
+    assert routes.rank_bytes(replace(limited, hf=MOE | dense_layers)) == 1000 * 4 * 2 * 4, (
+        "SGLang keeps dense layers too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ({}, 8),
+        ({"num_servers": 3}, 3),
+        ({"server_gpus": 3}, 6),
+        ({"server_gpus": 4, "num_servers": 1}, 4),
+        ({"server_gpus": 8, "attention_dp": 4}, 8),
+        ({"server_gpus": 16}, 8),
+    ],
+)
+def test_every_gpu_of_a_machines_servers_has_the_experts_of_its_cache(changes, gpus):
+    limits = {"max_total_tokens": 1000, "num_servers": 20, "gpus_per_node": 8}
+    one = replace(REPLAYED, **limits | changes)
+    assert routes.rank_bytes(one) == 1000 * 4 * 2 * 4
+    assert routes.machine_bytes(one) == gpus * routes.rank_bytes(one)
+
+
+def test_our_own_server_keeps_them_within_its_cache():
+    assert routes.rank_bytes(replace(REPLAYED, pins_routes=False)) == 0
+
+
+def test_the_fullest_machine_is_that_of_the_driver_or_of_servers():
+    shared = replace(REPLAYED, max_total_tokens=1000, shared=True)
+    found = host_budget(shared)
+    assert (found["routes"], found["server_routes"]) == (routes.driver_bytes(shared), routes.machine_bytes(shared))
+    apart = replace(shared, shared=False)
+    assert routes.machine_bytes(apart) > routes.driver_bytes(apart)
+    assert host_budget(apart) == {"server_routes": routes.machine_bytes(apart), "total": routes.machine_bytes(apart)}
+    few = replace(apart, max_total_tokens=100)
+    assert host_budget(few) == {"routes": routes.driver_bytes(few), "total": routes.driver_bytes(few)}
+
+
+@pytest.mark.parametrize("changes", [{"router_replay": "off"}, {"hf": HF}])
+def test_without_replay_or_experts_nothing_is_counted(changes):
+    other = replace(REPLAYED, **changes)
+    assert routes.driver_bytes(other) == routes.rank_bytes(other) == 0
+
+
+# ---- what teachers say of tokens
+
+NARROW, WIDE = (
+    Role(f"teachers.{size}", HF | {"hidden_size": size}, Layout(), 1, max_tokens=100, log_prob_tokens=100)
+    for size in (8, 24)
+)
+# 8 prompts of one completion, 50 + 50 tokens; two optimizer steps.
+WHOLE = job(teachers=(NARROW, WIDE), reads_heads=True, mini_batch=4, num_ranks=4, layout=Layout(tp=2))
+LIKELIEST = replace(WHOLE, reads_heads=False, teacher_top_k=6)
+
+
+def test_hidden_states_of_the_widest_teacher_travel_one_optimizer_step_at_a_time():
+    assert taught.driver_bytes(WHOLE) == taught.STEP_COPIES * 400 * 24 * 2
+    assert taught.driver_bytes(replace(WHOLE, dtype="float32")) == 2 * taught.driver_bytes(WHOLE)
+    assert taught.driver_bytes(replace(WHOLE, mini_batch=16)) == 2 * taught.driver_bytes(WHOLE)
+
+
+def test_every_rank_has_those_of_its_replica():
+    """Two replicas of two ranks."""
+    assert taught.rank_bytes(WHOLE) == taught.RANK_COPIES * 200 * 24 * 2
+    assert host_budget(replace(WHOLE, shared=False))["taught"] == taught.driver_bytes(WHOLE) + 4 * taught.rank_bytes(
+        WHOLE
+    )
+
+
+def test_likeliest_tokens_take_eight_bytes_each_in_the_whole_batch():
+    assert taught.driver_bytes(LIKELIEST) == 4 * 800 * 6 * 8
+    assert taught.rank_bytes(LIKELIEST) == taught.RANK_COPIES * 200 * 6 * 8
+
+
+def test_a_machine_of_further_ranks_has_no_driver():
+    there = {"first_rank": 8, "gpus_per_node": 8, "shared": False, "teachers": (replace(WIDE, first_rank=8),)}
+    large = replace(WHOLE, num_ranks=16, **there)
+    assert host_budget(large)["taught"] == 8 * taught.rank_bytes(large)
+
+
+@pytest.mark.parametrize(
+    ("words", "reads_heads", "top_k"),
+    [
+        ([], True, 0),
+        (["distill.top_k=16"], False, 16),
+        (["distill.form=reward"], False, 0),
+        (["teachers.a.engine=server", "distill.top_k=16", "rollout.engine=hf"], False, 16),
+        (None, False, 0),
+    ],
+)
+def test_a_configuration_says_what_travels(words, reads_heads, top_k):
+    words_of_teachers = [] if words is None else ["teachers.a.model.path=t", f"teachers.a.{QWEN}", *words]
+    found = job_of(load(QWEN, *words_of_teachers), GPU)
+    assert (found.reads_heads, found.teacher_top_k) == (reads_heads, top_k)
+    assert ("taught" in host_budget(found)) == (reads_heads or top_k > 0)
+
+
+# ---- sampling-mask replay
+
+NARROWED = job(most_drawn=20, num_servers=1)
+
+
+def test_each_token_in_training_has_places_for_the_most_ids_and_every_token_their_number():
+    """8 prompts of one completion, 50 + 50 tokens.  One sequence of long lists gives every token as many places."""
+    assert support.driver_bytes(NARROWED) == support.COPIES * (8 * 100 * 20 + 8 * 100) * 4
+    assert (
+        support.driver_bytes(replace(NARROWED, ahead=3))
+        == support.driver_bytes(NARROWED) + 3 * (8 * 50 * 20 + 8 * 100) * 4
+    )
+
+
+def test_the_batch_of_a_driver_takes_no_more_than_is_counted():
+    """7 sequences whose tokens have one id, and one of a prompt of 1 token and an answer of 99, each with 20 ids."""
+    rows = [*[[]] * 50, *[[7]] * 50] * 7 + [[], *[list(range(20))] * 99]
+    columns = Ragged.of(rows).spread(np.full(8, 100))
+    assert (
+        0.95 * support.driver_bytes(NARROWED)
+        < support.COPIES * sum(column.nbytes for column in columns)
+        <= support.driver_bytes(NARROWED)
+    )
+
+
+def test_the_last_stage_has_the_ids_of_a_micro_batch_and_their_places_in_a_chunk():
+    """100 tokens of 20 ids: 4 bytes each and 40 bytes of indices; 64 logits of each token, a byte each."""
+    plain, narrowed = (gpu_budgets_of_trainer(each)["actor"] for each in (job(num_servers=1), NARROWED))
+    more = 100 * 20 * (4 + 40) + 100 * 64
+    assert narrowed["log_prob_chunk"] - plain["log_prob_chunk"] == narrowed["total"] - plain["total"] == more
+
+
+def test_it_is_counted_on_the_machine_of_the_driver():
+    assert host_budget(NARROWED)["support"] == support.driver_bytes(NARROWED)
+
+
+def test_without_narrowing_nothing_is_counted():
+    assert support.driver_bytes(job()) == 0
+
+
+def test_the_most_ids_are_those_of_top_k_or_the_vocabulary():
+    """QWEN has a vocabulary of 120."""
+    for words, most in ((["top_k=20"], 20), (["top_k=500"], 120), (["top_p=0.5"], 120), ([], 0)):
+        config = load(QWEN, "rollout.engine=hf", *(f"rollout.{word}" for word in words))
+        assert job_of(config, GPU).most_drawn == most

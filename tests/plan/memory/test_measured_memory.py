@@ -1,7 +1,5 @@
 """Memory that the planner predicts against what tensors take on CPUs: our own engine, a tiny model, float32."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -41,16 +39,16 @@ def one_rank() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("hf", "recompute"),
+    ("hf", "fields"),
     [
-        pytest.param(QWEN, True, id="dense recomputed"),
-        pytest.param(QWEN, False, id="dense", marks=pytest.mark.slow),
-        pytest.param(SPARSE, True, id="experts recomputed"),
-        pytest.param(SPARSE, False, id="experts", marks=pytest.mark.slow),
+        pytest.param(QWEN, {"recompute": True, "sequences": 16}, id="dense recomputed, many sequences"),
+        pytest.param(SPARSE, {"recompute": True}, id="experts recomputed"),
+        pytest.param(QWEN, {}, id="dense", marks=pytest.mark.full),
+        pytest.param(SPARSE, {}, id="experts", marks=pytest.mark.full),
     ],
 )
-def test_of_one_process(one_rank: Ranks, hf: dict[str, Any], recompute: bool) -> None:
-    (found,) = one_rank.run(measure, Case("one", hf, recompute=recompute))
+def test_of_one_process(one_rank: Ranks, hf: dict[str, Any], fields: dict[str, Any]) -> None:
+    (found,) = one_rank.run(measure, Case("one", hf, **fields))
     check(found)
 
 
@@ -62,19 +60,7 @@ def test_of_one_process_in_bfloat16_with_float32_copies(one_rank: Ranks) -> None
     assert TOTAL[0] < found["predicted"]["total"] / found["measured"]["total"] < TOTAL[1]
 
 
-def test_of_many_sequences(one_rank: Ranks) -> None:
-    (found,) = one_rank.run(measure, Case("many", QWEN, recompute=True, sequences=16))
-    check(found)
-
-
-def test_activations_grow_with_tokens_and_nothing_else_does(one_rank: Ranks) -> None:
-    (few,), (many,) = (one_rank.run(measure, Case("one", QWEN, sequences=count)) for count in (2, 8))
-    for side in ("predicted", "measured"):
-        assert few[side]["weights"] == many[side]["weights"]
-        assert many[side]["activations"] / few[side]["activations"] == pytest.approx(4.0, rel=0.1)
-
-
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "fields"),
     [

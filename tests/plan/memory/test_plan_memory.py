@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_jobs import HF
+from plan_jobs import HF, MOE
 
 from megarl.layout import Layout
 from megarl.plan.memory.count import of_stage
@@ -13,12 +13,6 @@ from megarl.plan.time.constants import CONSTANTS
 WORK = Work(num_ranks=8, max_tokens=100)
 # of one token: four times the hidden state; queries, keys, values and what attention makes of them; gate, up, product
 KEPT = 4 * 16 + 2 * (4 + 2) * 4 + 3 * 32
-
-
-def test_a_parameter_costs_eighteen_bytes():
-    memory, parameters = of_stage_bytes(HF, Layout(), 0, WORK), of_stage(HF, Layout(), 0).total
-    assert memory[:3] == (2 * parameters, 4 * parameters, 12 * parameters)
-    assert memory.total == 18 * parameters + memory.activations + RESERVE_BYTES
 
 
 def test_the_distributed_optimizer_divides_by_data_and_context_parallel_ranks():
@@ -52,19 +46,17 @@ def test_fsdp_makes_two_layers_whole_and_what_lies_outside_of_them():
 
 
 def test_the_busiest_experts_keep_more_tokens_than_the_mean():
-    hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     chosen = 2 * (2 * 16 + 3 * 32)
     kept = KEPT - 3 * 32 + int(CONSTANTS.expert_imbalance * chosen) + 4
     assert CONSTANTS.expert_imbalance > 1
-    assert of_stage_bytes(hf, Layout(), 0, WORK).activations == 2 * 100 * 5 * kept
+    assert of_stage_bytes(MOE, Layout(), 0, WORK).activations == 2 * 100 * 5 * kept
 
 
 def test_experts_are_divided_over_their_own_ranks():
-    hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     layout = Layout(tp=2, ep=4, etp=1, sequence_parallel=True, use_distributed_optimizer=True)
-    dense, experts = of_stage(hf, layout, 0)
+    dense, experts = of_stage(MOE, layout, 0)
     assert dense % 4 == experts % 2 == 0
-    assert of_stage_bytes(hf, layout, 0, WORK).optimizer == 12 * (dense // 4 + experts // 2)
+    assert of_stage_bytes(MOE, layout, 0, WORK).optimizer == 12 * (dense // 4 + experts // 2)
 
 
 @pytest.mark.parametrize(("optimizer", "each"), [("adamw", 12), ("sgd", 8), ("muon", 8)])
@@ -83,50 +75,30 @@ def test_a_reference_holds_weights_only():
     assert memory.activations == 2 * 100 * 2 * KEPT
 
 
-def test_layers_keep_their_tokens():
-    assert of_stage_bytes(HF, Layout(), 0, WORK).activations == 2 * 100 * (4 * KEPT + KEPT)
+INNER = KEPT - 4 * 16  # which tensor-parallel ranks share
+# Experts of local layers: four hidden states, what a local attention keeps, the router, and what two chosen ones keep
+LOCAL_MOE = 4 * 16 + 2 + 3 * (16 + 8) + 3 * 4 + 4 + 2 * (16 + 4 * 32) + 12 * 4
+NORMED = HF | {"model_type": "qwen3", "head_dim": 4}  # norms of queries and keys keep their inputs
 
 
-def test_a_norm_of_queries_and_keys_keeps_its_inputs():
-    memory = of_stage_bytes(HF | {"model_type": "qwen3", "head_dim": 4}, Layout(), 0, WORK)
-    assert memory.activations == 2 * 100 * 5 * (KEPT + (4 + 2) * 4)
-
-
-def test_local_layers_keep_more():
-    local, kept = replace(WORK, local=True), 4 * 16 + 2 + 3 * (16 + 8) + 3 * 4 + 4 + 3 * 32
-    assert of_stage_bytes(HF, Layout(), 0, local).activations == 2 * 100 * 5 * kept
-    named = of_stage_bytes(HF | {"model_type": "qwen3", "head_dim": 4}, Layout(), 0, local)
-    assert named.activations == 2 * 100 * 5 * (kept + 16 + 4 + 2)
-    hf = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    experts = kept - 3 * 32 + 2 * (16 + 4 * 32) + 12 * 4
-    assert of_stage_bytes(hf, Layout(), 0, local).activations == 2 * 100 * 5 * experts
-
-
-def test_recomputed_layers_keep_their_input():
-    recomputed = replace(WORK, recompute=True)
-    assert of_stage_bytes(HF, Layout(), 0, recomputed).activations == 2 * 100 * (4 * 16 + 2 * KEPT)
-
-
-def test_context_parallel_ranks_share_the_tokens():
-    assert of_stage_bytes(HF, Layout(cp=2), 0, WORK).activations == 2 * 50 * 5 * KEPT
-
-
-def test_tensor_parallel_ranks_share_all_under_sequence_parallelism():
-    inner = KEPT - 4 * 16
-    apart = of_stage_bytes(HF, Layout(tp=2), 0, WORK).activations
-    assert apart == 2 * 100 * 5 * (4 * 16 + inner // 2)
-    assert of_stage_bytes(HF, Layout(tp=2, sequence_parallel=True), 0, WORK).activations == 2 * 100 * 5 * KEPT // 2
-
-
-def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
-    layout = Layout(pp=4)
-    assert of_stage_bytes(HF, layout, 0, WORK).activations == 2 * 100 * (4 * KEPT + KEPT)
-    assert of_stage_bytes(HF, layout, 3, WORK).activations == 2 * 100 * (KEPT + KEPT)
-
-
-def test_interleaved_stages_hold_more():
-    # rank 0 of 2: 2 warm-up turns for the rank behind, 2 for the other half of its layers, and 1, each of 1 layer
-    assert of_stage_bytes(HF, Layout(pp=2, vpp=2), 0, WORK).activations == 2 * 100 * (5 * KEPT + KEPT)
+@pytest.mark.parametrize(
+    ("hf", "layout", "stage", "changes", "numbers"),
+    [
+        (HF, Layout(), 0, {}, 100 * 5 * KEPT),  # four layers, and the head takes as much as one
+        (NORMED, Layout(), 0, {}, 100 * 5 * (KEPT + (4 + 2) * 4)),
+        (MOE, Layout(), 0, {"local": True}, 100 * 5 * LOCAL_MOE),
+        (HF, Layout(), 0, {"recompute": True}, 100 * (4 * 16 + 2 * KEPT)),  # inputs, and one layer that is run again
+        (HF, Layout(cp=2), 0, {}, 50 * 5 * KEPT),
+        (HF, Layout(tp=2), 0, {}, 100 * 5 * (4 * 16 + INNER // 2)),
+        (HF, Layout(tp=2, sequence_parallel=True), 0, {}, 100 * 5 * KEPT // 2),
+        (HF, Layout(pp=4), 0, {}, 100 * (4 * KEPT + KEPT)),  # as many micro-batches as there are stages
+        (HF, Layout(pp=4), 3, {}, 100 * (KEPT + KEPT)),
+        # rank 0 of 2: 2 warm-up turns for the rank behind, 2 for the other half of its layers, and 1, each of 1 layer
+        (HF, Layout(pp=2, vpp=2), 0, {}, 100 * (5 * KEPT + KEPT)),
+    ],
+)
+def test_so_many_numbers_are_kept_for_the_backward_pass(hf, layout, stage, changes, numbers):
+    assert of_stage_bytes(hf, layout, stage, replace(WORK, **changes)).activations == 2 * numbers
 
 
 def test_a_push_holds_the_weights_of_both_the_largest_tensor_twice_and_two_buckets():

@@ -168,49 +168,39 @@ def test_a_server_over_machines_sums_through_adapters():
     assert across == pytest.approx(2 * 4 * 7.0, rel=0.01)
 
 
-def test_a_push_sends_each_gpu_its_own_part():
-    apart = job(shared=False, num_ranks=4, server_gpus=2, num_servers=1)
-    assert transfers.push(apart, FREE) == pytest.approx(WEIGHTS / 2 / GPU.nic_bandwidth)
-    many = replace(apart, num_servers=8)  # four ranks send eight models
-    assert transfers.push(many, FREE) == pytest.approx(WEIGHTS * 2 / GPU.nic_bandwidth)
+LINK, NIC = GPU.link_bandwidth, GPU.nic_bandwidth
+GATHERED = {"shared": False, "push": "gathered"}
+FSDP = {"fsdp": True, "num_ranks": 16, "layout": Layout(use_distributed_optimizer=True)}
+EXPERTS = 2 * 4 * 4 * 3 * 16 * 32  # bytes: layers, experts, matrices
+DENSE = 2 * whole(MOE) - EXPERTS
+SPARSE = {"hf": MOE, "layout": Layout(tp=2, ep=4, etp=1, sequence_parallel=True), "num_ranks": 4, "server_gpus": 4}
 
 
-def test_whole_tensors_are_gathered_and_sent():
-    alone = job(shared=False, push="gathered")
-    assert transfers.push(alone, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth)
-    cut = replace(alone, layout=Layout(tp=2), num_ranks=2)
-    assert transfers.push(cut, FREE) == pytest.approx(WEIGHTS / GPU.nic_bandwidth + WEIGHTS / 2 / GPU.link_bandwidth)
-
-
-def test_servers_on_the_trainers_gpus_map_what_was_gathered():
-    cut = job(layout=Layout(tp=2), num_ranks=2, server_gpus=2)
-    assert cut.shared
-    assert transfers.push(cut, FAST) == pytest.approx(WEIGHTS / 2 / GPU.link_bandwidth)
-    assert transfers.push(job(), FAST) == pytest.approx(0)  # one rank has all
-    fsdp = replace(job(), fsdp=True, num_ranks=16, layout=Layout(use_distributed_optimizer=True))
-    # the 8 ranks of each of two machines receive through the adapters of all 8
-    assert transfers.push(fsdp, FAST) == pytest.approx(WEIGHTS * 15 / 16 / (8 * GPU.nic_bandwidth))
-    assert transfers.push(replace(fsdp, shared=False, num_servers=16), FAST) == pytest.approx(
-        WEIGHTS / GPU.nic_bandwidth
-    )
-
-
-def test_stages_pass_on_their_parts_before_ranks_gather_them():
-    cut = job(layout=Layout(tp=2, pp=4), num_ranks=32, server_gpus=8, num_servers=4)  # each stage is one machine
-    of_stages, of_tensors = WEIGHTS / 2 * 3 / 4 / GPU.nic_bandwidth, WEIGHTS / 2 / GPU.link_bandwidth
-    assert transfers.push(cut, FAST) == pytest.approx(of_stages + of_tensors)
-
-
-def test_experts_are_gathered_over_their_own_ranks():
-    experts = 2 * 4 * 4 * 3 * 16 * 32  # bytes: layers, experts, matrices
-    dense = 2 * whole(MOE) - experts
-    cut = job(hf=MOE, layout=Layout(tp=2, ep=4, etp=1, sequence_parallel=True), num_ranks=4, server_gpus=4)
-    parts = dense / 2 + experts * 3 / 4
-    assert transfers.push(cut, FAST) == pytest.approx(parts / GPU.link_bandwidth)
-    across = replace(cut, gpus_per_node=2)  # two machines, each with the adapters of two ranks
-    assert transfers.push(across, FAST) == pytest.approx(
-        dense / 2 / GPU.link_bandwidth + experts * 3 / 4 / (2 * GPU.nic_bandwidth)
-    )
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        # each GPU of a server gets its own part; four ranks send eight models
+        ({"shared": False, "num_ranks": 4, "server_gpus": 2, "num_servers": 1}, WEIGHTS / 2 / NIC),
+        ({"shared": False, "num_ranks": 4, "server_gpus": 2, "num_servers": 8}, WEIGHTS * 2 / NIC),
+        # whole tensors are gathered, and sent
+        (GATHERED, WEIGHTS / NIC),
+        (GATHERED | {"layout": Layout(tp=2), "num_ranks": 2}, WEIGHTS / NIC + WEIGHTS / 2 / LINK),
+        # servers on the trainer's GPUs map what was gathered; one rank has all
+        ({"layout": Layout(tp=2), "num_ranks": 2, "server_gpus": 2}, WEIGHTS / 2 / LINK),
+        ({}, 0),
+        # the 8 ranks of each of two machines receive through the adapters of all 8
+        (FSDP, WEIGHTS * 15 / 16 / (8 * NIC)),
+        (FSDP | {"shared": False, "num_servers": 16}, WEIGHTS / NIC),
+        # stages, each of which is one machine, pass on their parts before ranks gather them
+        ({"layout": Layout(tp=2, pp=4), "num_ranks": 32, "server_gpus": 8, "num_servers": 4},
+         WEIGHTS / 2 * 3 / 4 / NIC + WEIGHTS / 2 / LINK),
+        # experts are gathered over their own ranks; of two machines each has the adapters of two ranks
+        (SPARSE, (DENSE / 2 + EXPERTS * 3 / 4) / LINK),
+        (SPARSE | {"gpus_per_node": 2}, DENSE / 2 / LINK + EXPERTS * 3 / 4 / (2 * NIC)),
+    ],
+)  # fmt: skip
+def test_a_push_takes_as_long_as_what_it_gathers_and_sends(changes, seconds):
+    assert transfers.push(job(**changes), FAST) == pytest.approx(seconds)
 
 
 def test_a_bucket_costs_what_its_request_costs():
@@ -274,21 +264,18 @@ def test_moments_come_beside_the_passes_of_a_step_and_only_what_is_left_of_them_
     once = pytest.approx(2 * weights_s + moments_s + left)  # nothing hides the weights, nor what goes back
     assert transfers.offload_of_update(offloaded, offloaded.actor, held, **how) == once
     assert transfers.offload_of_turn(stays, stays.actor, held, **how) == once
-    for own in (offloaded, stays):
-        assert transfers.offload_of_first_step(own, own.actor, held, **how) == pytest.approx(left)
-    apart = replace(stays, shared=False)
-    assert transfers.offload_of_first_step(apart, apart.actor, held, **how) == 0
     taught = replace(offloaded, reads_heads=True)
-    assert transfers.offload_of_first_step(taught, taught.actor, held, **how) == once, "each step brings it all"
-    assert transfers.offload_of_update(taught, taught.actor, held, **how) == pytest.approx(2 * once.expected)
+    assert transfers.offload_of_update(taught, taught.actor, held, **how) == pytest.approx(2 * once.expected), (
+        "each step brings it all"
+    )
 
 
 def test_with_pipeline_stages_nothing_hides_the_way_of_moments():
     own = job(optimizer_offload=True)
     piped = replace(own.actor, layout=replace(own.layout, pp=2))
     held = fullest(own.actor)
-    assert transfers.offload_of_first_step(own, own.actor, held, 1e6, FREE) == 0
-    assert transfers.offload_of_first_step(own, piped, held, 1e6, FREE) == pytest.approx(held.optimizer / 1e8)
+    hidden_s, seen_s = (transfers.offload_of_update(own, role, held, 1e6, FREE) for role in (own.actor, piped))
+    assert seen_s - hidden_s == pytest.approx(held.optimizer / 1e8)
 
 
 def test_servers_that_share_sleep_and_wake():

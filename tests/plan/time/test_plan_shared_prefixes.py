@@ -1,7 +1,5 @@
 """Prompts that are computed once for their completions, by hand and as the run packs them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

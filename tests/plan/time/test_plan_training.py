@@ -158,9 +158,3 @@ def test_every_optimizer_step_costs_its_own():
 def test_scoring_is_a_forward_pass_of_all_tokens():
     own = job(gpu=replace(GPU, memory_bandwidth=1e30))
     assert scoring(own, None, FREE) == pytest.approx(forward_flops(shape_of(HF), 800, 100) / 1e12)
-
-
-def test_more_replicas_take_less_time():
-    free = replace(FREE, memory=1e9, link=1e9)
-    one, two = (training(job(num_ranks=n), None, free).seconds for n in (1, 2))
-    assert two == pytest.approx(one / 2, rel=0.01)

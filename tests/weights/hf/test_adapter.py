@@ -1,7 +1,6 @@
-"""Adapters under PEFT's names: the mappings, its settings file, and what a server is told."""
+"""Adapters under PEFT's names, what a server is told of them, and which it holds over the pushes."""
 
-from __future__ import annotations
-
+import asyncio
 import base64
 import hashlib
 import json
@@ -11,25 +10,27 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
+from async_tests import in_a_loop
+from fake_servers import AdapterWriter, completion_of, serving
+from hf_configs import hf_of as config_of
+from peft_folder import peft_settings
 
 from megarl.mcore.models.lora import LoraSettings
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.weights.hf.adapter import adapter_table, module_names, peft_config, read_peft_settings
+from megarl.rollout.pieces import write
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.protocol import Route, SamplingParams
+from megarl.sample import VersionSpan
+from megarl.weights.hf.adapter import adapter_table, module_names, peft_config
 from megarl.weights.mapping.names import ShardCoordinate
-from megarl.weights.push.adapter_push import Encoded, give_adapter
-from megarl.weights.push.report import PushError
+from megarl.weights.push import adapter_push
+from megarl.weights.push.adapter_push import AdapterPusher, Encoded, give_adapter, outdated
+from megarl.weights.push.report import Clock, PushError, PushReport
 
-HF: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "tie_word_embeddings": True,
-    "vocab_size": 45,
-}
+HF = config_of("qwen3", num_hidden_layers=2)
+MIXTRAL = config_of("mixtral", num_hidden_layers=2)
+DEEPSEEK = config_of("deepseek_v3", num_hidden_layers=2, n_routed_experts=4)
 SECOND = ShardCoordinate(tp_rank=1, tp=2)
 
 
@@ -50,28 +51,6 @@ def test_a_and_b_are_cut_as_the_weight_is() -> None:
     assert not table[f"{down}.B"].is_sharded
 
 
-def test_every_projection_of_the_model_can_be_adapted() -> None:
-    names = [name for op in adapter_table(HF, LoraSettings(4, 8.0)) for name in op.hf_shapes]
-    assert len(names) == len(set(names)) == 2 * 7 * 2
-    assert not [name for name in names if "norm" in name or "embed" in name]
-
-
-MIXTRAL: dict[str, Any] = HF | {"model_type": "mixtral", "num_local_experts": 4, "head_dim": None}
-DEEPSEEK: dict[str, Any] = HF | {
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 12,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "tie_word_embeddings": False,
-}
-
-
 def test_every_expert_has_its_own_pair_on_the_ranks_that_hold_it() -> None:
     settings = LoraSettings(4, 8.0, ("gate_proj", "down_proj"))
     table = {op.param: op for op in adapter_table(MIXTRAL, settings)}
@@ -89,7 +68,8 @@ def test_every_expert_has_its_own_pair_on_the_ranks_that_hold_it() -> None:
     assert module_names(MIXTRAL, settings) == {"w1": "gate_proj", "w2": "down_proj"}
 
 
-def test_latent_attention_and_shared_experts_have_the_names_of_the_folder() -> None:
+def test_every_projection_of_the_model_can_be_adapted_under_its_name_in_the_folder() -> None:
+    """Latent attention, a dense layer, and one with shared and routed experts."""
     names = {name for op in adapter_table(DEEPSEEK, LoraSettings(4, 8.0)) for name in op.hf_shapes}
     attention = {f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
     projections = ("gate_proj", "up_proj", "down_proj")
@@ -105,38 +85,7 @@ def test_settings_survive_pefts_file(tmp_path: Path, alpha: float, written: floa
     config = peft_config(settings, "/models/base", list(module_names(HF, settings)))
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, written, "/models/base")
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert read_peft_settings(tmp_path, HF) == settings
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; expected LORA"),
-        ({"use_rslora": True}, "use_rslora=True is not supported; expected False"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2} is not supported; expected {}"),
-        ({"bias": "all"}, "bias='all' is not supported; expected 'none'"),
-        (
-            {"target_modules": "all-linear"},
-            "target_modules='all-linear' is not supported; expected a list of projections",
-        ),
-        (
-            {"target_modules": ["q_proj", "w1"]},
-            "target_modules names w1, which this model does not have; expected some of q_proj, k_proj, v_proj, o_proj, "
-            "gate_proj, up_proj, down_proj",
-        ),
-    ],
-)
-def test_other_kinds_of_adapters_are_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
-    config = peft_config(LoraSettings(4, 8.0), "base", ["q_proj"]) | change
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError) as caught:
-        read_peft_settings(tmp_path, HF)
-    assert str(caught.value) == f"{tmp_path / 'adapter_config.json'}: {sentence}"
-
-
-def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"there is no adapter_config\.json; expected the folder of a PEFT adapter$"):
-        read_peft_settings(tmp_path, HF)
+    assert peft_settings(tmp_path, HF) == settings
 
 
 class TwoRanks(ServerClient):
@@ -176,11 +125,129 @@ def test_a_server_gets_the_whole_adapter_for_every_rank_and_its_checksums() -> N
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [
-        (404, "http://here takes no adapters; expected actor.lora.push=merged"),
-        (400, "http://here did not take the adapter actor-7: no such adapter, or so"),
+        (404, "^http://here takes no adapters; expected actor.lora.push=merged$"),
+        (400, "^http://here did not take the adapter actor-7: no such adapter, or so$"),
     ],
 )
 def test_a_server_that_refuses_is_named(status: int, sentence: str) -> None:
-    with pytest.raises(PushError) as caught:
+    with pytest.raises(PushError, match=sentence):
         give_adapter(TwoRanks(status), "actor-7", Encoded.of({"a": torch.ones(2)}, {}))
-    assert str(caught.value) == sentence
+
+
+CONFIG: Any = {}
+
+
+def pusher_of(urls: list[str], keep: int = 2, timeout_s: float = 60.0, life: str = "first") -> AdapterPusher:
+    return AdapterPusher(urls, "token", CONFIG, base_model="base", keep=keep, life=life, timeout_s=timeout_s)
+
+
+async def push(pusher: AdapterPusher, urls: list[str], version: int) -> PushReport:
+    return await asyncio.to_thread(pusher.deliver, urls, version, {"a": torch.ones(2)}, CONFIG, None, Clock())
+
+
+def test_a_pushers_oldest_and_all_of_other_lives_are_outdated() -> None:
+    names = [
+        "users-own",
+        "megarl-b-x-00000010-v9",
+        "megarl-b-x-00000009-v8",
+        "megarl-b-y-00000001-v1",
+        "megarl-a-x-00000011-v9",
+        "megarl-b-x-00000011-v9",
+    ]
+    of_b = ("megarl-b-", "megarl-b-x-")
+    assert outdated(names, *of_b, keep=2) == ["megarl-a-x-00000011-v9", "megarl-b-x-00000009-v8"]
+    assert outdated(names, *of_b, keep=9) == ["megarl-a-x-00000011-v9"]
+
+
+@in_a_loop
+async def test_a_server_holds_so_many_adapters_and_a_new_life_begins_without_those_before() -> None:
+    server = AdapterWriter("users-own")
+    async with serving(server) as (urls, _):
+        first, second = pusher_of(urls, keep=3), pusher_of(urls, keep=3, life="second")
+        names = [(await push(first, urls, version)).adapter for version in range(5)]
+        assert server.adapters == ["users-own", *names[2:]]
+        again = await push(second, urls, 0)  # of the same version, with other weights
+        assert again.failed == {} and again.adapter not in names
+        assert server.adapters == ["users-own", again.adapter]
+
+
+@in_a_loop
+async def test_two_runs_of_one_life_keep_their_own_adapters_on_a_server() -> None:
+    server = AdapterWriter()
+    async with serving(server) as (urls, _):
+        first, second = pusher_of(urls), pusher_of(urls)
+        ours = [(await push(first, urls, version)).adapter for version in range(3)]
+        theirs = [(await push(second, urls, version)).adapter for version in range(3)]
+        assert sorted(server.adapters) == sorted([*ours[1:], *theirs[1:]])
+
+
+@in_a_loop
+async def test_an_adapter_is_encoded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[Any] = []
+    monkeypatch.setattr(pickle, "dumps", lambda tensors: encoded.append(tensors) or b"bytes")
+
+    servers = AdapterWriter(), AdapterWriter()
+    async with serving(*servers) as (urls, _):
+        report = await push(pusher_of(urls), urls, 0)
+        assert report.failed == {} and [server.adapters for server in servers] == [[report.adapter]] * 2
+
+    assert len(encoded) == 1
+
+
+@in_a_loop
+async def test_a_request_of_an_adapter_that_goes_is_ended_and_its_completion_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_push, "_UNLOAD_S", 0.05)
+    params = SamplingParams(max_new_tokens=12, sampling_seed=1)
+    expected = completion_of(1, 2, 12)
+    assert len(expected) > 6
+
+    server = AdapterWriter(stops_after=3)
+    async with serving(server) as (urls, _), EnginePool(urls, "token", timeout_s=60, fenced=True) as pool:
+        pusher = pusher_of(urls)
+        (url,) = urls
+
+        async def push_and_trust(version: int) -> None:
+            report = await push(pusher, urls, version)
+            assert report.failed == {}
+            pool.trust(url, version, report.adapter)
+
+        await push_and_trust(0)
+        writing = asyncio.create_task(write(pool, [5, 6], params))
+        while not server.ended:  # it has begun
+            await asyncio.sleep(0)
+        await push_and_trust(1)
+        assert "abort" not in server.ordered, "there is room for two"
+        await push_and_trust(2)
+        assert [order.partition(" ")[0] for order in server.ordered] == ["load", "load", "abort", "unload", "load"]
+        server.go.set()
+        completion = await writing
+        assert completion.token_ids == expected
+        assert completion.versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, len(expected)))
+        assert pool.counters()["wasted_fenced"] == pool.counters()["wasted_failed"] == 0
+
+
+@in_a_loop
+async def test_an_adapter_that_could_not_be_unloaded_is_unloaded_by_the_next_push() -> None:
+    class Busy(AdapterWriter):
+        """Its first order to unload fails before it has done anything."""
+
+        refuses = True
+
+        async def __call__(self, request: Any) -> Any:
+            if request.path == Route.UNLOAD_ADAPTER and self.refuses:
+                self.refuses = False
+                return web.json_response({"message": "busy"}, status=500)
+            return await super().__call__(request)
+
+    server = Busy()
+    async with serving(server) as (urls, _):
+        pusher = pusher_of(urls)
+        for version in (0, 1):
+            await push(pusher, urls, version)
+        report = await push(pusher, urls, 2)
+        assert list(report.failed) == urls and report.transports == {}
+        assert len(server.adapters) == 2
+        report = await push(pusher, urls, 2)
+        assert report.failed == {} and server.adapters[1:] == [report.adapter]

@@ -1,6 +1,4 @@
-"""Folders with stacked experts, in bfloat16 and in MXFP4, read expert by expert."""
-
-from __future__ import annotations
+"""Stacked experts: folders in bfloat16 and in MXFP4 read expert by expert, and stacks joined of single experts."""
 
 import shutil
 from pathlib import Path
@@ -14,20 +12,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl.weights.hf.load import check_names, open_for
 from megarl.weights.hf.mxfp4 import dequantized
-from megarl.weights.mapping.families import ignorable, table_for
+from megarl.weights.mapping.families import ignorable, stacks_for, table_for
+from megarl.weights.mapping.stacks import Stack, joined
 
 EXPERTS = "model.layers.0.mlp.experts"
-
-
-def test_a_block_by_hand() -> None:
-    """Two numbers of a byte, the lower four bits first: 0x72 is 1 and 6, 0xF9 is -0.5 and -6; times 2, times 1/4."""
-    blocks = torch.zeros(2, 1, 16, dtype=torch.uint8)
-    blocks[0, 0, :2], blocks[1, 0, 15] = torch.tensor([0x72, 0xF9]), 0x35
-    found = dequantized(blocks, torch.tensor([[128], [125]], dtype=torch.uint8))
-    assert found.dtype is torch.bfloat16
-    assert found.shape == (2, 32)
-    assert found[0].tolist() == [2.0, 12.0, -1.0, -12.0] + [0.0] * 28
-    assert found[1].tolist() == [0.0] * 30 + [0.75, 0.375]
 
 
 def test_every_code_and_exponent_as_transformers_reads_them() -> None:
@@ -91,3 +79,30 @@ def test_a_stack_of_another_shape_is_named(plain: Path) -> None:
     )
     with pytest.raises(ValueError, match=sentence), open_for(plain, read_config(plain) | {"num_local_experts": 4}):
         pass
+
+
+# joined from single experts
+def test_rows_of_gate_and_up_alternate_in_the_columns_of_a_stack() -> None:
+    stack = Stack("s", 2, ("{}.gate", "{}.up"), (2, 3))
+    gate, up = torch.arange(6.0).view(2, 3), torch.arange(10.0, 16.0).view(2, 3)
+    stream = [("before", torch.zeros(1)), ("0.gate", -gate), ("0.up", -up), ("1.gate", gate), ("1.up", up)]
+    found = dict(joined(stream, [stack]))
+    assert list(found) == ["before", "s"]
+    assert found["s"].shape == stack.shape == (2, 3, 4)
+    assert found["s"][1].tolist() == [[0, 10, 3, 13], [1, 11, 4, 14], [2, 12, 5, 15]]
+    assert torch.equal(stack.part_of(found["s"][0], 1), -up)
+
+
+def test_biases_alternate_too() -> None:
+    stack = Stack("s", 1, ("{}.gate", "{}.up"), (3,))
+    found = dict(joined([("0.gate", torch.tensor([1, 2, 3])), ("0.up", torch.tensor([4, 5, 6]))], [stack]))
+    assert found["s"].tolist() == [[1, 4, 2, 5, 3, 6]]
+
+
+def test_a_stream_that_lacks_a_part_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="parts of s never came"):
+        list(joined([("0.gate", torch.zeros(3))], [Stack("s", 1, ("{}.gate", "{}.up"), (3,))]))
+
+
+def test_other_families_have_no_stacks() -> None:
+    assert stacks_for({"model_type": "qwen3_moe"}) == stacks_for({}) == []

@@ -1,12 +1,21 @@
+"""What each rank of a server holds, by hand and against slices that are cut as SGLang's layers cut them."""
+
 from typing import Any
 
 import pytest
 import torch
+from hf_configs import hf_of as config_of
+from plan_reference import UNTOUCHED, carry_out, cut_by_hand, whole_tensors
+from torch import Tensor
 
 from megarl.weights.mapping.families import table_for
-from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate
+from megarl.weights.mapping.names import Piece, ShardCoordinate
 from megarl.weights.mapping.server_map import coordinates, is_enlarged, server_table
 from megarl.weights.mapping.sglang_ops import StackedExperts, StackedQKV, StackedRows, StackedVocab
+from megarl.weights.reshard.describe import from_json, to_json
+from megarl.weights.reshard.plan import Plan
+from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
+from megarl.weights.verify.digests import RankDigests, digest
 
 
 def rows(start, stop):
@@ -39,39 +48,22 @@ def test_a_rank_holds_its_query_heads_and_a_copy_of_their_key_value_head(tp, ran
     assert shard(op, QKV_WHOLE, ShardCoordinate(rank, tp)).flatten().tolist() == expected
 
 
-def test_a_bias_has_no_columns():
-    op = StackedQKV("qkv", "q", "k", "v", 4, 2, 3, None)
-    assert op.shard_shape(2) == ((2 + 1 + 1) * 3,)
-
-
-def test_key_value_heads_that_do_not_fit_the_ranks_are_refused():
+def test_heads_experts_and_groups_that_do_not_fit_the_ranks_are_refused():
     op = StackedQKV("qkv", "q", "k", "v", 12, 4, 1, 1)
     with pytest.raises(ValueError, match="qkv: 4 key-value heads cannot be dealt to 6 ranks"):
         op.shard_shape(6)
-
-
-@pytest.mark.parametrize(("is_cut", "expected"), [(True, [2, 3, 11]), (False, [0, 1, 2, 3, 10, 11])])
-def test_parts_lie_over_one_another(is_cut, expected):
-    op = StackedRows("both", (("a", 4), ("b", 2)), 1, is_cut)
-    whole = {"a": rows(0, 4), "b": rows(10, 12)}
-    assert shard(op, whole, ShardCoordinate(1, 2)).flatten().tolist() == expected
-    assert op.hf_shapes == {"a": (4, 1), "b": (2, 1)}
-
-
-def test_experts_of_a_rank_are_stacked_gate_over_up():
-    op = StackedExperts("w13", ("e.{}.gate", "e.{}.up"), num_experts=4, shape=(4, 1), dim=0)
-    whole = {f"e.{i}.{x}": rows(10 * i + n, 10 * i + n + 4) for i in range(4) for x, n in (("gate", 0), ("up", 100))}
-    coordinate = ShardCoordinate(3, 4, ep_rank=1, ep=2, etp_rank=1, etp=2)
-    assert shard(op, whole, coordinate).squeeze(-1).tolist() == [[22, 23, 122, 123], [32, 33, 132, 133]]
-    assert op.shape_at(coordinate) == (2, 4, 1) and op.shard_shape(2) == (4, 4, 1)
-
-
-def test_down_projections_are_cut_by_columns():
-    op = StackedExperts("w2", ("e.{}.down",), num_experts=2, shape=(1, 4), dim=1)
-    whole = {f"e.{i}.down": rows(10 * i, 10 * i + 4).T for i in range(2)}
-    assert shard(op, whole, ShardCoordinate(0, 2, etp_rank=1, etp=2)).tolist() == [[[2, 3]], [[12, 13]]]
+    experts = StackedExperts("w2", ("e.{}.down",), num_experts=2, shape=(1, 4), dim=1)
     with pytest.raises(ValueError, match="w2: 2 experts do not divide by ep_size=4"):
-        op.shape_at(ShardCoordinate(ep=4))
+        experts.shape_at(ShardCoordinate(ep=4))
+    with pytest.raises(ValueError, match="attention_dp=3 does not divide its tp_size=4"):
+        ServerSharding((), tp=4, attention_dp=3)
+
+
+def test_parts_lie_over_one_another():
+    op = StackedRows("both", (("a", 4), ("b", 2)), 1)
+    whole = {"a": rows(0, 4), "b": rows(10, 12)}
+    assert shard(op, whole, ShardCoordinate(1, 2)).flatten().tolist() == [0, 1, 2, 3, 10, 11]
+    assert op.hf_shapes == {"a": (4, 1), "b": (2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -86,71 +78,50 @@ def test_a_vocabulary_is_padded_as_sglang_does(vocab, tp, expected):
     assert held[0][0] == 0 and all(start == expected * i for i, (start, _) in enumerate(held))
 
 
-DENSE: dict[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 12,
-    "vocab_size": 21,
-    "tie_word_embeddings": True,
-}
-MOE = DENSE | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-MOE |= {"head_dim": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+DENSE = config_of("qwen2", hidden_size=8, num_hidden_layers=1, intermediate_size=12, vocab_size=21)
 
 
-def test_the_hf_server_holds_hf_tensors_as_they_are() -> None:
-    shapes = {name: shape for op in table_for(DENSE) for name, shape in op.hf_shapes.items()}
-    assert {op.param: op.shape_at(ShardCoordinate()) for op in server_table("hf", DENSE)} == shapes
+def test_biases_of_queries_keys_and_values_are_stacked_as_their_rows() -> None:
+    table, own = server_table("sglang", DENSE), "model.layers.0.self_attn"
+    names = [f"{own}.{name}_proj.bias" for name in ("qkv", "q", "k", "v")]
+    assert StackedQKV(*names, 4, 2, 2, None, axis="attn") in table
+    assert table[-1] == StackedVocab("lm_head.weight", "lm_head.weight", 21, 8, axis="attn")
+    assert server_table("sglang", DENSE | {"tie_word_embeddings": True}) == table[:-1]
 
 
-def test_qwen2_in_sglang_by_hand() -> None:
-    at = "model.layers.0"
-    q, k, v = (f"{at}.self_attn.{x}_proj" for x in "qkv")
-    qkv, mlp = f"{at}.self_attn.qkv_proj", f"{at}.mlp"
-    assert server_table("sglang", DENSE) == [
-        StackedVocab("model.embed_tokens.weight", "model.embed_tokens.weight", 21, 8, axis="attn"),
-        Rename(f"{at}.input_layernorm.weight", f"{at}.input_layernorm.weight", (8,)),
-        StackedQKV(f"{qkv}.weight", f"{q}.weight", f"{k}.weight", f"{v}.weight", 4, 2, 2, 8, axis="attn"),
-        StackedQKV(f"{qkv}.bias", f"{q}.bias", f"{k}.bias", f"{v}.bias", 4, 2, 2, None, axis="attn"),
-        Rename(f"{at}.self_attn.o_proj.weight", f"{at}.self_attn.o_proj.weight", (8, 8), 1, axis="attn"),
-        Rename(f"{at}.post_attention_layernorm.weight", f"{at}.post_attention_layernorm.weight", (8,)),
-        GateUp(f"{mlp}.gate_up_proj.weight", f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight", 12, 8),
-        Rename(f"{mlp}.down_proj.weight", f"{mlp}.down_proj.weight", (8, 12), 1),
-        Rename("model.norm.weight", "model.norm.weight", (8,)),
+def test_queries_without_a_latent_of_their_own_are_fused_with_nothing() -> None:
+    table = {op.param: op for op in server_table("sglang", config_of("deepseek_v3_plain"))}
+    at = ShardCoordinate(tp_rank=1, tp=2, attn_rank=1, attn=2)
+    own = "model.layers.1.self_attn"
+    assert table[f"{own}.q_proj.weight"].shape_at(at) == (24, 32)
+    assert table[f"{own}.kv_a_proj_with_mqa.weight"].shape_at(at) == (24, 32)
+
+
+@pytest.mark.parametrize(
+    ("tp", "rank", "q", "k"),
+    [(1, 0, (0, 12), (0, 6)), (2, 1, (6, 6), (3, 3)), (4, 1, (3, 3), (0, 3)), (4, 2, (6, 3), (3, 3))],
+)
+def test_norms_over_all_heads_are_cut_as_the_heads(tp: int, rank: int, q: tuple[int, int], k: tuple[int, int]) -> None:
+    """With four ranks and two key-value heads, two ranks have the same head of the keys."""
+    table = {op.param: op for op in server_table("sglang", config_of("minimax_m2", head_dim=3))}
+    at = ShardCoordinate(tp_rank=rank, tp=tp, attn_rank=rank, attn=tp)
+    for name, (start, length) in (("q", q), ("k", k)):
+        op = table[f"model.layers.0.self_attn.{name}_norm.weight"]
+        assert op.shape_at(at) == (length,)
+        assert op.pieces_at(at) == [Piece(f"model.layers.0.self_attn.{name}_norm.weight", 0, start, 0, length)]
+
+
+def test_stacks_of_experts_of_other_names() -> None:
+    table = {op.param: op for op in server_table("sglang", config_of("minimax_m2", num_local_experts=2))}
+    shapes = [
+        table[f"model.layers.0.block_sparse_moe.experts.{x}_weight"].shape_at(ShardCoordinate()) for x in ("w13", "w2")
     ]
+    assert shapes == [(2, 48, 32), (2, 32, 24)]
 
 
-def test_the_head_of_an_untied_model_is_a_parameter_of_its_own() -> None:
-    last = server_table("sglang", DENSE | {"tie_word_embeddings": False})[-1]
-    assert last == StackedVocab("lm_head.weight", "lm_head.weight", 21, 8, axis="attn")
-
-
-def test_experts_are_stacked_and_the_router_is_whole() -> None:
-    of = {op.param.removeprefix("model.layers.0.mlp."): op for op in server_table("sglang", MOE) if ".mlp." in op.param}
-    assert set(of) == {"gate.weight", "experts.w13_weight", "experts.w2_weight"}
-    w13, w2 = of["experts.w13_weight"], of["experts.w2_weight"]
-    assert isinstance(w13, StackedExperts) and w13.num_experts == 4
-    assert w13.names == tuple(f"model.layers.0.mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up"))
-    assert w13.shape_at(coordinates(4, 2)[0]) == (2, 2 * 3, 8)  # two experts, half of the rows of gate and of up
-    assert w2.shape_at(coordinates(4, 2)[0]) == (2, 8, 3)
-
-
-@pytest.mark.parametrize("config", [DENSE, MOE])
-def test_every_tensor_of_the_trainer_is_in_one_parameter_of_the_server(config: dict[str, Any]) -> None:
-    trainer = [name for op in table_for(config) for name in op.hf_shapes]
-    server = [name for op in server_table("sglang", config) for name in op.hf_shapes]
-    assert sorted(server) == sorted(trainer)
-
-
-def test_ranks_of_an_expert_parallel_server() -> None:
-    assert coordinates(4, 2) == [
-        ShardCoordinate(0, 4, 0, 2, 0, 2, 0, 4),
-        ShardCoordinate(1, 4, 0, 2, 1, 2, 1, 4),
-        ShardCoordinate(2, 4, 1, 2, 0, 2, 2, 4),
-        ShardCoordinate(3, 4, 1, 2, 1, 2, 3, 4),
-    ]
+def test_a_model_with_stacks_is_told_by_the_names_of_its_folder() -> None:
+    config = config_of("gpt_oss")
+    assert server_table("sglang", config) == server_table("hf", config)
 
 
 def test_sizes_that_sglang_rounds_up_without_a_gpu() -> None:
@@ -159,3 +130,110 @@ def test_sizes_that_sglang_rounds_up_without_a_gpu() -> None:
     assert is_enlarged("sglang", aligned, 4)  # 64 are not 32 for each of 4 ranks; nor are 2 heads one for each
     assert is_enlarged("sglang", DENSE, 1)
     assert not is_enlarged("hf", DENSE, 1)
+
+
+# attention data parallelism, against slices made the plain way
+
+
+SIZES = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 8,
+    "vocab_size": 70,
+}
+GROUPED = config_of("qwen3_moe", **SIZES, head_dim=4, num_experts=4, mlp_only_layers=[0])
+LATENT = config_of("deepseek_v3", **SIZES, q_lora_rank=6, kv_lora_rank=10, n_routed_experts=4)
+
+
+def stock(config: dict[str, Any], whole: dict[str, Tensor], rank: int, tp: int, ep: int, dp: int) -> dict[str, Tensor]:
+    """The parameters of a rank as SGLang's layers cut them: attn_tp_group has tp / dp ranks, experts tp / ep."""
+    group, etp, held = tp // dp, tp // ep, {}
+    padded = 128  # the vocabulary, rounded up to a multiple of 64 that the ranks of every group here divide
+
+    def part(tensor: Tensor, at: int, of: int, dim: int = 0) -> Tensor:
+        return tensor.tensor_split(of, dim)[at]
+
+    def attention(name: str, dim: int = 0) -> Tensor:
+        return part(whole[name], rank % group, group, dim)
+
+    for table in ("model.embed_tokens.weight", "lm_head.weight"):
+        filled = torch.full((padded, 8), UNTOUCHED)
+        filled[:70] = whole[table]
+        held[table] = part(filled, rank % group, group)
+    held["model.norm.weight"] = whole["model.norm.weight"]
+    for layer in range(2):
+        at = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            held[f"{at}.{norm}.weight"] = whole[f"{at}.{norm}.weight"]
+        own = f"{at}.self_attn"
+        held[f"{own}.o_proj.weight"] = attention(f"{own}.o_proj.weight", 1)
+        if config is LATENT:
+            latents = [whole[f"{own}.{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+            held[f"{own}.fused_qkv_a_proj_with_mqa.weight"] = torch.cat(latents)
+            for name in ("q_a_layernorm", "kv_a_layernorm"):
+                held[f"{own}.{name}.weight"] = whole[f"{own}.{name}.weight"]
+            for name in ("q_b_proj", "kv_b_proj"):
+                held[f"{own}.{name}.weight"] = attention(f"{own}.{name}.weight")
+        else:  # 4 heads of queries and 2 of keys and values, each of 4 rows: a group of 4 ranks holds each pair twice
+            q = attention(f"{own}.q_proj.weight")
+            pairs = min(group, 2)
+            k, v = (part(whole[f"{own}.{x}_proj.weight"], rank % group * pairs // group, pairs) for x in "kv")
+            held[f"{own}.qkv_proj.weight"] = torch.cat([q, k, v])
+            for name in ("q_norm", "k_norm"):
+                held[f"{own}.{name}.weight"] = whole[f"{own}.{name}.weight"]
+        mlp = f"{at}.mlp"
+        dense = {0: mlp} if layer == 0 else ({1: f"{mlp}.shared_experts"} if config is LATENT else {})
+        for name in dense.values():  # over all ranks of the server
+            gate_up = [part(whole[f"{name}.{x}_proj.weight"], rank, tp) for x in ("gate", "up")]
+            held[f"{name}.gate_up_proj.weight"] = torch.cat(gate_up)
+            held[f"{name}.down_proj.weight"] = part(whole[f"{name}.down_proj.weight"], rank, tp, 1)
+        if layer == 1:
+            held[f"{mlp}.gate.weight"] = whole[f"{mlp}.gate.weight"]
+            if config is LATENT:
+                held[f"{mlp}.gate.e_score_correction_bias"] = whole[f"{mlp}.gate.e_score_correction_bias"]
+            w13, w2 = [], []
+            for number in torch.arange(4).tensor_split(ep)[rank // etp].tolist():
+                gate, up, down = (whole[f"{mlp}.experts.{number}.{x}_proj.weight"] for x in ("gate", "up", "down"))
+                w13.append(torch.cat([part(gate, rank % etp, etp), part(up, rank % etp, etp)]))
+                w2.append(part(down, rank % etp, etp, 1))
+            held[f"{mlp}.experts.w13_weight"], held[f"{mlp}.experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
+    return held
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("config", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_each_rank_holds_what_stock_layers_cut_for_it(config: dict[str, Any], ep: int, dp: int) -> None:
+    table = tuple(server_table("sglang", config))
+    server = ServerSharding(table, tp=4, ep=ep, attention_dp=dp, dtype="float32")
+    trainer = MegatronSharding(tuple(table_for(config)), world_size=4, tp=2, pp=2, dtype="float32")
+    whole = whole_tensors(trainer)
+    plan = Plan(from_json(to_json(trainer)), from_json(to_json(server)))
+    sent = carry_out(plan, whole)  # what arrives in a sharded push
+    types = dict.fromkeys(whole, torch.float32)
+    for rank in range(4):
+        expected = stock(config, whole, rank, 4, ep, dp)
+        cut = cut_by_hand(server, rank, whole, padding=UNTOUCHED)
+        digests = RankDigests(table, coordinates(4, ep, dp)[rank], types, "sha256")  # of whole tensors
+        for name, tensor in whole.items():
+            digests.add(name, tensor)
+        held = digests.result()
+        assert cut.keys() == sent[rank].keys() == held.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(cut[name], tensor) and torch.equal(sent[rank][name], tensor), (rank, name)
+            assert held[name] == digest(tensor.where(tensor != UNTOUCHED, torch.zeros(()))), (rank, name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (
+            (4, 2),
+            [(0, 4, 0, 2, 0, 2, 0, 4), (1, 4, 0, 2, 1, 2, 1, 4), (2, 4, 1, 2, 0, 2, 2, 4), (3, 4, 1, 2, 1, 2, 3, 4)],
+        ),
+        ((2, 1, 2), [(0, 2, 0, 1, 0, 2, 0, 1), (1, 2, 0, 1, 1, 2, 0, 1)]),
+    ],
+)
+def test_the_coordinates_of_a_servers_ranks(sizes: tuple[int, ...], expected: list[tuple[int, ...]]) -> None:
+    assert coordinates(*sizes) == [ShardCoordinate(*numbers) for numbers in expected]

@@ -1,14 +1,17 @@
+"""What the trainer knows of servers: their nature and digests, their GPUs, and what its ranks settle before slices."""
+
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from megarl.weights.mapping.names import ShardCoordinate
+from megarl.weights.push.gpu_handles import gpus_of, take, wanted_handles
 from megarl.weights.push.report import PushError
+from megarl.weights.push.routes import Claim, members_of, message_bytes_of
 from megarl.weights.push.servers import RECEIVER, Nature, check_digests
 
 SENT = {"embed": "1", "norm": "2"}
-
-
-def test_equal_digests_pass() -> None:
-    check_digests("http://a", dict(SENT), SENT, {})
 
 
 def test_tensors_that_differ_are_missing_or_were_never_sent_are_named_with_their_server() -> None:
@@ -20,7 +23,8 @@ def test_tensors_that_differ_are_missing_or_were_never_sent_are_named_with_their
 
 def test_a_tied_tensor_may_be_listed_twice_when_it_is_the_same() -> None:
     tied = {"head": "embed"}
-    check_digests("http://a", SENT | {"head": "1"}, SENT, tied)
+    for held in (SENT, SENT | {"head": "1"}):
+        check_digests("http://a", held, SENT, tied)
     with pytest.raises(PushError, match="never sent: head"):
         check_digests("http://a", SENT | {"head": "2"}, SENT, tied)
 
@@ -37,7 +41,7 @@ def test_what_a_server_says_of_itself() -> None:
     assert (ours.engine, ours.coordinates, ours.hashes, ours.first_gpu) == ("hf", (ShardCoordinate(),), "sha256", None)
     assert ours.is_plain and not ours.has_receiver
     ours = Nature.read({"version": "megarl-hf", "device": "cuda", "base_gpu_id": 3}, CONFIG)
-    assert (ours.engine, ours.hashes, ours.first_gpu, ours.is_plain) == ("hf", "words", 3, True)
+    assert (ours.hashes, ours.first_gpu, ours.is_plain) == ("words", 3, True)
 
 
 def test_attention_groups_are_read_from_the_server() -> None:
@@ -65,3 +69,54 @@ def test_attention_groups_are_read_from_the_server() -> None:
 )
 def test_servers_that_hold_tensors_in_a_way_of_their_own_are_told_apart(change: dict[str, object]) -> None:
     assert not Nature.read(ON_GPU | change, CONFIG).is_plain
+
+
+# gpu_handles: on which GPUs the ranks of servers stand, and whose handles they are given
+def server(*gpus: str, first_gpu: int | None = 0) -> Any:
+    return SimpleNamespace(url="http://a", gpus=gpus, nature=SimpleNamespace(first_gpu=first_gpu, coordinates=(0, 1)))
+
+
+def test_a_server_stands_where_it_was_said_to_stand_or_else_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    assert gpus_of(server("1/0", "1/1")) == ["1/0", "1/1"]
+    assert gpus_of(server("1/0", "1/1", first_gpu=None)) == [], "it has no GPU"
+    assert gpus_of(server(first_gpu=4)) == ["here/4", "here/5"]
+
+
+def test_each_rank_is_given_a_handle_of_its_own_gpu_on_its_own_machine() -> None:
+    first, second, over_both = server("0/0", "0/1"), server("1/0", "1/1"), server("0/1", "1/0")
+    assert wanted_handles([first, second, over_both]) == {"0/0": 1, "0/1": 2, "1/0": 2, "1/1": 1}
+    handles = {"0/0": ["a"], "0/1": ["b", "c"], "1/0": ["d", "e"], "1/1": ["f"]}
+    assert take(handles, first) == ["a", "c"]
+    assert take(handles, second) == ["e", "f"]
+    assert take(handles, over_both) == ["b", "d"]
+    with pytest.raises(ValueError, match="no rank of the trainer uses 0/0, where http://a has a rank"):
+        take(handles, first)
+
+
+# routes: what the ranks settle; the sending itself is in tests/dist/test_push.py
+
+
+MB = 1 << 20
+
+
+def test_rank_0_and_those_that_send_meet_the_server() -> None:
+    claims = [Claim("", "f", sends) for sends in (False, True, False, True)]
+    assert members_of(claims) == {0: 0, 1: 1, 3: 2}
+
+
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
+        (Claim("no such layer", "", False), "^no such layer$"),
+        (Claim("", "g", False), "rank 2 of the trainer describes"),
+    ],
+)
+def test_nobody_sends_where_one_rank_cannot_or_has_another_plan(odd: Claim, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        members_of([Claim("", "f", True), Claim("", "f", True), odd])
+
+
+@pytest.mark.parametrize(("bucket_mb", "message_mb"), [(1, 0.5), (64, 32), (128, 64), (1024, 64)])
+def test_two_messages_take_these_bytes_until_larger_ones_gain_nothing(bucket_mb: int, message_mb: float) -> None:
+    assert message_bytes_of(bucket_mb * MB) == message_mb * MB

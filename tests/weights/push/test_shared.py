@@ -1,4 +1,4 @@
-"""Buckets in shared memory: from the sender's pickle into another process, and what a server refuses to read."""
+"""Buckets: how they are filled, and in shared memory from the sender's pickle into another process."""
 
 import base64
 import inspect
@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
-from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.buckets import Bucket, bucket_bytes_for, fill_buckets, plan_buckets
 from megarl.weights.push.shared import _dump, message, payload, shared_buffer
 
 
@@ -50,11 +50,6 @@ def test_a_buffer_that_does_not_fit_is_an_error_and_no_crash() -> None:
         shared_buffer(1 << 50)
 
 
-def test_a_message_is_a_text_in_the_place_of_a_name() -> None:
-    ((text, tensor),) = read_message(message('{"a": 1}'))
-    assert text == '{"a": 1}' and tensor.numel() == 0
-
-
 class Evil:
     def __reduce__(self):
         return os.system, ("true",)
@@ -70,6 +65,9 @@ class OpensAFile:
         return reductions.rebuild_storage_filename, self.arguments
 
 
+MANAGER = os.fsdecode(shared_buffer(8).untyped_storage()._share_filename_cpu_()[0])
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -79,6 +77,7 @@ class OpensAFile:
         (torch.load, "torch.serialization.load, which is not allowed"),
         (torch.zeros(2), "which is not allowed"),  # torch's own pickles run torch.load inside
         (OpensAFile("/etc/passwd", "/torch_1_2_3"), "managed at /etc/passwd: expected a socket of this user"),
+        (OpensAFile(MANAGER, "/somebody_elses"), "expected a name as torch gives them"),
         ({"metadata": []}, "no flattened bucket"),
         ({"flattened_tensor": 1, "metadata": []}, "expected a row of uint8"),
     ],
@@ -88,10 +87,10 @@ def test_a_pickle_that_asks_for_more_than_shared_tensors_is_refused(value: objec
         read_bucket(encoded(value))
 
 
-def test_shared_memory_under_a_foreign_name_is_refused(tmp_path: Path) -> None:
-    manager, _, _ = shared_buffer(8).untyped_storage()._share_filename_cpu_()
-    with pytest.raises(ValueError, match="expected a name as torch gives them"):
-        read_bucket(encoded(OpensAFile(os.fsdecode(manager), "/somebody_elses")))
+def test_what_is_no_pickle_is_refused() -> None:
+    for text in ("", "!", "AAAA", base64.b64encode(b"\x80\x04.").decode()):
+        with pytest.raises(ValueError):
+            read_bucket(text)
 
 
 HANDLE = b"\x02c" + bytes(range(64))  # torch's version, its kind cudaMalloc, and CUDA's handle
@@ -100,18 +99,10 @@ HANDLE = b"\x02c" + bytes(range(64))  # torch's version, its kind cudaMalloc, an
 class OnGpu:
     """The pickle of a bucket in GPU memory, as `payload` writes it: the GPU is named by its UUID."""
 
-    def __init__(
-        self,
-        uuid: str,
-        counter: bytes = b"/torch_1_2_3",
-        fields: int = 15,
-        handle: object = HANDLE,
-        size: object = 32,
-        offset: object = 64,
-        count: object = 9999,
-    ) -> None:
+    def __init__(self, uuid: str = "GPU-1", *, fields: int = 15, **changes: object) -> None:
         place = (torch.Tensor, torch.Size([32]), (1,), 0, torch.storage.TypedStorage, torch.uint8, uuid)
-        self.arguments = (*place, handle, size, offset, False, counter, count, b"event", True)[:fields]
+        shared = {"handle": HANDLE, "size": 32, "offset": 64, "grad": False, "counter": b"/torch_1_2_3", "count": 9999}
+        self.arguments = (*place, *(shared | changes).values(), b"event", True)[:fields]
 
     def __reduce__(self):
         return reductions.rebuild_cuda_tensor, self.arguments
@@ -138,7 +129,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("handle", [HANDLE, HANDLE[2:]])
 def test_memory_of_a_gpu_is_opened_on_the_gpu_of_that_uuid(two_gpus: None, handle: bytes) -> None:
     entry = SimpleNamespace(name="a", shape=(2, 2), dtype=torch.float32, start_idx=16, end_idx=32)
-    found = read_bucket(_dump({"flattened_tensor": OnGpu("GPU-1", handle=handle), "metadata": [entry]}))
+    found = read_bucket(_dump({"flattened_tensor": OnGpu(handle=handle), "metadata": [entry]}))
     assert found["a"].tolist() == [[4.0, 5.0], [6.0, 7.0]]
 
 
@@ -146,15 +137,15 @@ def test_memory_of_a_gpu_is_opened_on_the_gpu_of_that_uuid(two_gpus: None, handl
     ("value", "words"),
     [
         (OnGpu("GPU-2"), "lies on GPU 'GPU-2', which this server does not see"),
-        (OnGpu("GPU-1", counter=b"/somebody_elses"), "expected a name as torch gives them"),
-        (OnGpu("GPU-1", fields=14), "has 7 fields: expected 8"),
-        (OnGpu("GPU-1", size=-1), "storage_size_bytes=-1: expected an integer from 0"),
-        (OnGpu("GPU-1", offset=1.5), "storage_offset_bytes=1.5: expected an integer from 0"),
-        (OnGpu("GPU-1", count=10_000), "ref_counter_offset=10000: expected an integer from 0 to 9999"),
-        (OnGpu("GPU-1", count=-1), "ref_counter_offset=-1"),
-        (OnGpu("GPU-1", count=True), "ref_counter_offset=True"),
-        (OnGpu("GPU-1", handle=b"\x02e" + HANDLE), "another handle than one of cudaMalloc"),
-        (OnGpu("GPU-1", handle=1), "another handle than one of cudaMalloc"),
+        (OnGpu(counter=b"/somebody_elses"), "expected a name as torch gives them"),
+        (OnGpu(fields=14), "has 7 fields: expected 8"),
+        (OnGpu(size=-1), "storage_size_bytes=-1: expected an integer from 0"),
+        (OnGpu(offset=1.5), "storage_offset_bytes=1.5: expected an integer from 0"),
+        (OnGpu(count=10_000), "ref_counter_offset=10000: expected an integer from 0 to 9999"),
+        (OnGpu(count=-1), "ref_counter_offset=-1"),
+        (OnGpu(count=True), "ref_counter_offset=True"),
+        (OnGpu(handle=b"\x02e" + HANDLE), "another handle than one of cudaMalloc"),
+        (OnGpu(handle=1), "another handle than one of cudaMalloc"),
     ],
 )
 def test_memory_of_a_gpu_that_is_not_as_torch_shares_it_is_refused(two_gpus: None, value: OnGpu, words: str) -> None:
@@ -164,23 +155,8 @@ def test_memory_of_a_gpu_that_is_not_as_torch_shares_it_is_refused(two_gpus: Non
 
 def test_the_fields_of_shared_gpu_memory_are_those_of_torch() -> None:
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
-    assert names[6:] == [
-        "storage_device",
-        "storage_handle",
-        "storage_size_bytes",
-        "storage_offset_bytes",
-        "requires_grad",
-        "ref_counter_handle",
-        "ref_counter_offset",
-        "event_handle",
-        "event_sync_required",
-    ]
-
-
-@pytest.mark.parametrize("text", ["", "!", "AAAA", base64.b64encode(b"\x80\x04.").decode()])
-def test_what_is_no_pickle_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        read_bucket(text)
+    shared = ["storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle"]
+    assert names[6:] == ["storage_device", *shared, "ref_counter_offset", "event_handle", "event_sync_required"]
 
 
 @pytest.mark.parametrize("change", [{"end_idx": 24, "shape": (9,)}, {"shape": "x"}, {"dtype": 3}, {"start_idx": 1}])
@@ -192,7 +168,9 @@ def test_metadata_that_does_not_fit_its_bucket_is_refused(change: dict[str, obje
         read_bucket(_dump({"flattened_tensor": shared_buffer(32), "metadata": [entry]}))
 
 
-def test_named_tensors_must_be_a_list_of_names_and_tensors() -> None:
+def test_a_message_is_a_text_in_the_place_of_a_name() -> None:
+    ((text, tensor),) = read_message(message('{"a": 1}'))
+    assert text == '{"a": 1}' and tensor.numel() == 0
     for value in ({"a": 1}, [("a", 1)], [SimpleNamespace(a=1)]):
         with pytest.raises(ValueError, match="no list of named tensors"):
             read_message(encoded(value))
@@ -203,3 +181,59 @@ def test_a_server_of_one_rank_wants_one_payload() -> None:
     for wrong in ([], ["x", "y"], [3]):
         with pytest.raises(ValueError, match="expected one text"):
             one_payload(wrong)
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+SIZES = {"a": ((2,), F32), "b": ((3,), F32), "c": ((4,), BF16), "d": ((9,), BF16), "e": ((1,), BF16)}
+
+
+def stream():
+    for i, (name, (shape, dtype)) in enumerate(SIZES.items()):
+        yield name, torch.full(shape, float(i), dtype=dtype)
+
+
+def test_a_bucket_holds_one_type_up_to_a_limit() -> None:
+    assert plan_buckets(SIZES, 1000) == [["a", "b"], ["c", "d", "e"]]
+    assert plan_buckets(SIZES, 20) == [["a", "b"], ["c"], ["d", "e"]]
+    assert plan_buckets(SIZES, 12) == [["a"], ["b"], ["c"], ["d"], ["e"]]  # d alone is larger than the limit
+
+
+def test_tensors_that_a_server_fuses_share_a_bucket_and_no_others_must() -> None:
+    names = [f"layers.{i}.self_attn.{x}.weight" for i in (0, 1) for x in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")]
+    for limit, plan in ((1, [names[:2], names[2:3], names[3:5], names[5:]]), (12, [names[:3], names[3:]])):
+        assert plan_buckets(dict.fromkeys(names, ((1,), F32)), limit) == plan
+
+
+def test_buckets_hold_the_bytes_of_their_tensors_in_order() -> None:
+    seen, last, before = {}, [], None
+    for bucket in fill_buckets(stream(), SIZES, 20):
+        assert before is None or torch.equal(*before), "a bucket stays as it is while the next one is filled"
+        before = bucket.data, bucket.data.clone()
+        last.append(bucket.is_last)
+        for name, raw in bucket.parts():
+            shape, dtype = SIZES[name]
+            seen[name] = raw.clone().view(dtype).view(shape)
+    assert last == [False, False, True]
+    for name, tensor in stream():
+        assert torch.equal(seen[name], tensor)
+
+
+def test_two_buckets_in_turn_share_the_memory_of_two_buffers() -> None:
+    made = []
+
+    def new_buffer(num_bytes, device):
+        made.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    found = [bucket.data for bucket in fill_buckets(stream(), SIZES, 12, new_buffer=new_buffer)]
+    assert [len(data) for data in found] == [8, 12, 8, 18, 2]
+    assert made == [8, 18], "each as large as the largest bucket that it will hold"
+    assert found[0].data_ptr() == found[2].data_ptr() == found[4].data_ptr() != found[1].data_ptr()
+    assert found[1].data_ptr() == found[3].data_ptr()
+
+
+def test_the_size_of_buckets_follows_that_of_the_model() -> None:
+    def size_of(numbers):
+        return bucket_bytes_for({"w": ((numbers,), BF16)})
+
+    assert [size_of(10**6), size_of(16 * 10**9), size_of(10**12)] == [2**26, 500 * 10**6, 2**31]

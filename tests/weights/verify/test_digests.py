@@ -1,4 +1,14 @@
+"""Digests, by torch's operations and by the Triton kernel without a GPU, and answers to the canary prompt."""
+
 import hashlib
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +18,7 @@ from hypothesis import strategies as st
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate, Vocab
 from megarl.weights.mapping.sglang_ops import StackedExperts, StackedQKV
+from megarl.weights.verify.canary import Canary, disagreement
 from megarl.weights.verify.digests import ParameterDigest, RankDigests, Words, digest
 
 LOW = 2**32 - 1
@@ -45,15 +56,10 @@ def words_by_hand(raw: bytes) -> str:
     return f"{x ^ (x >> 31):016x}"
 
 
-def test_the_digest_is_the_first_16_digits_of_a_sha256() -> None:
-    x = torch.tensor([1.0, 2.0])
-    expected = hashlib.sha256(b"\x00\x00\x80\x3f\x00\x00\x00\x40").hexdigest()[:16]
-    assert digest(x) == tensor_digest(x) == expected
-
-
-def test_a_digest_is_of_the_elements_in_row_major_order() -> None:
-    x = torch.arange(6.0).view(2, 3)
-    assert digest(x.t()) == digest(x.t().contiguous()) != digest(x)
+def test_the_digest_is_the_first_16_digits_of_a_sha256_of_the_elements_in_row_major_order() -> None:
+    x = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
+    expected = hashlib.sha256(b"".join(struct.pack("<f", number) for number in (1, 2, 3, 4))).hexdigest()[:16]
+    assert digest(x.t()) == tensor_digest(x.t()) == expected != digest(x)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 7, 4 * 8192, 4 * 8192 + 4, 4 * 20000 + 2])
@@ -89,8 +95,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["sha256", "words"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("sha256", torch.float32), ("words", torch.bfloat16)])
 @pytest.mark.parametrize("case", PARAMETERS)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_streamed_parameter_has_the_digest_of_the_whole_one(case, dtype, kind, in_order) -> None:
@@ -106,22 +111,72 @@ def test_a_streamed_parameter_has_the_digest_of_the_whole_one(case, dtype, kind,
     assert streamed.hexdigest() == digest(whole, kind)
 
 
-def test_one_wrong_element_or_two_swapped_experts_change_the_digest() -> None:
-    op, coordinate = StackedExperts("w13", EXPERTS, 2, (6, 5), 0), ShardCoordinate()
-    tensors = {name: torch.randn(shape) for name, shape in op.hf_shapes.items()}
-
-    def whole(of: dict[str, torch.Tensor]) -> str:
-        ranks = RankDigests([op], coordinate, dict.fromkeys(of, torch.float32), "sha256")
-        for name, tensor in of.items():
-            ranks.add(name, tensor)
-        return ranks.result()["w13"]
-
-    bent = {name: tensor.clone() for name, tensor in tensors.items()}
-    bent["e.1.up"][5, 4] += 1e-6
-    swapped = tensors | {"e.0.up": tensors["e.1.up"], "e.1.up": tensors["e.0.up"]}
-    assert len({whole(tensors), whole(bent), whole(swapped)}) == 3
-
-
 def test_a_rank_has_no_digest_of_another_ranks_expert() -> None:
     mine = Rename("x", "x", (2,), expert=(1, 2))
     assert RankDigests([mine], ShardCoordinate(ep_rank=0, ep=2), {"x": torch.float32}, "sha256").result() == {}
+
+
+IDS = (1, 2, 3, 4)
+TRAINER = (-1.0, -2.0, -3.0)
+
+
+def test_answers_like_the_trainers_are_believed() -> None:
+    """A single token may be far off, as an improbable one is in bfloat16; a tensor in the wrong place moves all."""
+    canary = Canary(IDS, TRAINER, tolerance=0.1)
+    assert disagreement(canary, {"a": [-1.05, -2.0, -3.0], "b": [-1.0, -1.95, -3.05], "c": [-1.0, -2.0, -9.0]}) == {}
+
+
+@pytest.mark.parametrize("answer", [[-1.0, -2.2, -3.2], [-1.0], [], [-1.0, math.nan, -3.0], [-1.0, -math.inf, -3.0]])
+def test_an_answer_unlike_the_trainers_is_named(answer: list[float]) -> None:
+    found = disagreement(Canary(IDS, TRAINER, tolerance=0.1), {"a": list(TRAINER), "b": answer})
+    assert list(found) == ["b"] and found["b"].startswith("b answers the canary prompt with ")
+
+
+def test_without_a_trainer_one_of_three_stands_out_and_of_two_neither_is_believed() -> None:
+    canary = Canary(IDS, tolerance=0.1)
+    same, other = [-1.0, -2.0, -3.0], [-1.0, -2.2, -3.2]
+    assert disagreement(canary, {"a": same, "b": same}) == {}
+    assert set(disagreement(canary, {"a": same, "b": same, "c": other})) == {"c"}
+    assert set(disagreement(canary, {"a": same, "b": other})) == {"a", "b"}
+    assert disagreement(canary, {}) == {}
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_numbers_that_are_not_finite_condemn_only_their_server_and_the_trainers_condemn_all(at: int) -> None:
+    answers = [[-1.0, -2.0, -3.0]] * 3
+    answers[at] = [-1.0, math.nan, -3.0]
+    found = disagreement(Canary(IDS, tolerance=0.1), dict(zip("abc", answers, strict=True)))
+    assert found == {"abc"[at]: f"{'abc'[at]} answers the canary prompt with log-probs that are not finite"}
+    trainer = [-1.0, -2.0, -3.0]
+    trainer[at] = math.nan
+    assert set(disagreement(Canary(IDS, tuple(trainer), tolerance=0.1), {"a": [-1.0, -2.0, -3.0]})) == {"a"}
+
+
+def test_a_canary_from_plain_numbers() -> None:
+    assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": [-1], "tolerance": 0.5}) == Canary((1, 2), (-1.0,), 0.5)
+    assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": None}) == Canary((1, 2))
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(interpret: str, cache: Path) -> Any:
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "TRITON_INTERPRET": interpret, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, str(ROOT / "tests/helpers/words_cases.py")]
+    env["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_kernel_hashes_as_torchs_operations_do(tmp_path: Path) -> None:
+    cases = run("1", tmp_path)
+    assert len(cases) == 8
+    for sizes, (by_kernel, by_torch) in cases.items():
+        assert by_kernel == by_torch, sizes
+
+
+@pytest.mark.full
+def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    assert run("0", tmp_path) > 1000

@@ -1,7 +1,5 @@
 """The benchmark of replay counts gaps and experts as it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import bench_replay

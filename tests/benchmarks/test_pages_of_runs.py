@@ -1,0 +1,153 @@
+"""The pages that are made of runs: of distillation, of the quickstart's losses, of faults, and of the tests."""
+
+import json
+import subprocess
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+import bench_distill
+import chaos_page
+import pytest
+import quickstart_losses
+import tests_page
+from bench_distill import first_near, near_for_good
+from page import run
+from quickstart_losses import RUNS, picture, results, written
+
+from megarl.config import load_config, to_yaml
+from megarl.trainer.algorithm import make_algorithm
+
+
+def write_rows(folder: Path, rows: list[dict[str, float]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ---- distillation
+
+
+def test_both_begin_with_one_policy_and_write_equally_many_completions() -> None:
+    configs = [load_config([*bench_distill.words(name)[1:], *bench_distill.QUICK])[0] for name in bench_distill.RUNS]
+    assert len({config.model.path for config in configs}) == 1
+    assert {config.data.train_batch_size * config.rollout.n for config in configs} == {512}
+    assert len({config.trainer.run_dir for config in configs}) == 2
+
+
+@pytest.mark.parametrize(
+    ("teacher", "first", "for_good"), [(0.92, 4, 4), (0.9, 2, 2), (0.93, 4, None), (0.95, None, None), (0.4, 0, 0)]
+)
+def test_near_is_two_hundredths_below_once_or_to_the_end(
+    teacher: float, first: int | None, for_good: int | None
+) -> None:
+    curve = ([0, 2, 4, 6], [0.4, 0.88, 0.91, 0.9])
+    assert (first_near(curve, teacher), near_for_good(curve, teacher)) == (first, for_good)
+    assert near_for_good(([0, 2, 4, 6], [0.4, 0.92, 0.8, 0.92]), 0.92) == 6
+
+
+def test_the_page_has_both_and_the_iterations_of_what_came_near(tmp_path: Path) -> None:
+    for name, gain in (("distillation", 0.02), ("GRPO", 0.001)):
+        folder = tmp_path / f"bench_{bench_distill.RUNS[name]}"
+        folder.mkdir()
+        write_rows(folder, [{"step": step, "val/score": 0.5 + gain * step} for step in range(0, 22, 2)])
+    found = bench_distill.result(tmp_path, 0.8)
+    keys = ("first iteration near the teacher", "for good", "optimizer steps in one")
+    assert [[row[key] for key in keys] for row in found.rows] == [[14, 14, 16], ["none", "none", 2]]
+    assert found.ratios == {"accuracy_teacher": 0.8, "iterations_distillation": 14}
+
+
+# ---- the quickstart's losses
+
+
+def test_each_run_has_a_loss_and_an_estimator_of_its_own() -> None:
+    all_words = [quickstart_losses.words(name)[1:] for name in RUNS]
+    configs = [load_config([*words, *quickstart_losses.QUICK])[0] for words in all_words]
+    assert {config.trainer.total_training_steps for config in configs} == {6}
+    assert len({make_algorithm(config).actor.loss.policy_loss for config in configs}) == len(RUNS)
+    assert len({config.algorithm.adv_estimator for config in configs}) == len(RUNS)
+
+
+def test_the_picture_and_the_page_show_every_run(tmp_path: Path) -> None:
+    numbers = {"accuracy_before": 0.4, "accuracy_after": 0.95, "accuracy_transformers": 0.95}
+    for rank, name in enumerate(RUNS):
+        folder = tmp_path / name
+        folder.mkdir()
+        config, _ = load_config(quickstart_losses.words(name)[1:])
+        (folder / "config.yaml").write_text(to_yaml(config))
+        write_rows(folder, [{"step": step, "val/score": 0.4 + 0.01 * (step - rank)} for step in (0, 30, 60)])
+        (folder / "summary.json").write_text(json.dumps({**numbers, "pushes": 61, "pushes_verified": 61}))
+    picture(tmp_path, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    rows = results(tmp_path)
+    assert [row["run"] for row in rows] == list(RUNS) and rows[0]["accuracy_after"] == 0.95
+    text = written(rows, "curves.png")
+    assert "| cispo | rloo | 0.400 | 0.950 | 0.950 | 61 of 61 |" in text
+    assert text.count("61 of 61") == len(RUNS) and "![accuracy](curves.png)" in text
+
+
+# ---- faults, and the tests
+
+
+def report_of(folder: Path, *cases: str) -> Path:
+    """A report as pytest writes it."""
+    file = folder / "tests.xml"
+    file.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+    return file
+
+
+def test_the_page_of_faults_has_a_row_for_each_and_counts_what_was_lost(tmp_path: Path) -> None:
+    strikes = [
+        {"fault": "rank killed", "stage": "gen", "step": 3, "noticed_s": 1.0, "recovered_s": 9.04},
+        {"fault": "rank killed", "stage": "values", "step": 5, "noticed_s": None, "recovered_s": 20.0},
+        {"fault": "line torn", "stage": "gen", "step": 8, "noticed_s": 2.0, "recovered_s": 4.0},
+    ]
+    visits = {"outcomes": {"trained": 40, "lost": 1}, "twice": [7], "missing": []}
+    value = quoteattr(json.dumps({"strikes": strikes, "visits": visits}))
+    said = f'<testcase name="a"><properties><property name="chaos" value={value}/></properties></testcase>'
+    found = chaos_page.result([report_of(tmp_path, '<testcase name="other"/>', said)], ["on a loaded machine"])
+    assert "on a loaded machine" in found.notes
+    torn, killed = found.rows
+    assert (torn["fault"], killed["fault"]) == ("line torn", "rank killed")
+    assert (killed["struck"], killed["in"], killed["noticed, median s"]) == (2, "gen, values", 1.0)
+    assert (killed["recovered, median s"], killed["recovered, max s"]) == (14.5, 20.0)
+    assert (found.ratios["faults"], found.ratios["samples lost"], found.ratios["visits trained twice"]) == (3, 1, 1)
+    failed = report_of(tmp_path, '<testcase name="test_a_run"><failure>lost</failure></testcase>')
+    with pytest.raises(ValueError, match="test_a_run: the test failed; expected one that passed"):
+        chaos_page.result([failed])
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    failed = '<testcase classname="tests.dist.test_push" name="test_b" time="5.0"><failure message="no"/></testcase>'
+    passed = '<testcase classname="tests.dist.test_push" name="test_a[x]" time="3.0"/>'
+    return report_of(tmp_path, passed, failed, '<testcase classname="tests.test_cli" name="test_c" time="0.5"/>')
+
+
+def test_the_page_of_tests_has_a_row_for_each_file_and_a_line_for_each_failure(report: Path) -> None:
+    found = tests_page.result(report, "-m long")
+    assert found.rows == [
+        {"file": "tests/dist/test_push.py", "tests": 2, "failed": 1, "seconds": 8.0, "longest": 5.0},
+        {"file": "tests/test_cli.py", "tests": 1, "failed": 0, "seconds": 0.5, "longest": 0.5},
+    ]
+    assert found.notes == ["failed: tests/dist/test_push.py::test_b"]
+    assert found.ratios == {"all tests": 3, "all failed": 1}
+    assert found.configuration == {"command": "launch/test.sh -m long"}
+
+
+@pytest.mark.parametrize(("code", "is_made"), [(0, True), (1, True), (5, False)], ids=["passed", "failed", "none ran"])
+def test_a_page_is_made_of_tests_that_came_to_their_end(
+    code: int, is_made: bool, report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def stand_in(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command[2:])
+        return subprocess.CompletedProcess(command, code)
+
+    parser = tests_page.parser
+    monkeypatch.setattr(tests_page, "REPORT", report)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", stand_in)
+        if is_made:
+            assert tests_page.work(parser().parse_args(["-m", "long"])) is not None
+        else:
+            assert run(tests_page.work, parser(), ["-m", "long", "--out", str(tmp_path)]) == 2
+    assert asked == [["-m", "long"]]
