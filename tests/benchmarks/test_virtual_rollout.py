@@ -56,18 +56,6 @@ def test_a_push_changes_the_version_between_two_tokens():
     assert spans(ticket) == [(0, 0, 3), (1, 3, 6), (2, 6, 10)]
 
 
-def test_a_dead_server_loses_the_piece_and_keeps_those_before():
-    made = collectors(10, servers=2, piece_tokens=4)
-    (ticket,) = ask(made, 0)
-    made.sleep(5.5)
-    made.push(3)
-    made.sleep(1.0)  # 6 tokens, 4 of them in a finished piece
-    made.die(made.urls[0])
-    assert finish(made, ticket) == [6.5 + 6]
-    assert spans(ticket) == [(0, 0, 4), (3, 4, 10)]
-    assert made.counters["wasted_failed"] == 2 and made.counters["tokens"] == 12
-
-
 def test_random_faults_lose_and_double_no_token():
     """Whatever happens, a completion's spans follow each other, and what is not wasted is what was asked for."""
     rng = np.random.default_rng(0)
