@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the same environment and runs the tests that prove each capability once; words go to pytest.
 #
-#   bash launch/test.sh --core            those for a change, in 90 s
+#   bash launch/test.sh --core            those for a change, in a minute
 #   bash launch/test.sh tests/algo        those of one folder
 #   bash launch/test.sh -m full           those that show the same in other ways, or take longer
 #

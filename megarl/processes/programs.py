@@ -38,7 +38,7 @@ _forked: frozenset[str] = frozenset()  # modules whose programs are forked
 
 
 def preload(programs: Sequence[str], imports: Sequence[str]) -> None:
-    """Start the fork server, unless it was; returns at once.  Its thread lives as long as what is started.
+    """Start the fork server, if there is none; returns at once.  Call it in a thread that outlives all programs.
 
     `programs`: modules with a function `main`, which forks can become.  `imports`: what it imports.
     """
