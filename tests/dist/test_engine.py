@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Case, all_runs, refusals
+from engine_cases import CLIP, Case, all_runs, refusals
 from parity_compare import LOOSER
 from rank_answers import Answers
 from spawn import Ranks
@@ -27,6 +27,8 @@ FSDP = ExecutionOptions("fsdp")
 OFFLOAD = ExecutionOptions(param_offload=True, optimizer_offload=True)
 FSDP_OFFLOAD = replace(FSDP, param_offload=True, optimizer_offload=True)
 DENSE, EXPERTS = Case("dense"), Case("experts")
+# A wrapper must sum what tied and untied heads learn alike, and all ranks must clip by the same norm.
+UNTIED, UNTIED_EXPERTS = Case("untied dense", optim="clipped"), Case("untied experts", optim="clipped")
 BF16, MUON, ADAPTERS = (
     replace(DENSE, **x) for x in ({"dtype": "bfloat16"}, {"optim": "muon"}, {"with_adapters": True})
 )
@@ -44,6 +46,8 @@ ALONE = {
     "muon": replace(MUON, with_gradients=True),
 }
 MORE_ALONE = {
+    "untied dense": UNTIED,
+    "untied experts": UNTIED_EXPERTS,
     "experts": EXPERTS,
     "experts uniform": replace(EXPERTS, engine=UNIFORM),
     "none bf16": replace(BF16, engine=ExecutionOptions("none")),
@@ -71,6 +75,12 @@ ON_TWO = {
     "fsdp bf16, late": replace(BF16, engine=FSDP_OFFLOAD, comes_late=True),
     "fsdp bf16 saved": replace(BF16, engine=FSDP, saved_under=Layout()),
     "fsdp cp2": replace(DENSE, engine=FSDP, layout=Layout(cp=2)),
+    "untied fsdp": replace(UNTIED, engine=FSDP),
+    "untied fsdp cp2": replace(UNTIED, engine=FSDP, layout=Layout(cp=2)),
+    "untied sharded": replace(UNTIED, layout=SHARDED, engine=OVERLAP_BOTH),
+    "untied pp2": replace(UNTIED, layout=Layout(pp=2)),
+    "untied experts tp2 etp2": replace(UNTIED_EXPERTS, layout=Layout(tp=2, sequence_parallel=True)),
+    "untied experts ep2": replace(UNTIED_EXPERTS, layout=Layout(ep=2)),
     "muon dp2": MUON,
     "muon dp2 offloaded": replace(MUON, engine=OFFLOAD, comes_late=True),
     "muon pp2": replace(MUON, layout=Layout(pp=2)),
@@ -86,6 +96,10 @@ ON_FOUR = {
     "fsdp ep2": replace(EXPERTS, layout=Layout(ep=2), engine=FSDP),
     "fsdp tp2+sp ep2 etp1": replace(EXPERTS, layout=Layout(tp=2, ep=2, etp=1, sequence_parallel=True), engine=FSDP),
 }
+ON_FOUR |= {
+    f"untied {name}": replace(case, folder=f"untied {case.folder}", optim="clipped")
+    for name, case in ON_FOUR.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +107,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     write_tiny_model(root / "dense", seed=1, **SHAPE)
     tiny_model("qwen3_moe", tied=True, num_hidden_layers=2).save_pretrained(root / "experts")
-    return {name: str(root / name) for name in ("dense", "experts")}
+    write_tiny_model(root / "untied dense", seed=1, tied=False, **SHAPE)
+    tiny_model("qwen3_moe", tied=False, num_hidden_layers=2).save_pretrained(root / "untied experts")
+    return {folder.name: str(folder) for folder in root.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +182,12 @@ def assert_as_alone(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["fsdp", "fsdp cp2", *ON_FOUR])
-def test_fully_sharded_it_is_the_same_model(found: Answers, case: str) -> None:
-    assert_as_alone(found[case][0], found["experts" if "ep2" in case else "dense"][0])
+@pytest.mark.parametrize("case", ["fsdp", "fsdp cp2", *ON_FOUR, *(name for name in ON_TWO if "untied" in name)])
+def test_fully_sharded_or_untied_and_clipped_it_is_the_same_model(found: Answers, case: str) -> None:
+    untied, kind = case.startswith("untied"), "experts" if "ep2" in case or "experts" in case else "dense"
+    expected = found[f"untied {kind}" if untied else kind][0]
+    assert_as_alone(found[case][0], expected)
+    assert not untied or min(expected["norms"]) > CLIP
 
 
 @pytest.mark.full

@@ -30,8 +30,10 @@ from megarl.mcore.training.step import Outputs, Step, forward_only, train_step
 from megarl.weights.hf.load import load_hf
 
 NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets
+CLIP = 0.1  # in every step
 OPTIMIZERS = {
     "adamw": OptimSettings("adamw", lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=NEVER),
+    "clipped": OptimSettings("adamw", lr=1e-2, eps=1e-3, weight_decay=0.1, max_grad_norm=CLIP),
     "muon": OptimSettings("muon", lr=1e-2, eps=1e-3, momentum=0.9, weight_decay=0.1, max_grad_norm=NEVER),
 }
 

@@ -159,10 +159,33 @@ class VocabularyHead(ColumnParallelLinear):
     because hooks, checkpoints and exports depend on both.
     """
 
+    in_graph = False  # whether the weight's gradient waits for that of the model's output: wrappers.wrap_fsdp
+    _weight_in_graph: Tensor | None = None
+
     def forward(
         self, input_: Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[Tensor, Tensor | None]:
+        self._weight_in_graph = None
+        if self.in_graph and torch.is_grad_enabled():
+            input_, self._weight_in_graph = _Together.apply(input_, self.weight)
         return input_, None
+
+    @property
+    def weight_in_graph(self) -> Tensor:
+        """[V/tp, H], of the last forward pass."""
+        return self.weight if self._weight_in_graph is None else self._weight_in_graph
+
+
+class _Together(torch.autograd.Function):
+    """Two tensors as they are; the gradient of neither goes on before both are there."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return one.view_as(one), other.view_as(other)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return gradients
 
 
 class ActorModel(GPTModel):
@@ -266,5 +289,5 @@ def output_weight(chunk: nn.Module) -> Tensor:
     """[V/tp, H]: the weight with which an actor's last chunk computes logits: its own, or the embedding's if tied."""
     gpt: Any = unwrap(chunk)
     is_tied = gpt.share_embeddings_and_output_weights
-    weight: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
+    weight: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight_in_graph
     return weight

@@ -18,11 +18,20 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megarl.mcore.models.model import VocabularyHead, unwrap
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def wrap_fsdp(chunk: nn.Module) -> FullyShardedDataParallel:
-    """Shard a model, keeping its present weights."""
+    """Shard a model, keeping its present weights.
+
+    Megarl multiplies by the head's weight outside the model.  Its gradient would then come before that of the model's
+    output, with which Megatron-FSDP begins a backward pass: it would reduce the head's bucket, in which the embedding
+    and the final norm are too, a second time.
+    """
+    if isinstance(head := getattr(unwrap(chunk), "output_layer", None), VocabularyHead):
+        head.in_graph = not unwrap(chunk).share_embeddings_and_output_weights
     settings = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy="optim_grads_params",
