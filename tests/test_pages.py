@@ -21,7 +21,6 @@ from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuff
 from megarl.config.settings import from_command_line
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES
 from megarl.metrics.advice.rules import RULES
-from megarl.rewards import REWARDS
 
 ALGO = (ROOT / "megarl/algo/README.md").read_text()
 ARCHITECTURE = BOOK["architecture.md"]
@@ -144,8 +143,6 @@ def test_every_key_on_the_pages_exists() -> None:
 
 def test_lists_of_the_pages_are_those_of_the_code() -> None:
     assert {command.words[0] for command in commands()} == set(cli.COMMANDS)
-    sentence = BOOK["data_rewards_plugins.md"].partition("Built in:")[2].partition(". ")[0]
-    assert code_spans(sentence) == list(REWARDS)
     assert sorted(names("The coefficient of the KL in the reward")) == sorted(algo.KL_CONTROLLERS)
     assert sorted(names("Rollout correction")) == sorted(field.name for field in fields(RolloutCorrection))
     shaping = {f"algorithm.overlong_buffer.{field.name}" for field in fields(OverlongBuffer)}
