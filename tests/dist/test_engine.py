@@ -97,8 +97,7 @@ ON_FOUR = {
     "fsdp tp2+sp ep2 etp1": replace(EXPERTS, layout=Layout(tp=2, ep=2, etp=1, sequence_parallel=True), engine=FSDP),
 }
 ON_FOUR |= {
-    f"untied {name}": replace(case, folder=f"untied {case.folder}", optim="clipped")
-    for name, case in ON_FOUR.items()
+    f"untied {name}": replace(case, folder=f"untied {case.folder}", optim="clipped") for name, case in ON_FOUR.items()
 }
 
 

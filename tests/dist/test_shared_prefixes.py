@@ -65,6 +65,7 @@ CASES: dict[str, tuple[int, str, Case]] = {
     "recomputed": (1, "qwen3", case("actor", Layout(), engine=RECOMPUTED)),
     "distributed optimizer": (2, "qwen3", case("actor", Layout(use_distributed_optimizer=True), optim="adamw")),
     "fsdp": (2, "qwen3", case("actor", Layout(), optim="adamw", engine=ExecutionOptions("fsdp"))),
+    "untied fsdp": (2, "untied", case("actor", Layout(), optim="adamw", engine=ExecutionOptions("fsdp"))),
     "gspo dp2": (2, "qwen3", GSPO),
     "adapters": (1, "qwen3", case("actor", Layout(), lora=True)),
     "adapters dp2": (2, "qwen3", case("actor", Layout(), lora=True)),
@@ -110,6 +111,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folders = {
         family: str(write_model(root / family, family, tied=family == "qwen3")) for family in ("qwen3", *FAMILIES)
     }
+    folders["untied"] = str(write_model(root / "untied", "qwen3", tied=False))
     for names in (FAST, [name for name in CASES if name not in FAST]):
         together: dict[tuple[int, str], dict[str, Case]] = {}
         for name in names:
