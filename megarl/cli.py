@@ -6,9 +6,9 @@ imported only when the command runs, so that help is fast.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
@@ -171,9 +171,7 @@ EXAMPLES = (
 
 MULTIRUN = "train -m (--multirun): key=a,b or key=choice(a,b) or key=range(start,stop,step), one run after another."
 
-FLAGS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-for names in (("--debug",), ("--help", "-h"), ("--multirun", "-m"), ("--version",)):
-    FLAGS.add_argument(*names, action="store_true")
+FLAGS = {"-h": "--help", "-m": "--multirun"} | {name: name for name in ("--debug", "--help", "--multirun", "--version")}
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -186,15 +184,16 @@ def main(argv: list[str] | None = None) -> int:
         os.umask(0o077)  # what it and the processes that it starts write, others cannot read
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends it as Ctrl-C does, in order
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a run that is not yet there, or not any more, has no use for it
-    flags, words = FLAGS.parse_known_args(argv)
-    if flags.version:
+    given = sys.argv[1:] if argv is None else argv
+    flags, words = {FLAGS[word] for word in given if word in FLAGS}, [word for word in given if word not in FLAGS]
+    if "--version" in flags:
         sentences().print(f"megarl {__version__}")
         return 0
     try:
-        if flags.help or not words:
-            _help(words, pages(stderr=not flags.help, markup=True))
-            return 0 if flags.help else EXIT_USAGE
-        return _run_several(words[0], words[1:]) if flags.multirun else _run(words[0], words[1:])
+        if "--help" in flags or not words:
+            _help(words, pages(stderr="--help" not in flags, markup=True))
+            return 0 if "--help" in flags else EXIT_USAGE
+        return _run_several(words[0], words[1:]) if "--multirun" in flags else _run(words[0], words[1:])
     except KeyboardInterrupt:
         _complain("interrupted")
         return EXIT_INTERRUPTED
@@ -202,13 +201,13 @@ def main(argv: list[str] | None = None) -> int:
         _complain(str(end))
         return EXIT_TERMINATED
     except ValueError as error:
-        if flags.debug:
+        if "--debug" in flags:
             raise
         for sentence in error.sentences if isinstance(error, ConfigError) else (error,):
             _complain(f"error: {sentence}")
         return EXIT_USAGE
     except OSError as error:  # a full disk, no permission
-        if flags.debug:
+        if "--debug" in flags:
             raise
         _complain(f"error: {error}")
         return EXIT_FAILED

@@ -128,8 +128,8 @@ def _owned(root: Path) -> Iterator[None]:
             yield
         finally:
             if not was_there:
-                (folder / OWNER).unlink()
-                (folder / LOCK).unlink()
+                (folder / OWNER).unlink(missing_ok=True)
+                (folder / LOCK).unlink(missing_ok=True)
 
 
 VERBS = {"verify": verify, "list": show, "prune": prune}

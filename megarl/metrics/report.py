@@ -1,7 +1,4 @@
-"""Reports of a run for people: the summary, logged samples, a table of answers before and after.
-
-The learning curve is in plots.py.
-"""
+"""Reports of a run for people: the summary, logged samples, a table of answers before and after."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -33,7 +34,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 def name_this_process(name: str) -> None:
     """For `ps` and `top`, which show the first 15 bytes: forks have the command line of what forked them."""
-    Path("/proc/self/comm").write_text(name[:15])
+    with contextlib.suppress(OSError):  # some containers have a /proc that cannot be written
+        Path("/proc/self/comm").write_text(name[:15])
 
 
 def last_lines(path: str | Path, start: int = 0, keep: str | None = None) -> str:

@@ -3,7 +3,8 @@
 On machines without GPUs the programs of a run are forked from multiprocessing's fork server, which imports once what
 they all need; each would else take seconds of a core for torch, transformers and Megatron.  `preload` starts it and
 returns at once.  The fork server has only the allowed variables of this process, ends with the thread that started it,
-and its programs end with it.  Without it, and for other programs, `start_program` is `subprocess`.
+and its programs end with it.  Without it, after a fork that failed, and for other programs, `start_program` is
+`subprocess`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import atexit
 import contextlib
 import fcntl
 import io
+import logging
+import multiprocessing
 import os
 import select
 import signal
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.forkserver import ForkServer
@@ -33,6 +36,7 @@ from megarl.sandbox.environment import allowed_variables
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 IMPORTS = "MEGARL_FORK_SERVER_IMPORTS"  # modules, for megarl.processes.fork_server
 
+log = logging.getLogger(__name__)
 _server: ForkServer | None = None  # apart from the one that pools of this process may have
 _forked: frozenset[str] = frozenset()  # modules whose programs are forked
 
@@ -56,7 +60,10 @@ def preload(programs: Sequence[str], imports: Sequence[str]) -> None:
             IMPORTS: " ".join(imports),
         }
     ):
-        _server.ensure_running()
+        try:
+            _server.ensure_running()
+        except OSError as error:  # its socket may have no longer name than the system takes: that of TMPDIR counts
+            _do_without(error)
 
 
 def start_program(
@@ -73,8 +80,10 @@ def start_program(
     words = _words_of_module(command)
     if _server is not None and words and words[0] in _forked:
         out = {1: 1, 2: 2} if log is None else dict.fromkeys((1, 2), log.fileno())
-        with contextlib.suppress(OSError, EOFError):  # the fork server has ended: `subprocess` is left
+        try:
             return _fork(_server, _Start(words, dict(env), os.getcwd()), out | {fd: fd for fd in pass_fds})
+        except (OSError, EOFError) as error:
+            _do_without(error)
     return subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
@@ -84,6 +93,12 @@ def start_program(
         pass_fds=list(pass_fds),
         start_new_session=True,
     )
+
+
+def _do_without(error: Exception) -> None:
+    global _forked
+    _forked = frozenset()
+    log.warning("no program is forked any more, so each starts some seconds later: %s", error or "a fork failed")
 
 
 class Fork:
@@ -145,11 +160,13 @@ class _Start:
     env: dict[str, str]
     folder: str
     numbers: tuple[int, ...] = ()  # of the files that the program knows; the fork server hands them over in this order
+    parent: int = 0  # the fork server's process
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Become the program, and return its exit code."""
         os.setsid()
-        die_with_parent(os.getppid())
+        die_with_parent(self.parent)
+        multiprocessing.current_process().authkey = os.urandom(32)  # programs do not share one
         has_session, *files = forkserver.get_inherited_fds() or []
         os.close(has_session)
         # It starts one of its own: a file that is placed may take the number of the pipe to the one of the driver.
@@ -178,16 +195,21 @@ class _Start:
 def _fork(server: ForkServer, start: _Start, files: Mapping[int, int]) -> Fork:
     """`files`: numbers there -> here.  Returns when it leads its session, so that a caller may signal that at once."""
     ready, theirs = os.pipe()
-    try:
-        exit_code, orders = server.connect_to_new_process([theirs, *files.values()])
-    finally:
-        os.close(theirs)
-    with open(ready, "rb", buffering=0) as has_session, open(orders, "wb") as pipe:
-        pid = forkserver.read_signed(exit_code)
-        reduction.dump({"dir": start.folder}, pipe)
-        reduction.dump(_Start(start.words, start.env, start.folder, tuple(files)), pipe)
-        pipe.flush()
-        has_session.read(1)
+    with open(ready, "rb", buffering=0) as has_session:
+        try:
+            exit_code, orders = server.connect_to_new_process([theirs, *files.values()])
+        finally:
+            os.close(theirs)
+        try:
+            with open(orders, "wb") as pipe:
+                pid = forkserver.read_signed(exit_code)
+                reduction.dump({"dir": start.folder}, pipe)
+                parent = server._forkserver_pid  # type: ignore[attr-defined]
+                reduction.dump(replace(start, numbers=tuple(files), parent=parent), pipe)
+            has_session.read(1)
+        except (OSError, EOFError):
+            os.close(exit_code)
+            raise
     return Fork(pid, exit_code, start.words)
 
 
@@ -197,7 +219,10 @@ def _exit_code_of(module: str) -> int:
         import_module(module).main()
         return 0
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
         return 1

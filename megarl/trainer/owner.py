@@ -9,6 +9,7 @@ file system without locks the run says that nothing protects its folder.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -26,7 +27,8 @@ from megarl.terminal import sentences
 OWNER = "owner.json"  # {"host", "pid", "started"} of the last owner
 LOCK = "owner.lock"
 LEASE_S = 120.0  # for which the lock of an owner on another machine is waited for
-_LOOK_S = 0.2  # for which a look (`has_owner`) may hold the lock
+_LOOK_S = 0.2  # for which looks (`has_owner`) may hold the lock
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -41,26 +43,28 @@ def owned(folder: Path) -> Iterator[None]:
         _sign(folder / OWNER)
         yield
     finally:
-        if {path.name for path in folder.iterdir()} <= {OWNER, LOCK}:  # a run that was refused has written nothing
-            (folder / OWNER).unlink(missing_ok=True)
-            (folder / LOCK).unlink(missing_ok=True)
-            folder.rmdir()
-        lock.release()
+        try:
+            if {path.name for path in folder.iterdir()} <= {OWNER, LOCK}:  # a run that was refused has written nothing
+                (folder / OWNER).unlink(missing_ok=True)
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()
+        finally:
+            lock.release()
 
 
 def has_owner(folder: Path) -> bool:
     """Whether a process trains in the folder now, on any machine that has its locks."""
     if not (folder / LOCK).is_file():
         return False
-    try:
-        with FileLock(folder / LOCK, timeout=0, mode=PRIVATE_FILE):
-            return False
-    except Timeout:
-        return True
-    except OSError as error:
-        if error.errno not in _WITHOUT_LOCKS:
-            raise
-        return False
+    with (folder / LOCK).open("rb") as lock:  # which may be where nothing can be written
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others may look too
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                raise
+    return False
 
 
 def started_at(folder: Path) -> float:
@@ -72,7 +76,7 @@ def started_at(folder: Path) -> float:
 
 
 def _locked(folder: Path) -> FileLock:
-    lock = FileLock(folder / LOCK, mode=PRIVATE_FILE)
+    lock = FileLock(folder / LOCK, mode=PRIVATE_FILE, fallback_to_soft=False)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=_LOOK_S)
@@ -86,9 +90,9 @@ def _locked(folder: Path) -> FileLock:
         except Timeout:
             raise ValueError(_refusal(folder, owner)) from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in _WITHOUT_LOCKS + _REFUSALS:
             raise
-        if error.errno not in _WITHOUT_LOCKS:
+        if error.errno in _REFUSALS:
             raise ValueError(
                 f"trainer.default_local_dir, trainer.experiment_name: {folder} cannot be written ({error.strerror}); "
                 "expected a folder of this run's own"

@@ -1,6 +1,7 @@
 """A program that tests fork from the fork server: says what it is, then does what its arguments say."""
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ def main() -> None:
         "is_leader": os.getsid(0) == os.getpid(),
         "inherited": INHERITED,
         "pid": os.getpid(),
+        "key": multiprocessing.current_process().authkey.hex(),
         "drawn": float(numpy.random.random()),
     }
     if "OMP_NUM_THREADS" in os.environ:
@@ -34,6 +36,8 @@ def main() -> None:
     what, *rest = sys.argv[1:] or [""]
     if what == "exit":
         sys.exit(int(rest[0]))
+    if what == "end":
+        sys.exit("it was asked to")
     if what == "raise":
         raise ValueError("it was asked to")
     if what == "write":

@@ -69,12 +69,12 @@ def test_a_program_has_its_own_arguments_variables_and_session(
     assert found["inherited"] == ["main"]
 
 
-@pytest.mark.parametrize(("words", "code"), [(("exit", "3"), 3), (("raise",), 1), (("kill",), -9)])
+@pytest.mark.parametrize(("words", "code"), [(("exit", "3"), 3), (("raise",), 1), (("kill",), -9), (("end",), 1)])
 def test_its_exit_code_is_told(way: str, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
     program = start(tmp_path / "log", *words)
     assert program.wait(120) == code == program.returncode == program.poll()
-    if words[0] == "raise":
-        assert "ValueError: it was asked to" in (tmp_path / "log").read_text()
+    if code == 1:
+        assert "it was asked to" in (tmp_path / "log").read_text()
 
 
 def test_a_program_that_runs_has_no_exit_code_until_it_is_killed(way: str, tmp_path: Path) -> None:
@@ -117,6 +117,7 @@ def test_programs_are_started_by_several_threads_at_once(way: str, tmp_path: Pat
     found = [said(tmp_path / f"log_{n}") for n in range(8)]
     assert [each["words"] for each in found] == [["exit", str(n)] for n in range(8)]
     assert len({each["drawn"] for each in found}) == 8, "each has random numbers of its own"
+    assert len({each["key"] for each in found}) == 8, "and a key of its own for what multiprocessing connects"
 
 
 def test_other_programs_are_started_in_the_usual_way(fork_server: None, tmp_path: Path) -> None:
@@ -194,6 +195,40 @@ second = start("exit", "4")
 print(json.dumps([code, second.wait(120), type(second).__name__]))
 """
     assert printed(tmp_path, killed, SECRET="hush") == [-signal.SIGKILL, 4, "Popen"]
+
+
+SECOND = """
+first = start("wait")
+second = start("exit", "5")
+print(json.dumps([type(first).__name__, first.poll(), second.wait(120), type(second).__name__]))
+first.kill()
+"""
+
+
+def test_where_a_fork_fails_what_runs_goes_on_and_others_start_without_the_fork_server(tmp_path: Path) -> None:
+    (tmp_path / "no_forks.py").write_text(NO_FORKS)
+    assert printed(tmp_path, SECOND, "no_forks") == ["Fork", None, 5, "Popen"]
+
+
+NO_FORKS = """
+import errno
+from megarl.processes import fork_server
+fork, count = fork_server._fork, []
+
+def once():
+    count.append(1)
+    if len(count) > 1:
+        raise OSError(errno.EAGAIN, "no more processes")
+    return fork()
+
+fork_server._fork = once
+"""
+
+
+def test_where_the_name_of_its_socket_is_too_long_programs_start_without_it(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    assert printed(tmp_path, SECOND, TMPDIR=str(folder)) == ["Popen", None, 5, "Popen"]
 
 
 def test_a_started_program_leads_its_session_already(tmp_path: Path) -> None:

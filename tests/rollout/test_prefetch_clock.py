@@ -189,3 +189,5 @@ def test_the_lengths_that_are_trained_are_those_of_the_prompts(order: str, ahead
     taken = num_prompts * steps
     assert set(range(taken - num_prompts * 60)) <= set(found.visits), "a long answer is late, but it comes"
     assert max(found.visits) < taken + ahead * num_prompts + num_prompts * 60
+    if ahead == 3:
+        assert (found.idle_share < 0.2) == (order == "finished"), "it waits less if it takes what is finished"

@@ -184,7 +184,7 @@ class _Together(torch.autograd.Function):
         return one.view_as(one), other.view_as(other)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients
 
 

@@ -42,6 +42,26 @@ def test_grpo_by_hand_with_the_score_on_the_last_trainable_token():
     assert all(c.dtype == torch.float32 for c in out.columns.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", (-2 / 12**0.5, 4 / 12**0.5)),
+        ("grpo_passk", (0, 6 / 12**0.5)),  # the best less the second, in standard deviations
+        ("rloo", (-3, 6)),
+        ("opo", (-1.5, 4.5)),  # the baseline weighs each score by its tokens: 6 / 4
+        ("gpg", (-2, 4)),  # times 1: no group has equal scores
+        ("reinforce_plus_plus", (-0.5, 1.5)),  # of tokens 0, 0, 0, 6: mean 1.5, standard deviation 3
+        ("reinforce_plus_plus_baseline", (-0.5, 1.5)),  # of tokens -2, -2, -2, 4: mean -0.5, standard deviation 3
+    ],
+)
+def test_one_group_by_hand(name, expected):
+    """Scores 0, 0 and 6: the mean is 2, the sample variance 12.  The second sample has two tokens."""
+    batch = batch_of([2, 3, 2], [0, 1, 0, 1, 1, 0, 1], [0.0, 0.0, 6.0], [0, 0, 0])
+    low, high = expected
+    found = estimate(batch, adv_estimator=name)[0].columns["advantages"]
+    assert found.tolist() == pytest.approx([0, low, 0, low, low, 0, high], abs=1e-5)
+
+
 def test_columns_that_no_estimator_reads_stay_as_they_are():
     """Of any dtype and shape; a NaN of theirs means nothing here."""
     batch = batch_of([2, 2], [0, 1, 0, 1], [0.0, 4.0], [0, 0])
