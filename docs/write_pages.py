@@ -16,6 +16,7 @@ from megarl.config.schema import Algorithm
 from megarl.config.schema.teachers import Distill
 from megarl.config.settings import show
 from megarl.declared import REQUIRED, Declared, constant, declared
+from megarl.megatron_fields import TRIED
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "megarl"
@@ -52,9 +53,27 @@ def configuration() -> str:
             cells = (f"`{key.key}`", key.meaning, f"`{key.default}`", key.unit, key.allowed or key.kind, spellings)
             page.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         page += [""]
+    page += [
+        "## Fields of Megatron's own",
+        "",
+        *_FIELDS,
+        "| in | field | what it does | value |",
+        "| --- | --- | --- | --- |",
+    ]
+    page += [
+        f"| `{group}` | `{name}` | {field.does} | {field.wanted} |"
+        for group, fields in TRIED.items()
+        for name, field in fields.items()
+    ]
+    page += [""]
     return "\n".join(page)
 
 
+_FIELDS = """\
+All that can be set. Each was run here and gives the same gradient and the same steps, but those of the optimizer, which need a
+GPU. Every other field of Megatron's classes is refused: it is set by a run itself, or was never tried with one.
+
+""".splitlines()
 _MADE = "Made from the docstrings by `python docs/write_pages.py`."
 _CONFIGURATION = """\
 Made from the comments of `megarl/config/schema/` by `python docs/write_pages.py`. `megarl config --help KEY` prints a

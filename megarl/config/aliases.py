@@ -83,7 +83,6 @@ SWITCHES: dict[str, dict[bool, tuple[str, bool]]] = {
 WITHOUT_MEANING = {
     "*.fsdp_config.*": "strategy=fsdp shards everything over all data-parallel ranks",
     "*.megatron.grad_offload": "gradients go where parameters go, with param_offload",
-    "*.megatron.override_transformer_config.recompute_modules": "recompute_granularity=selective is the core attention",
     "*.megatron.use_mbridge": "weights are always read from and written to Hugging Face folders",
     "*.megatron.vanilla_mbridge": "weights are always read from and written to Hugging Face folders",
     "*.megatron.use_dist_checkpointing": "checkpoints are always written shard by shard",

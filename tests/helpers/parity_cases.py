@@ -1,5 +1,6 @@
 """What runs on the ranks of the parity tests: columns, loss, gradient and a few optimizer steps under a layout."""
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -141,21 +142,39 @@ class Table:
 
 
 class Found(dict[str, list[dict[str, Any]]]):
-    """Case -> what each rank returned.  A table runs when a case of it is first asked for."""
+    """Case -> what each rank returned.  A table runs once, when a case of it is first asked for.
+
+    A case that raised raises again for who asks for it, and not for the others of its table.
+    """
 
     def __init__(self, *tables: Table) -> None:
         super().__init__()
         self._tables = tables
 
+    def __getitem__(self, name: str) -> list[dict[str, Any]]:
+        ranks = super().__getitem__(name)
+        if errors := [rank["error"] for rank in ranks if "error" in rank]:
+            raise AssertionError(f"{name} raised on {len(errors)} of {len(ranks)} ranks:\n{errors[0]}")
+        return ranks
+
     def __missing__(self, name: str) -> list[dict[str, Any]]:
         table = next(table for table in self._tables if name in table.cases)
-        ranks = run_ranks(table.num_ranks, run_cases, table.folder, dict(table.cases), timeout_s=400)
+        try:
+            ranks = run_ranks(table.num_ranks, run_cases, table.folder, dict(table.cases), timeout_s=400)
+        except Exception as error:  # of a rank that ended, or hung because only another one raised
+            ranks = [dict.fromkeys(table.cases, {"error": str(error)})]
         self.update({case: [rank[case] for rank in ranks] for case in table.cases})
         return self[name]
 
 
 def run_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
-    return {name: run_case(folder, case) for name, case in cases.items()}
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        try:
+            found[name] = run_case(folder, case)
+        except Exception:  # the others of the table are tried all the same
+            found[name] = {"error": traceback.format_exc()}
+    return found
 
 
 def run_case(folder: str, case: Case) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Megatron:
     optimizer_offload: bool = False  # offload the optimizer state to host memory while the role is idle
     override_transformer_config: dict[str, Any] = field(
         default_factory=dict
-    )  # further fields of Megatron's TransformerConfig: {tp_comm_overlap:true}; of other roles: empty = the actor's
+    )  # further fields of Megatron's TransformerConfig: {batch_p2p_sync:false}; of other roles: empty = the actor's
     override_ddp_config: dict[str, Any] = field(
         default_factory=dict
     )  # further fields of Megatron's DistributedDataParallelConfig: {bucket_size:40000000}; empty = the actor's

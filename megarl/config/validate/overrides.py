@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.megatron_fields import CPU_OFFLOAD, OFFLOAD_FRACTION, OPTIMIZER, OVERRIDES, fault
+from megarl.megatron_fields import CPU_OFFLOAD, OFFLOAD_FRACTION, OPTIMIZER, OVERRIDES, RECOMPUTED, fault
 
 
 def invalid_overrides(config: Config, role: str) -> Iterator[str]:
@@ -18,6 +18,9 @@ def invalid_overrides(config: Config, role: str) -> Iterator[str]:
         for field, value in given.items():
             if why := fault(group, field, value, role):
                 yield f"{role}.megatron.{group}.{field}={show(value)}: {why}"
+            elif field == RECOMPUTED and config.role(role).megatron.recompute_granularity != "selective":
+                how = f"expected {role}.megatron.recompute_granularity=selective with it"
+                yield f"{role}.megatron.{group}.{field}={show(value)}: {how}"
     if role in ("actor", "critic"):
         yield from _of_optimizer(config, role)
 

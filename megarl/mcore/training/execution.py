@@ -13,6 +13,8 @@ import torch
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.moe import fused_a2a
 
+from megarl.megatron_fields import RECOMPUTED
+
 STRATEGIES = ("megatron", "fsdp", "none")
 TRANSFORMERS = ("auto", "local", "transformer_engine")
 DISPATCHERS = ("auto", "alltoall", "flex")
@@ -113,6 +115,9 @@ class ExecutionOptions:
     def transformer_settings(self) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig."""
         te = self.uses_transformer_engine
+        again = set(self.override_transformer_config.get(RECOMPUTED, ()))
+        if not te and (wrong := sorted(again & {"layernorm", "moe_act"})):
+            raise ValueError(f"{RECOMPUTED}: {', '.join(wrong)}: only Transformer Engine's layers compute it again")
         return {
             "transformer_impl": "transformer_engine" if te else "local",
             "moe_grouped_gemm": te,  # all experts of a rank in one call; without TE one call for each expert
