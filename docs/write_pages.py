@@ -71,7 +71,7 @@ def configuration() -> str:
 
 _FIELDS = """\
 All that can be set. Each was run here and gives the same gradient and the same steps, but those of the optimizer,
-which need a GPU. Every other field of Megatron's classes is refused: it is set by a run itself, or was never tried with one.
+which need a GPU. Every other field of Megatron's classes is refused: a run sets it itself, or was never tried with it.
 
 """.splitlines()
 _MADE = "Made from the docstrings by `python docs/write_pages.py`."

@@ -7,7 +7,7 @@ Entry t of a column describes token t: `log_probs[t]` is the log-probability of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -185,8 +185,24 @@ def merge_stats(parts: Sequence[Stats]) -> Stats:
 
 
 @dataclass(frozen=True)
+class Unread:
+    """Statistics that are still numbers on a device: to read them waits for it, so those of a step are read together.
+
+    `read` raises NonFiniteError if a number of the micro-batch was not finite.
+    """
+
+    numbers: Tensor  # [K] float64
+    read: Callable[[list[float]], Stats]
+
+
+@dataclass(frozen=True)
 class LossOutput:
     """The result of a loss function for one micro-batch: a scalar to differentiate, and statistics."""
 
-    loss: Tensor  # [] the sum of weight * token_loss over the micro-batch
-    stats: Stats
+    loss: Tensor  # [] the sum of weight * token_loss over the micro-batch; NaN if a number was not finite
+    unread: Unread | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """Raises: NonFiniteError."""
+        return {} if self.unread is None else self.unread.read(self.unread.numbers.tolist())

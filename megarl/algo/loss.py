@@ -134,8 +134,8 @@ class ActorLoss:
 
         Args: batch: the columns of `self.columns`, [T]; without old_log_probs r is 1, with its gradient; outputs: those
             of `self.outputs`, [T]; "entropy" may be left out if entropy_coeff is 0.
-        Returns: loss [], in the graph of outputs even if no token is trainable; Stats with the weights of the loss.
-        Raises: NonFiniteError if an unmasked entry is not finite.
+        Returns: loss [], in the graph of outputs even if no token is trainable, NaN if an unmasked entry is not finite;
+            statistics with the weights of the loss.
         """
         mask = batch.columns["response_mask"] != 0
         segment_ids = batch.segment_ids.to(mask.device)  # lengths stay on the CPU when columns go to a GPU
@@ -178,7 +178,7 @@ class ActorLoss:
         tally.mean("actor/ratio_mean", ratio)
         tally.std("actor/ratio_std", ratio)
         tally.extremes("actor/ratio_min", "actor/ratio_max", ratio)
-        return LossOutput((weight * clean(token_loss, mask)).sum(), tally.stats())
+        return tally.output((weight * clean(token_loss, mask)).sum())
 
     @property
     def _kl_is_full(self) -> bool:
@@ -288,7 +288,7 @@ class CriticLoss:
         """The loss of one micro-batch and its statistics.
 
         Args: batch: the columns of `self.columns`, [T]; outputs: "values" [T] of the critic in training.
-        Raises: NonFiniteError if an unmasked entry is not finite.
+        Returns: as of ActorLoss.
         """
         mask = batch.columns["response_mask"] != 0
         given = {"weight": batch.columns["weight"], "old values": batch.columns["values"]} | {
@@ -306,4 +306,4 @@ class CriticLoss:
         tally.mean("critic/vf_clipfrac", clipped)
         tally.mean("critic/vpred_mean", col["values"])
         tally.explained_variance("critic/vf_explained_var", col["values"], col["returns"])
-        return LossOutput((col["weight"] * clean(token_loss, mask)).sum(), tally.stats())
+        return tally.output((col["weight"] * clean(token_loss, mask)).sum())

@@ -1,4 +1,4 @@
-"""Statistics of a micro-batch: reduces many [T] columns with one device-to-host transfer to a dictionary of Stat."""
+"""Statistics of a micro-batch: reduces many [T] columns to one tensor of numbers, and that to a dictionary of Stat."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megarl.algo.finite import num_non_finite, require_finite
 from megarl.algo.segments import clean
-from megarl.batch import Stat, Stats
+from megarl.batch import LossOutput, Stat, Stats, Unread
 
 
 class Tally:
-    """Collects columns; `stats()` reduces all of them with the loss's weights in one product and reads one tensor.
+    """Collects columns; `output()` reduces all of them with the loss's weights in one product.
 
     Means are kept as weighted sum and sum of weights, in float64, so that a small variance, which is a difference of
     sums, stays accurate.  A name with "~" is a part of a number that is computed after the last merge: `x~mean` and
@@ -30,7 +30,7 @@ class Tally:
         self._watched: dict[str, Tensor] = {}
 
     def watch(self, name: str, column: Tensor) -> None:
-        """Require this column to be finite at unmasked places."""
+        """Let the output be NaN if this column is not finite at an unmasked place."""
         self._watched[name] = column.detach()
 
     def mean(self, name: str, column: Tensor, *, where: Tensor | None = None) -> None:
@@ -59,16 +59,21 @@ class Tally:
         self._extremes[name_min] = ("min", column.detach())
         self._extremes[name_max] = ("max", column.detach())
 
-    def stats(self) -> Stats:
-        """Raises: NonFiniteError if a watched column is not finite.
-
-        Extremes, and means over a part, are left out if they are over no token.
-        """
+    def output(self, loss: Tensor) -> LossOutput:
+        """The loss with its statistics; if a watched column is not finite, NaN with a gradient of NaN."""
         scalars = [num_non_finite(self._watched, self._mask).double(), self._weight.sum()]
         scalars += [self._extreme(kind, column) for kind, column in self._extremes.values()]
         columns = [*self._means.values(), *self._parts.values()]
         sums = [torch.stack(columns) @ self._weight] if columns else []
-        bad, weight, *numbers = torch.cat([torch.stack(scalars), *sums]).tolist()
+        numbers = torch.cat([torch.stack(scalars), *sums])
+        return LossOutput(loss * torch.where(numbers[0] > 0, math.nan, 1.0), Unread(numbers, self._read))
+
+    def _read(self, read: list[float]) -> Stats:
+        """Raises: NonFiniteError if a watched column is not finite.
+
+        Extremes, and means over a part, are left out if they are over no token.
+        """
+        bad, weight, *numbers = read
         if bad:
             require_finite(self._watched, self._mask, self._segment_ids)
         extremes = zip(self._extremes.items(), numbers, strict=False)

@@ -31,7 +31,7 @@ OPTIM = OptimSettings("adamw", lr=0.1, eps=1.0, weight_decay=0.1, decay_style="l
 
 
 def likelihood_loss(batch: Batch, columns: dict[str, Tensor]) -> LossOutput:
-    return LossOutput(-(batch.columns["weight"] * columns["log_probs"]).sum(), {})
+    return LossOutput(-(batch.columns["weight"] * columns["log_probs"]).sum())
 
 
 class Lora:

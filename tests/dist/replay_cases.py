@@ -56,7 +56,7 @@ def make_batch(hf: Mapping[str, Any], num_sequences: int = 13) -> Batch:
 
 
 def weighted(batch: Batch, outputs: dict[str, Tensor]) -> LossOutput:
-    return LossOutput((batch.columns["weight"] * outputs["log_probs"]).sum(), {})
+    return LossOutput((batch.columns["weight"] * outputs["log_probs"]).sum())
 
 
 def run_replayed(folder: str, cases: Mapping[Any, Replayed], batch: Batch | None = None) -> dict[Any, Any]:

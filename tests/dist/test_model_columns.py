@@ -66,7 +66,7 @@ def micros(**columns: Tensor) -> list[MicroBatch]:
 
 def weighted(_: Any, columns: dict[str, Tensor]) -> LossOutput:
     """sum of FACTORS times the columns."""
-    return LossOutput((torch.stack([columns[name] for name in NAMES]) * FACTORS).sum(), {})
+    return LossOutput((torch.stack([columns[name] for name in NAMES]) * FACTORS).sum())
 
 
 def plain(model: Model, reference: Model | None = None) -> dict[str, Tensor]:

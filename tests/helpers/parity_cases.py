@@ -44,7 +44,7 @@ class EveryColumn:
     def __call__(self, batch: Batch, outputs: dict[str, torch.Tensor]) -> LossOutput:
         token_loss = batch.columns["advantages"] * outputs["log_probs"] + outputs["full_kl"]
         token_loss = token_loss + outputs["sum_pi_squared"] - 0.5 * outputs["entropy"]
-        return LossOutput((batch.columns["weight"] * token_loss).sum(), {})
+        return LossOutput((batch.columns["weight"] * token_loss).sum())
 
 
 NAMES = {"actor": ("log_probs", "entropy"), "critic": ("values",), "actor with reference": logprobs.NAMES}

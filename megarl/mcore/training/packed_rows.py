@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,15 @@ from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.models.prefix_trees.tree_attention import TreePlan
 from megarl.mcore.models.rope import with_positions
 
+Columns = Sequence[str]  # names of a batch's columns
+_ALIGNED = 16  # bytes
+_SEQUENCES, _LONGEST = 8, 512  # multiples to which attention is told the number of sequences, and the longest
 PLANS: dict[str, type[TreePlan] | type[FlexPlan]] = {"cpu": TreePlan, "cuda": FlexPlan}  # of rows that share prefixes
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The inputs of one forward pass on this rank, and the places of its outputs in the batch."""
+    """The inputs of one forward pass on this rank, the places of its outputs in the batch, and columns for its loss."""
 
     tokens: Tensor  # [1, T/cp] int64
     positions: Tensor  # [1, T/cp] int64, within each sequence
@@ -46,6 +50,7 @@ class PackedRow:
     predicted: Tensor  # [N'] indices of these tokens in the batch
     num_tokens: int  # of the batch
     num_own_tokens: int  # in this context-parallel rank's slice, padding and dummies not counted
+    columns: dict[str, Tensor]  # of the batch, those that were asked for: [N], on the device
 
     def slice(self, column: Tensor) -> Tensor:
         """The batch's column [N, ...] -> at each place of this rank the entry of the token that it predicts, on every
@@ -59,10 +64,28 @@ class PackedRow:
         return column.index_copy(0, self.predicted, whole.index_select(0, self.predicts))
 
 
-def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
-    """Pack a micro-batch and take this rank's context-parallel slice."""
+class Rows(Sequence[PackedRow]):
+    """The rows of micro-batches.  Each is made when its turn comes, while the device computes the one before."""
+
+    def __init__(
+        self, micros: Sequence[MicroBatch], layout: Layout, device: torch.device, columns: Columns = ()
+    ) -> None:
+        self._make = [partial(make_row, micro, layout, device, columns) for micro in micros]
+        self._made: dict[int, PackedRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._made:
+            self._made[index] = self._make[index]()
+        return self._made[index]
+
+
+def make_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: Columns = ()) -> PackedRow:
+    """Pack a micro-batch and take this rank's context-parallel slice.  `columns`: names of those for the row's loss."""
     if micro.shares_prefixes:
-        return _make_tree_row(micro, layout, device)
+        return _make_tree_row(micro, layout, device, columns)
     batch, lengths = micro.batch, micro.batch.lengths
     padded = padded_lengths(lengths.tolist(), layout)
     sizes = torch.tensor(padded)
@@ -81,6 +104,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     return _row(
         micro,
         device,
+        columns,
         sources=sources,
         targets=following[sources],
         positions=positions[own],
@@ -93,7 +117,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedR
     )
 
 
-def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device) -> PackedRow:
+def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: Columns) -> PackedRow:
     """A row in which the tokens with which rows begin alike stand once."""
     assert layout.cp == 1, "common prefixes are not cut over context-parallel ranks"
     batch = micro.batch
@@ -104,6 +128,7 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device) -> P
     return _row(
         micro,
         device,
+        columns,
         sources=F.pad(tree.sources, (0, padding), value=-1),
         targets=F.pad(tree.targets, (0, padding), value=-1),
         positions=F.pad(torch.from_numpy(tree.place_positions), (0, padding)),
@@ -119,6 +144,7 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device) -> P
 def _row(
     micro: MicroBatch,
     device: torch.device,
+    columns: Columns,
     *,
     sources: Tensor,
     targets: Tensor,
@@ -132,8 +158,23 @@ def _row(
 ) -> PackedRow:
     """`sources`, `targets`, `positions` [T/cp] of this rank's places; `plan`: that of attention, by its name."""
     batch = micro.batch
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(device)
-    cu_seqlens = with_positions(cu_seqlens, positions.to(device))
+    of_row = {
+        "tokens": _at(batch.tokens, sources)[None],
+        "positions": positions[None],
+        "labels": _at(batch.tokens, targets),
+        "targets": targets,
+        "predicts": predicts,
+        "predicted": predicted,
+    }
+    # cuDNN compiles attention anew for each number of sequences, and Megatron makes a table of angles for each longest
+    # one: empty sequences and a rounded length leave a few of both.
+    rounded = F.pad(ends, (0, -len(ends) % _SEQUENCES), value=int(ends[-1]))
+    cu_seqlens = F.pad(rounded, (1, 0)).to(torch.int32)
+    longest = -(-longest // _LONGEST) * _LONGEST
+    of_loss = {name: batch.columns[name] for name in columns}
+    *found, cu_seqlens = on_device([*of_row.values(), *of_loss.values(), cu_seqlens], device)
+    there = dict(zip(of_row, found, strict=False))
+    cu_seqlens = with_positions(cu_seqlens, there["positions"][0])
     packed = PackedParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -143,17 +184,31 @@ def _row(
         **plan,
     )
     return PackedRow(
-        tokens=_at(batch.tokens, sources)[None].to(device),
-        positions=positions[None].to(device),
-        labels=_at(batch.tokens, targets).to(device),
-        targets=targets.to(device),
+        **there,
         support=Support.of(batch, targets),
         packed=packed,
-        predicts=predicts.to(device),
-        predicted=predicted.to(device),
         num_tokens=batch.num_tokens,
         num_own_tokens=0 if micro.is_dummy else num_own_tokens,
+        columns=dict(zip(of_loss, found[len(of_row) :], strict=True)),
     )
+
+
+def on_device(tensors: Sequence[Tensor], device: torch.device, *, pinned: bool = True) -> list[Tensor]:
+    """Copies of host tensors.  A GPU gets them in one copy, out of pinned memory, which nobody waits for."""
+    if device.type != "cuda" and pinned:
+        return [tensor.to(device) for tensor in tensors]
+    places = [0]
+    for tensor in tensors:
+        places.append(places[-1] + -(-tensor.nbytes // _ALIGNED) * _ALIGNED)
+    block = torch.empty(places[-1], dtype=torch.uint8, pin_memory=pinned)
+
+    def part(of: Tensor, like: Tensor, place: int) -> Tensor:
+        return of[place : place + like.nbytes].view(like.dtype).view(like.shape)
+
+    for tensor, place in zip(tensors, places, strict=False):
+        part(block, tensor, place).copy_(tensor)
+    there = block.to(device, non_blocking=True)
+    return [part(there, tensor, place) for tensor, place in zip(tensors, places, strict=False)]
 
 
 def _at(column: Tensor, sources: Tensor) -> Tensor:

@@ -8,20 +8,20 @@ their global sum: the division cancels, and the gradient is that of the loss, ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
-from megarl.batch import Batch, LossOutput, MicroBatch, Stats, merge_stats
+from megarl.batch import Batch, LossOutput, MicroBatch, Stats, Unread, merge_stats
 from megarl.layout import Layout
 from megarl.mcore.logprobs.divergence import TeacherStates
 from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
@@ -29,7 +29,7 @@ from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.gradient_check import Limits, agreed
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
-from megarl.mcore.training.packed_rows import PackedRow, in_whole_turns, make_row
+from megarl.mcore.training.packed_rows import PackedRow, Rows, in_whole_turns
 from megarl.mcore.training.router_replay import Routing
 from megarl.ragged import names_in_batch
 from megarl.routed_experts import ROUTED_EXPERTS
@@ -123,7 +123,7 @@ class Step:
 
 
 @torch.no_grad()
-def _references(model: Model | None, rows: list[PackedRow], outputs: Outputs) -> list[ReferenceStates | None]:
+def _references(model: Model | None, rows: Sequence[PackedRow], outputs: Outputs) -> list[ReferenceStates | None]:
     """The frozen model's hidden states and head for each row, if the outputs need them (last stage; elsewhere [])."""
     if model is None or "full_kl" not in outputs.names:
         return [None] * len(rows)
@@ -140,7 +140,7 @@ def _chosen_freely(index: int, chunk: nn.Module) -> AbstractContextManager[None]
 
 def _run(
     model: Model,
-    rows: list[PackedRow],
+    rows: Sequence[PackedRow],
     finish: Callable[[int, Tensor], Any],
     around: Callable[[int, nn.Module], AbstractContextManager[None]],
     *,
@@ -165,7 +165,7 @@ def _run(
         data_iterator=[iter(range(len(rows))) for _ in model],
         model=model,
         num_microbatches=len(rows),
-        seq_length=max(row.tokens.size(1) for row in rows),
+        seq_length=1,  # not read, since variable_seq_lengths is set
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -188,7 +188,7 @@ def forward_only(
     too, with what the model's routers choose; without it they take what the micro-batches have in this column.
     """
     micros = in_whole_turns(micros, outputs.layout)
-    rows = [make_row(micro, outputs.layout, device) for micro in micros]
+    rows = Rows(micros, outputs.layout, device)
     references = _references(reference, rows, outputs)
     for chunk in model:
         chunk.eval()
@@ -220,11 +220,13 @@ def backward(
 
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
     `reference` is the frozen model of full_kl.  Experts are those of the micro-batches' column of routing replay, if
-    they have one and the model is prepared for it.  A micro-batch whose loss raises NonFiniteError gets a gradient of
+    they have one and the model is prepared for it.  A micro-batch with a number that is not finite gets a gradient of
     NaN: the rank goes on, as the others wait for it, and all ranks see it in the norm.  `notes`: outputs to return too.
     """
     micros = in_whole_turns(micros, outputs.layout)
-    rows = [make_row(micro, outputs.layout, device) for micro in micros]
+    is_last = ps.is_pipeline_last_stage(ignore_virtual=True)
+    of_loss = [name for name in micros[0].batch.columns if is_last and name not in MODEL_INPUTS]
+    rows = Rows(micros, outputs.layout, device, of_loss)
     references = _references(reference, rows, outputs)
     trained: list[Any] = model  # each wrapped for training
     reduce_in_last(model)
@@ -233,29 +235,42 @@ def backward(
         chunk.zero_grad_buffer()
 
     losses: list[Tensor] = []
-    bad: list[NonFiniteError] = []
+    unread: dict[int, Unread] = {}
     noted: dict[int, Columns] = {}
 
-    def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, Stats]:
+    def finish(i: int, output: Tensor) -> tuple[Tensor, Tensor, None]:
         batch = micros[i].batch
-        columns = {name: column.to(device) for name, column in batch.columns.items() if name not in MODEL_INPUTS}
         found = outputs(model[-1], rows[i], output, batch.columns, references[i])
         if notes and not micros[i].is_dummy:
             noted[i] = {name: found[name].detach() for name in notes}
-        try:
-            result = loss_fn(replace(batch, columns=columns), found)
-        except NonFiniteError as error:
-            before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
-            bad.append(error.moved(sum(before)))
-            result = LossOutput(math.nan * torch.stack([column.sum() for column in found.values()]).sum(), {})
+        result = loss_fn(replace(batch, columns=rows[i].columns), found)
         losses.append(result.loss.detach().double())
-        own = torch.tensor(rows[i].num_own_tokens, dtype=torch.int, device=device)
-        return result.loss * num_tokens, own, {} if micros[i].is_dummy else result.stats
+        if result.unread is not None and not micros[i].is_dummy:
+            unread[i] = result.unread
+        own = torch.full((), rows[i].num_own_tokens, dtype=torch.int, device=device)
+        return result.loss * num_tokens, own, None
 
     routing = Routing(model, micros, rows, trains=True)
-    stats = merge_stats(_run(model, rows, finish, routing.step, forward_only=False))
+    _run(model, rows, finish, routing.step, forward_only=False)
+    stats, bad = _read(unread, micros)
     loss = torch.stack(losses).sum() if losses else None
-    return Gradient(stats, loss, bad[0] if bad else None, [noted[i] for i in sorted(noted)])
+    return Gradient(stats, loss, bad, [noted[i] for i in sorted(noted)])
+
+
+def _read(unread: Mapping[int, Unread], micros: list[MicroBatch]) -> tuple[Stats, NonFiniteError | None]:
+    """The statistics of these micro-batches, and the first error, with its place among the sequences of all."""
+    if not unread:
+        return {}, None
+    sizes = [len(one.numbers) for one in unread.values()]
+    found, bad = list[Stats](), None
+    numbers = torch.cat([one.numbers for one in unread.values()]).cpu().split(sizes)
+    for (i, one), own in zip(unread.items(), numbers, strict=True):
+        try:
+            found.append(one.read(own.tolist()))
+        except NonFiniteError as error:
+            before = [micro.batch.num_sequences for micro in micros[:i] if not micro.is_dummy]
+            bad = bad or error.moved(sum(before))
+    return merge_stats(found), bad
 
 
 def train_step(

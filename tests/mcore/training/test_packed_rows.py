@@ -14,9 +14,11 @@ from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
     PackedRow,
+    Rows,
     in_whole_turns,
     make_row,
     micro_batches,
+    on_device,
     own_positions,
     padded_lengths,
     where_gathered,
@@ -54,12 +56,28 @@ def test_two_sequences_by_hand() -> None:
     assert row.tokens.tolist() == [[10, 11, 12, 20, 21]]
     assert row.positions.tolist() == [[0, 1, 2, 0, 1]]
     assert row.labels.tolist() == [11, 12, 0, 21, 0], "what follows a last token is asked of nobody"
-    assert row.packed.cu_seqlens_q.tolist() == [0, 3, 5]
-    assert row.packed.max_seqlen_q == 3
+    assert row.packed.cu_seqlens_q.tolist() == [0, 3, 5, 5, 5, 5, 5, 5, 5], "few numbers of sequences, with empty ones"
+    assert row.packed.max_seqlen_q == 512, "few longest ones"
     assert row.num_own_tokens == 5
     # Output t is about token t+1; the first token of a sequence has no prediction, the last output no token.
     assert row.column(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])).tolist() == [0, 1, 2, 0, 4]
     assert row.column(torch.arange(10.0).view(5, 2)).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["uint8", "int32", "int64", "float32", "bool"]), st.integers(0, 9))))
+def test_tensors_that_travel_in_one_block_arrive_as_they_were(drawn: list[tuple[str, int]]) -> None:
+    tensors = [torch.arange(size).to(getattr(torch, dtype)).view(1, size) for dtype, size in drawn]
+    for got, tensor in zip(on_device(tensors, CPU, pinned=False), tensors, strict=True):
+        assert torch.equal(got, tensor) and got.dtype == tensor.dtype
+
+
+def test_a_row_is_made_when_its_turn_comes_with_the_columns_of_its_loss() -> None:
+    batch = batch_of([3, 2]).with_columns(weight=torch.ones(5), other=torch.ones(5))
+    with mock.patch.object(packed_rows, "make_row", wraps=make_row) as made:
+        rows = Rows([MicroBatch(batch)] * 3, Layout(), CPU, ["weight"])
+        assert len(rows) == 3 and made.call_count == 0
+        assert rows[1] is rows[1] and made.call_count == 1
+    assert rows[1].columns.keys() == {"weight"}
 
 
 def test_the_gradient_of_a_column_goes_to_the_output_that_made_it() -> None:
