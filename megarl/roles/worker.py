@@ -243,14 +243,15 @@ class Worker:
         return {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def _peaks(self) -> dict[str, list[Any]]:
-        """The largest GPU memory of this process since its start, in GiB, as statistics."""
+        """GPU memory in GiB: the most of this process since its start, and what no process has of the GPU now."""
         if self.device.type != "cuda":
             return {}
-        found = {
-            "allocated": torch.cuda.max_memory_allocated(self.device),
-            "reserved": torch.cuda.max_memory_reserved(self.device),
+        sizes = {
+            "max_memory_allocated": ("max", torch.cuda.max_memory_allocated(self.device)),
+            "max_memory_reserved": ("max", torch.cuda.max_memory_reserved(self.device)),
+            "free_memory": ("min", torch.cuda.mem_get_info(self.device)[0]),
         }
-        return {f"perf/max_memory_{name}_gb": ["max", size / 1024**3, 1.0] for name, size in found.items()}
+        return {f"perf/{name}_gb": [kind, size / 1024**3, 1.0] for name, (kind, size) in sizes.items()}
 
     def _outputs(self, role: Role, arguments: dict[str, Any]) -> Outputs:
         """`divergence`: its name and beta; `top_k`: a number of tokens; `vocab_size`: of its first tokens only."""

@@ -16,6 +16,7 @@ from megarl.mcore.logprobs import fused, fused_torch, fused_triton
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job
 from megarl.mcore.logprobs.logprobs import keep_hidden
+from megarl.mcore.logprobs.main_grad import _adds_widely, add_product_
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks
 
@@ -139,3 +140,14 @@ def test_a_references_hidden_states_wait_in_host_memory() -> None:
     torch.cuda.synchronize()
     assert kept.is_pinned()
     assert torch.equal(kept, hidden.cpu())
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_product_is_added_to_a_float32_gradient_in_one_call_and_rounded_once() -> None:
+    g = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(256, 256, generator=g).to("cuda", torch.bfloat16) for _ in range(2))
+    target = torch.ones(256, 256, device="cuda")
+    add_product_(target, left, right)
+    expected = 1 + left.double() @ right.double()
+    close = 1e-5 if _adds_widely(torch.bfloat16, torch.float32, target.device) else 2**-8
+    assert (target - expected).abs().max() < close * expected.abs().max()

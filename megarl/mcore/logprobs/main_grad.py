@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,8 +62,22 @@ def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
     """target += left @ right; target may have a wider dtype than the factors."""
     if target.dtype == left.dtype:
         target.addmm_(left, right)
+    elif target.is_cuda and _adds_widely(left.dtype, target.dtype, target.device):
+        torch.addmm(target, left, right, out_dtype=target.dtype, out=target)
     else:
         target += left @ right
+
+
+@cache
+def _adds_widely(narrow: torch.dtype, wide: torch.dtype, device: torch.device) -> bool:
+    """Whether torch adds a product to a wider tensor in place here: without a product of its own, which is rounded."""
+    one = torch.ones(16, 16, dtype=narrow, device=device)
+    found = one.to(wide)
+    try:
+        torch.addmm(found, one, one, out_dtype=wide, out=found)
+    except (RuntimeError, TypeError):  # an older torch, or no such kernel on this device
+        return False
+    return bool((found == 17).all())
 
 
 class LogitGradients:

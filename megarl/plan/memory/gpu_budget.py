@@ -13,12 +13,13 @@ from megarl.layout import padded_vocab_size
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import support
 from megarl.plan.memory.adapters import with_adapters
-from megarl.plan.memory.count import kinds_of_stage, of_stage, whole
+from megarl.plan.memory.count import kinds_of_stage, num_experts, of_stage, whole
 from megarl.plan.memory.memory import (
     RESERVE_BYTES,
     SERVER_BYTES,
     Memory,
     Work,
+    communicator_bytes,
     of_push,
     of_stage_bytes,
 )
@@ -43,6 +44,8 @@ def gpu_budgets_of_trainer(job: Job) -> dict[str, GpuBudget]:
     found: dict[str, GpuBudget] = {}
     for role in job.roles:
         found |= _stages(job, role)
+    if starts := [_start(job, role) for role in job.roles if role.optimizer and role.layout.use_distributed_optimizer]:
+        found["start"] = max(starts, key=lambda budget: budget["total"])
     found["save"] = max((_save(job, role) for role in job.roles if role.optimizer), key=lambda budget: budget["total"])
     if job.num_servers:
         found["push"] = _push(job)
@@ -118,7 +121,24 @@ def _room(job: Job, role: Role, memory: Memory, *, is_last: bool) -> GpuBudget:
         log_prob_chunk=chunk + drawn,
         teacher_heads=_heads(job) if is_last and role.name == "actor" else 0,
         others=_resident(job, role),
+        communicators=_communicators(role),
         reserve=memory.reserve - chunk,
+    )
+
+
+def _communicators(role: Role) -> int:
+    return communicator_bytes(role.layout, role.num_ranks, has_experts=bool(num_experts(role.hf)))
+
+
+def _start(job: Job, role: Role) -> GpuBudget:
+    """Megatron wraps the model: its weights move into a buffer, and the buffer of gradients is there already."""
+    memory = fullest(role)
+    return summed(
+        weights=2 * memory.weights,
+        gradients=memory.gradients,
+        others=_resident(job, role),
+        communicators=_communicators(role),
+        reserve=memory.reserve,
     )
 
 

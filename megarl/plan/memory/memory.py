@@ -14,10 +14,13 @@ are between 5 % below and 21 % above the prediction (plan_*, rows of kind memory
     activations   what a layer keeps of each token for its backward pass; of a recomputed layer only its input, plus
                   once, doubled, the layer that is being recomputed (1.5 times without fused kernels); for experts,
                   those of the busiest rank
-    reserve       RESERVE_BYTES: CUDA's context, NCCL's buffers, a chunk of logits, memory that released servers keep,
-                  fragmentation
+    communicators NCCL's buffers: COMMUNICATOR_BYTES, which was never measured here, for each group of ranks in use
+    reserve       RESERVE_BYTES: CUDA's context, a chunk of logits, memory that released servers keep, fragmentation
 
 Only one role is counted: with param_offload and optimizer_offload the others are in host memory.
+
+At the start, with use_distributed_optimizer, Megatron's DistributedDataParallel copies the weights into a buffer: there
+are two of them beside the gradients.
 
 With colocation (rollout.placement=shared) two more phases need memory, each without the rest of the above:
 
@@ -47,6 +50,7 @@ from megarl.plan.memory.count import (
 from megarl.plan.time.constants import CONSTANTS
 
 RESERVE_BYTES = 8 * 10**9
+COMMUNICATOR_BYTES = 150 * 10**6
 SERVER_BYTES = 12 * 10**9  # SGLang's memory in addition to memory_fraction: for prefill and CUDA graphs
 SMALLEST_PAIR, LARGEST_PAIR = 2**26, 2**31  # bytes of the two buckets of a push
 MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # float32 numbers that the optimizer keeps per parameter
@@ -95,6 +99,16 @@ def of_stage_bytes(hf: HFConfig, layout: Layout, stage: int, work: Work, role: s
     moments = (0 if work.on_host else 4 * MOMENTS[work.optimizer]) + copy
     learnt = part if layout.use_distributed_optimizer else held
     return Memory(weights, 4 * held, moments * learnt, activations, gathered)
+
+
+def communicator_bytes(layout: Layout, num_ranks: int, *, has_experts: bool) -> int:
+    """Of the groups with several ranks that a rank of this layout sends in."""
+    shared = num_ranks // (layout.tp * layout.pp)  # data- and context-parallel ranks
+    sizes = [num_ranks, layout.tp, layout.pp, layout.cp, shared, layout.tp * layout.cp if layout.cp > 1 else 1]
+    if has_experts:
+        ranks = layout.ep * layout.expert_tp
+        sizes += [layout.ep, ranks if layout.expert_tp > 1 else 1, num_ranks // (ranks * layout.pp)]
+    return COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
 
 
 class PushMemory(NamedTuple):
