@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.extensions import transformer_engine as te
 from torch import Tensor
 
 from megarl.mcore.models.rope import turned
@@ -128,6 +129,54 @@ def fix_packed_rope() -> None:
     rope_utils._apply_rotary_pos_emb_thd = rotate
 
 
+def te_split_is_lost() -> bool:
+    """transformer_engine:2290 imports `_SplitAlongDim`, which Transformer Engine has under another name since 2.2.
+
+    Without it q, k and v are strided parts of one tensor, and backward concatenates their gradients.
+    """
+    return te.HAVE_TE and te.SplitAlongDim is None
+
+
+def fix_te_split() -> None:
+    import megatron.core.transformer.attention as attention
+    from transformer_engine.pytorch.utils import SplitAlongDim
+
+    te.SplitAlongDim = attention.SplitAlongDim = SplitAlongDim.apply
+
+
+def te_gemm_is_lost() -> bool:
+    """transformer_engine:2446 imports `get_workspace`, which Transformer Engine no longer has.
+
+    Without it routers multiply float32 copies of their input: 470 MB in each layer of DeepSeek-V3 at 16,384 tokens.
+    """
+    return te.HAVE_TE and te.te_general_gemm is None
+
+
+def fix_te_gemm() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    def product(
+        a: Tensor,
+        b: Tensor,
+        out_dtype: torch.dtype,
+        layout: str = "TN",
+        bias: Tensor | None = None,
+        grad: bool = False,
+    ) -> list[Tensor]:
+        """What moe_utils:1192-1229 asks for: [b a^T + bias], and of gradients [b a] for NN, [b^T a] for NT."""
+        if grad:  # of numbers in float32, which cuBLASLt would round to TF32 (cublaslt_gemm.cu:446)
+            return [(b.T if layout == "NT" else b) @ a]
+        (out, *_) = general_gemm(a, b, out_dtype, layout=layout)
+        return [out if bias is None else out + bias]  # inside the product it would have to be in float32, too
+
+    te.te_general_gemm = moe_utils.te_general_gemm = product
+
+
+TE_FIXES = (  # of what megatron-core 0.16.1 does with the Transformer Engine of launch/gpu/trainer.txt
+    (te_split_is_lost, fix_te_split),
+    (te_gemm_is_lost, fix_te_gemm),
+)
 FIXES = (
     (moe_needs_te_gemm, fix_moe_te_gemm),
     (fsdp_asks_for_te_that_is_not_there, fix_fsdp_without_te),
@@ -139,6 +188,6 @@ FIXES = (
 
 def apply() -> None:
     """Apply the fixes for defects that the installed megatron-core has."""
-    for present, fix in FIXES:
+    for present, fix in (*FIXES, *TE_FIXES):
         if present():
             fix()

@@ -97,7 +97,7 @@ def build_role(arguments: dict[str, Any], layout: Layout) -> Role:
     """A role from an HF folder; `optim` None: no training, `lora` None: no adapters."""
     hf = read_hf_config(arguments["folder"])
     kind, lora = arguments["kind"], arguments["lora"]
-    engine = ExecutionOptions(**arguments["engine"])
+    engine = ExecutionOptions(**arguments["engine"]).for_dtype(arguments["dtype"])
     engine = engine if lora is None else engine.for_adapters()
     engine.check_context_parallel(layout.cp)
     chunks = build_model(hf, layout, role=kind, dtype=arguments["dtype"], engine=engine)

@@ -204,7 +204,7 @@ def _run_case(folder: str, case: Case) -> dict[str, Any]:
     where, device = make_groups(case.layout), device_for("auto")
     try:
         hf, role = read_hf_config(folder), case.role.split()[0]
-        engine = replace(case.engine, transformer_impl="local")  # Transformer-Engine's attention takes no float32
+        engine = case.engine.for_dtype("float32")
         model = build_model(hf, case.layout, role=role, engine=engine)
         load_hf(model, folder, hf, role=role)
         reference = _reference(folder, hf, case.layout) if "reference" in case.role else None

@@ -26,6 +26,7 @@ from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.rope import make_rope
+from megarl.mcore.models.transformer_engine import mark_shards
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.megatron_fields import FUSIONS
 
@@ -247,8 +248,10 @@ def make_chunks(
         prepare_biases(gpt)
         if not config.multi_latent_attention:  # each of its attention layers has its own rope
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
-        if engine.uses_transformer_engine and engine.strategy != "fsdp":
-            fuse_weight_gradients(gpt)
+        if engine.uses_transformer_engine:
+            mark_shards(gpt)
+            if engine.strategy != "fsdp":
+                fuse_weight_gradients(gpt)
         chunks.append(gpt)
     return chunks
 

@@ -15,6 +15,7 @@ from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.mlp import MLPSubmodules
+from torch import nn
 
 _GROUPED = re.compile(r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
 
@@ -38,6 +39,19 @@ class TransformerEngineProvider(LocalSpecProvider):
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules | None]:
         return TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
+
+
+def mark_shards(model: nn.Module) -> None:
+    """Say of the weights and first biases of experts that they are cut, and along which dimension, as local layers do.
+
+    Transformer Engine no longer does since 2.13: the norm of the gradient would take those of all but the first
+    tensor-parallel rank for copies (optimizer:156), and Muon a shard for a whole matrix.  Second biases are whole:
+    see `prepare_biases`.
+    """
+    for name, param in model.named_parameters():
+        if (found := _GROUPED.search(name)) and (found[2] == "weight" or found[1] == "1"):
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]
+            param.partition_dim = int(found[1]) - 1  # type: ignore[attr-defined]
 
 
 def local_name(name: str) -> str:

@@ -112,6 +112,18 @@ class ExecutionOptions:
             raise ValueError("transformer_impl=transformer_engine: adapters need transformer_impl auto or local")
         return replace(self, transformer_impl="local")
 
+    def for_dtype(self, dtype: str) -> ExecutionOptions:
+        """The same options with local layers for float32, of which Transformer Engine's products keep TF32's 10 bits
+        (cublaslt_gemm.cu:446) and which its fused attention does not take.  ValueError if its layers are requested."""
+        if dtype != "float32":
+            return self
+        if self.transformer_impl == "transformer_engine":
+            raise ValueError(
+                "transformer_impl=transformer_engine: its products round float32 to TF32, and its fused attention takes "
+                "no float32; expected dtype=bfloat16, or transformer_impl=auto or local"
+            )
+        return replace(self, transformer_impl="local")
+
     def transformer_settings(self) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig."""
         te = self.uses_transformer_engine

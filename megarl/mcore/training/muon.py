@@ -21,7 +21,6 @@ from torch import Tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic that is steep at 0 and moves singular values close to 1
 NUM_ITERATIONS = 5
 LIKE_ADAMW = 0.2  # root mean square of an AdamW step divided by its learning rate
-COLUMN_PARALLEL, ROW_PARALLEL = 0, 1  # the dimension of [out, in] that is cut
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,9 @@ def muon_matrices(named: Iterable[tuple[str, Any]], config: TransformerConfig) -
 
 
 def _matrix(name: str, param: Any, config: TransformerConfig) -> Matrix:
-    if ".experts." in name:  # with Transformer Engine, experts' linears have no attributes for the cut
-        group = ps.get_expert_tensor_parallel_group()
-        dim: int | None = COLUMN_PARALLEL if ".linear_fc1." in name else ROW_PARALLEL
-    else:
-        group = ps.get_tensor_model_parallel_group()
-        dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+    is_of_expert = ".experts." in name
+    group = ps.get_expert_tensor_parallel_group() if is_of_expert else ps.get_tensor_model_parallel_group()
+    dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
     if ".linear_qkv." in name:  # for each group of heads its rows of q, of k, of v
         heads = config.num_attention_heads // config.num_query_groups
         return Matrix(group, dim, (heads * config.kv_channels, config.kv_channels, config.kv_channels))

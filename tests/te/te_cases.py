@@ -1,0 +1,42 @@
+"""Optimizer steps by Transformer-Engine's layers, on ranks that have imported `te_on_cpu`."""
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+from parity_cases import Case, run_case
+
+from megarl.mcore.models import model
+from megarl.mcore.models.fusions import fusions
+from megarl.mcore.training import execution
+from megarl.mcore.training.execution import ExecutionOptions
+
+
+def run_te_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
+    import te_on_cpu  # loaded before Megatron; the tests' own process has Megatron without it
+
+    te_on_cpu.activate()
+    found = {}
+    for name, case in cases.items():
+        with ExitStack() as patches:
+            if case.engine.transformer_impl == "transformer_engine":
+                patches.enter_context(te_on_cpu.fused_in_float32())
+                patches.enter_context(mock.patch.object(execution, "has_transformer_engine", lambda: True))
+                patches.enter_context(mock.patch.object(ExecutionOptions, "for_dtype", lambda self, dtype: self))
+                patches.enter_context(mock.patch.object(model, "available_fusions", fusions_of_gpu))
+            found[name] = run_case(folder, case)
+    return found
+
+
+def fusions_of_gpu(
+    *, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool, biases: bool = False
+) -> dict[str, bool]:
+    """Those of a GPU without Apex, but for the sorting of tokens: it is written in Triton."""
+    return fusions(
+        gpu=True,
+        transformer_engine=uses_transformer_engine,
+        permutation=False,
+        accumulation=False,
+        latent_attention=latent_attention,
+        biases=biases,
+    )
