@@ -1,5 +1,6 @@
 """Optimizer steps by Transformer-Engine's layers, on ranks that have imported `te_on_cpu`."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -12,12 +13,13 @@ from megarl.mcore.training import execution
 from megarl.mcore.training.execution import ExecutionOptions
 
 
-def run_te_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
+def run_te_cases(cases: Mapping[str, tuple[str, Case]]) -> dict[str, Any]:
+    """Name -> (folder, case); in float32, whatever layers a case has."""
     import te_on_cpu  # loaded before Megatron; the tests' own process has Megatron without it
 
     te_on_cpu.activate()
     found = {}
-    for name, case in cases.items():
+    for name, (folder, case) in cases.items():
         with ExitStack() as patches:
             if case.engine.transformer_impl == "transformer_engine":
                 patches.enter_context(te_on_cpu.fused_in_float32())
