@@ -67,6 +67,16 @@ make_environment() {
     export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 }
 
+install_te_python() {
+    echo "-- transformer-engine, without what is compiled" &&
+        pip_install "$1" --no-deps --require-hashes --requirement <(grep -A 1 '^transformer-engine==' launch/gpu/trainer.txt)
+}
+
+# Of Transformer-Engine the part in Python, for tests/te alone.  Not in .venv: Megatron-Core would find it there.
+make_te_python() {
+    once_in .venv-te "$(grep '^transformer-engine==' launch/gpu/trainer.txt)" "seconds" install_te_python
+}
+
 # run_ladder RUNGS WORDS: launch/ladder.py with the rungs of a file, in place of this shell, so that a signal reaches it.
 run_ladder() {
     local python word

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the same environment and runs the tests that prove each capability once; words go to pytest.
+# Makes the same environment, and .venv-te with the Python part of Transformer-Engine; runs the tests that prove each
+# capability once.  Words go to pytest.
 #
 #   bash launch/test.sh --core            those for a change, in a minute
 #   bash launch/test.sh tests/algo        those of one folder
@@ -11,6 +12,7 @@ set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
 make_environment
+make_te_python
 if [ "${1:-}" = --core ]; then
     set -- tests/algo tests/data tests/roles tests/weights/mapping tests/weights/reshard tests/config/test_config.py \
         tests/config/test_config_layouts.py tests/trainer/test_train_step.py tests/rollout/test_prefetch.py \

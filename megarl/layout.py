@@ -104,7 +104,7 @@ class ModelNumbers:
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
     has_biased_experts: bool = False
-    has_sinks: bool = False  # a learnt score beside those of the keys, in each head's attention
+    exchanges_heads: bool = False  # under context parallelism: see `exchange_misfits`
 
 
 def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
@@ -128,7 +128,7 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=_dense_layers(hf) if experts else (),
         has_biased_experts=hf.get("model_type") == "gpt_oss",
-        has_sinks=hf.get("model_type") == "gpt_oss",
+        exchanges_heads=hf.get("model_type") in ("gpt_oss", "mistral") and hf.get("sliding_window") is not None,
     )
 
 
@@ -218,6 +218,18 @@ def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
     if not all(have):
         held = f"stage {have.index(False)} would hold no experts, which {KEYS['ep']}={layout.ep} does not train"
         yield Misfit("pp", f"{KEYS['pp']}={layout.pp}: {held}; expected fewer stages, or 1")
+
+
+def exchange_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
+    """Misfits on GPUs only, of models with windows or attention sinks, for which Transformer Engine has no ring.
+
+    Context-parallel ranks then exchange heads (cp_comm_type=a2a): each attends with some of them over whole rows.
+    """
+    heads = numbers.num_key_value_heads
+    if numbers.exchanges_heads and heads is not None and heads // layout.tp % layout.cp:
+        cut = "windows and attention sinks are computed for whole rows of some heads"
+        held = f"a tensor-parallel rank has {heads // layout.tp} of keys and values"
+        yield Misfit("cp", f"{KEYS['cp']}={layout.cp}: on GPUs {cut}, and {held}; expected a divisor of them")
 
 
 def _without_experts(layout: Layout) -> Iterator[Misfit]:

@@ -130,7 +130,7 @@ def fix_packed_rope() -> None:
 
 
 def te_split_is_lost() -> bool:
-    """transformer_engine:2290 imports `_SplitAlongDim`, which Transformer Engine has under another name since 2.2.
+    """transformer_engine:2290 imports `_SplitAlongDim`, which Transformer Engine 2.20 has elsewhere, without the dash.
 
     Without it q, k and v are strided parts of one tensor, and backward concatenates their gradients.
     """

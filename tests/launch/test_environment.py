@@ -39,6 +39,7 @@ def make(repository: Path, command: str, fails: str = "") -> subprocess.Complete
 
 COMMANDS = {
     ".venv": ". launch/environment.sh; make_environment",
+    ".venv-te": ". launch/environment.sh; make_te_python",
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
     ".venv-agents": "bash launch/agents.sh",

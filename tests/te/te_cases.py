@@ -7,6 +7,7 @@ from unittest import mock
 
 from parity_cases import Case, run_case
 
+from megarl.mcore import fixes
 from megarl.mcore.models import model
 from megarl.mcore.models.fusions import fusions
 from megarl.mcore.training import execution
@@ -28,6 +29,13 @@ def run_te_cases(cases: Mapping[str, tuple[str, Case]]) -> dict[str, Any]:
                 patches.enter_context(mock.patch.object(model, "available_fusions", fusions_of_gpu))
             found[name] = run_case(folder, case)
     return found
+
+
+def fixed() -> dict[str, tuple[bool, bool]]:
+    """Of each fix for Transformer-Engine: whether its defect is there before, and after."""
+    before = {check.__name__: check() for check, _ in fixes.TE_FIXES}
+    fixes.apply()
+    return {check.__name__: (before[check.__name__], check()) for check, _ in fixes.TE_FIXES}
 
 
 def fusions_of_gpu(

@@ -7,7 +7,7 @@ stand `te_kernels.py` and `te_attention.py`.  What its kernels compute on a GPU 
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import spawn
 from parity_cases import Case
 from parity_compare import assert_same_after, assert_same_gradient, assert_same_stats
-from te_cases import run_te_cases
+from te_cases import fixed, run_te_cases
 from tiny_models import write_model
 
 from megarl.layout import Layout
@@ -54,8 +54,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "deepseek_v3": (*SPARSE, "cp2", "tp2+sp cp2"),
     "glm4_moe": SPARSE,
     "minimax_m2": SPARSE,
-    "gpt_oss": ("one", "ep2", "tp2+sp ep2 etp1", "pp2"),
-    "mistral": ("one", "tp2+sp"),
+    "gpt_oss": ("one", "ep2", "tp2+sp ep2 etp1", "pp2", "cp2"),
+    "mistral": ("one", "tp2+sp", "cp2"),
 }
 
 
@@ -101,26 +101,24 @@ RUNS += [Run("qwen3_moe", layout, engine=RECOMPUTED) for layout in ("one", "ep2"
 TOLERANCE = {"sgd": 2e-7, "adamw": 1e-6, "muon": 2e-5}
 
 
-def _run(num_ranks: int, cases: Mapping[str, tuple[str, Case]]) -> list[dict[str, Any]]:
+def _run(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """In a process of its own, since the ranks of other tests have Megatron without Transformer-Engine."""
     spawn.PRELOADED = ["te_on_cpu", *spawn.PRELOADED]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the process that loads them knows no other (Python 3.11)
-    return spawn.run_ranks(num_ranks, run_te_cases, cases, timeout_s=400)
+    return spawn.run_ranks(num_ranks, fn, *args, timeout_s=400)
 
 
 class Found(dict[int, Future[list[dict[str, Any]]]]):
-    """Number of ranks -> what each of them returned, by run.  They start when the first of their runs is asked for.
-
-    Started by a process of its own: the ranks of other tests have Megatron without Transformer-Engine.
-    """
+    """Number of ranks -> what each of them returned, by run.  They start when the first of their runs is asked for."""
 
     def __init__(self, pool: ProcessPoolExecutor, root: Path) -> None:
         super().__init__()
-        self._pool, self._root = pool, root
+        self.pool, self._root = pool, root
 
     def __missing__(self, num_ranks: int) -> Future[list[dict[str, Any]]]:
         runs = [run for run in (*RUNS, *(run.local for run in RUNS)) if run.num_ranks == num_ranks]
         cases = {str(run): (self._folder(run), run.case) for run in runs}
-        self[num_ranks] = self._pool.submit(_run, num_ranks, cases)
+        self[num_ranks] = self.pool.submit(_run, num_ranks, run_te_cases, cases)
         return self[num_ranks]
 
     def _folder(self, run: Run) -> str:
@@ -144,3 +142,8 @@ def test_layers_of_transformer_engine_train_as_local_ones(found: Found, run: Run
     assert got[0]["grad_norms"] == pytest.approx(expected["grad_norms"], rel=3e-6)
     assert min(expected["grad_norms"]) > 1.0, "both steps are clipped"
     assert_same_after(got[0], expected, TOLERANCE[run.optim])
+
+
+def test_names_that_megatron_loses_of_transformer_engine_are_put_back(found: Found) -> None:
+    (rank,) = found.pool.submit(_run, 1, fixed).result()
+    assert rank == {"te_split_is_lost": (True, False), "te_gemm_is_lost": (True, False)}

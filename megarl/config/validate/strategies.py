@@ -8,6 +8,7 @@ from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
 from megarl.config.validate import models
 from megarl.config.validate.layouts import LEARNERS, used_roles
+from megarl.layout import exchange_misfits
 
 
 def without_shards(config: Config, command: str) -> list[str]:
@@ -47,15 +48,22 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
             f"{role}.megatron.transformer_impl=transformer_engine: adapters need local layers, and "
             f"actor.lora.rank={lora}; expected auto or local"
         )
-    cp, is_local = node.megatron.context_parallel_size, node.megatron.transformer_impl == "local"
-    if cp > 1 and config.trainer.device == "cuda" and (lora or is_local):
-        local = f"actor.lora.rank={lora} needs" if lora else f"{role}.megatron.transformer_impl=local means"
+    cp, is_exact = node.megatron.context_parallel_size, config.model.dtype == "float32"
+    if is_exact and node.megatron.transformer_impl == "transformer_engine":
+        yield (
+            f"{role}.megatron.transformer_impl=transformer_engine: its products round float32 to TF32, and its fused "
+            "attention takes no float32; expected model.dtype=bfloat16, or transformer_impl=auto or local"
+        )
+    if cp > 1 and config.trainer.device == "cuda" and (lora or is_exact or node.megatron.transformer_impl == "local"):
+        local = f"{role}.megatron.transformer_impl=local means" if not is_exact else "model.dtype=float32 needs"
+        local = f"actor.lora.rank={lora} needs" if lora else local
         yield (
             f"{role}.megatron.context_parallel_size={cp}: on GPUs it needs Transformer Engine's layers, and {local} "
             "local layers; expected 1"
         )
-    if cp > 1 and config.trainer.device == "cuda" and models.model_numbers(config, role).has_sinks:
-        yield f"{role}.megatron.context_parallel_size={cp}: on GPUs it does not go with attention sinks; expected 1"
+    elif cp > 1 and config.trainer.device == "cuda":
+        for misfit in exchange_misfits(models.model_numbers(config, role), layout_of(node.megatron)):
+            yield f"{role}.megatron.{misfit.sentence}"
     if role not in LEARNERS:
         return
     for key in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor, nn
 
-from megarl.layout import Layout, misfits, numbers_of, padded_vocab_size
+from megarl.layout import Layout, exchange_misfits, misfits, numbers_of, padded_vocab_size
 from megarl.mcore.models.experts import keep_router_biases
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
@@ -26,7 +26,7 @@ from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.rope import make_rope
-from megarl.mcore.models.transformer_engine import mark_shards
+from megarl.mcore.models.transformer_engine import mark_shards, share_sinks
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.megatron_fields import FUSIONS
 
@@ -55,11 +55,14 @@ def transformer_config(
     """Megatron's config of this model: its family's settings, its layout, and the settings for packed RL training."""
     check_layout(hf, layout)
     family = family_of(hf)
-    settings = family.settings(hf)
-    if settings.get("softmax_type") == "learnable" and torch.cuda.is_available():
-        _check_sinks(layout, engine)
+    settings, numbers = family.settings(hf), numbers_of(hf)
+    if torch.cuda.is_available():
+        for misfit in exchange_misfits(numbers, layout):
+            raise ValueError(misfit.sentence)
+        if settings.get("softmax_type") == "learnable":
+            _check_sinks(engine)
     # variable_seq_lengths refuses Megatron's default, allgather, for dense models too
-    dispatcher = engine.dispatcher(layout.ep * layout.expert_tp, dtype) if numbers_of(hf).num_experts else "alltoall"
+    dispatcher = engine.dispatcher(layout.ep * layout.expert_tp, dtype) if numbers.num_experts else "alltoall"
     latent = issubclass(family.config, MLATransformerConfig)
     ours = dict(
         **settings,
@@ -76,6 +79,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
+        cp_comm_type="a2a" if numbers.exchanges_heads else None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
@@ -101,10 +105,8 @@ def _has_our_gate(settings: dict[str, Any]) -> bool:
     return settings.get("activation_func") is F.silu and is_plain and not settings.get("bias_activation_fusion")
 
 
-def _check_sinks(layout: Layout, engine: ExecutionOptions) -> None:
+def _check_sinks(engine: ExecutionOptions) -> None:
     """Raise a ValueError of one sentence if attention sinks over packed rows cannot be computed on this GPU."""
-    if layout.cp > 1:  # Transformer Engine exchanges heads for it (cp_comm_type=a2a), which is not set here
-        raise ValueError(f"context_parallel_size={layout.cp}: on GPUs it does not go with attention sinks; expected 1")
     cudnn = torch.backends.cudnn.version() or 0
     if engine.uses_transformer_engine and not (is_te_min_version("2.12.0") and cudnn >= 91800):
         raise ValueError(
@@ -250,6 +252,8 @@ def make_chunks(
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
         if engine.uses_transformer_engine:
             mark_shards(gpt)
+            if layout.cp > 1:
+                share_sinks(gpt, layout.cp)
             if engine.strategy != "fsdp":
                 fuse_weight_gradients(gpt)
         chunks.append(gpt)

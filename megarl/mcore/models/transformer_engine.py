@@ -54,6 +54,16 @@ def mark_shards(model: nn.Module) -> None:
             param.partition_dim = int(found[1]) - 1  # type: ignore[attr-defined]
 
 
+def share_sinks(model: nn.Module, cp: int) -> None:
+    """Of an attention sink's gradient leave each context-parallel rank its part of the sum over these ranks.
+
+    Where they exchange heads, Transformer Engine gathers all of it on each of them (context_parallel:698).
+    """
+    for name, param in model.named_parameters():
+        if name.endswith(".softmax_offset"):
+            param.register_hook(lambda grad: grad / cp)
+
+
 def local_name(name: str) -> str:
     """The name of a parameter with Transformer Engine's layers -> its name with ours.
 

@@ -148,8 +148,8 @@ def test_on_a_gpu_sinks_need_versions_that_compute_them(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(ExecutionOptions, "uses_transformer_engine", True)
     if fits:
-        model_module._check_sinks(Layout(), ExecutionOptions())
+        model_module._check_sinks(ExecutionOptions())
     else:
         needs = f"need Transformer Engine 2.12 and cuDNN 9.18, found {version} and {cudnn};"
         with pytest.raises(ValueError, match=needs):
-            model_module._check_sinks(Layout(), ExecutionOptions())
+            model_module._check_sinks(ExecutionOptions())

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions import transformer_engine_spec_provider as te_provider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -13,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.mcore.models.attention import SDPAttention
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.pointwise import Norm
-from megarl.mcore.models.transformer_engine import local_name, without_extra_state
+from megarl.mcore.models.transformer_engine import local_name, mark_shards, without_extra_state
 from megarl.mcore.training import execution as engine_module
 from megarl.mcore.training.execution import ExecutionOptions
 
@@ -89,3 +90,21 @@ def test_names_of_grouped_experts_by_hand() -> None:
 def test_a_state_of_weights_only() -> None:
     state = {"a.weight": 1, "a._extra_state": 2, "experts.linear_fc1._extra_state3": 3, "b.bias": 4}
     assert without_extra_state(state) == {"a.weight": 1, "b.bias": 4}
+
+
+def test_cuts_of_experts_are_those_of_local_layers() -> None:
+    """[out, in]: the first linear is cut along its outputs, with its bias, and the second along its inputs."""
+    experts = torch.nn.Module()
+    for linear, names in (("linear_fc1", ("weight0", "weight1", "bias0")), ("linear_fc2", ("weight0", "bias0"))):
+        experts.add_module(linear, torch.nn.Module())
+        for name in names:
+            getattr(experts, linear).register_parameter(name, torch.nn.Parameter(torch.zeros(2, 2)))
+    mlp = torch.nn.ModuleDict({"experts": experts, "router": torch.nn.Linear(2, 2)})
+    mark_shards(torch.nn.ModuleDict({"mlp": mlp}))
+    found = {
+        name: param.partition_dim
+        for name, param in mlp.named_parameters()
+        if getattr(param, "tensor_model_parallel", False)
+    }
+    first = dict.fromkeys(("experts.linear_fc1.weight0", "experts.linear_fc1.weight1", "experts.linear_fc1.bias0"), 0)
+    assert found == first | {"experts.linear_fc2.weight0": 1}
