@@ -3,6 +3,7 @@
 import pytest
 
 from megarl.layout import (
+    exchange_misfits,
     KEYS,
     Layout,
     ModelNumbers,
@@ -99,6 +100,19 @@ def test_the_field_at_fault_is_the_largest_that_was_set() -> None:
     assert next(rank_misfits(Layout(tp=2, cp=4), 6)).field == "cp"
     assert [misfit.field for misfit in rank_misfits(Layout(tp=4), 6)] == ["tp", "tp"]
     assert [misfit.field for misfit in rank_misfits(Layout(etp=4), 6)] == ["etp"]
+
+
+def test_on_gpus_windows_and_sinks_leave_each_context_parallel_rank_whole_heads() -> None:
+    mistral = {"model_type": "mistral", "num_attention_heads": 8, "num_key_value_heads": 4}
+    windows = numbers_of(mistral | {"sliding_window": 4096})
+    for fits in (Layout(cp=4), Layout(tp=2, cp=2), Layout(tp=4)):
+        assert not list(exchange_misfits(windows, fits))
+    (misfit,) = exchange_misfits(windows, Layout(tp=2, cp=4))
+    assert misfit.sentence == (
+        "context_parallel_size=4: on GPUs windows and attention sinks are computed for whole rows of some heads, and a "
+        "tensor-parallel rank has 2 of keys and values; expected a divisor of them"
+    )
+    assert not list(exchange_misfits(numbers_of(mistral | {"sliding_window": None}), Layout(tp=2, cp=4)))
 
 
 def test_prefixes_can_be_shared_by_local_layers_over_whole_sequences_whose_experts_are_not_given() -> None:

@@ -32,7 +32,7 @@ from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.models import model_config
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.servers import advice as advice_on_servers
-from megarl.config.validate.strategies import without_shards
+from megarl.config.validate.strategies import with_local_layers, without_shards
 from megarl.config.validate.values import invalid_values, missing_values
 from megarl.config.verl.defaults import defaults, differing
 
@@ -74,6 +74,7 @@ def load_config(
 
     _stop_if_any(layout_faults(config, command, failing), layers)
     warnings = [warning for layer in layers for warning in layer.warnings] + without_shards(config, command)
+    warnings += with_local_layers(config, command)
     settled(config)
     wrong = list(contradictions(config, command))
     unused = list(without_effect(config, typed.settings, command))

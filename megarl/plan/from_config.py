@@ -160,7 +160,7 @@ def role_of(config: Config, name: str) -> Role:
         optimizer_on_host=name in ("actor", "critic") and node.optim.on_host,
         lora_rank=lora_rank,
         lora_targets=tuple(config.actor.lora.targets),
-        local=device == "cpu" or impl == "local" or lora_rank > 0 or asked == "on",
+        local=device == "cpu" or impl == "local" or config.model.dtype == "float32" or lora_rank > 0 or asked == "on",
         shares_prefixes=shares_prefixes(asked, name, device, can_share=can_share),
     )
 

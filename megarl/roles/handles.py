@@ -74,7 +74,7 @@ class Role:
     inputs: tuple[str, ...] = ()  # columns that its passes read: of router replay, supports
     kind: str = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
-    lacks_transformer_engine: bool = field(default=False, init=False)  # on a GPU without Transformer-Engine
+    lacks_transformer_engine: str = field(default="", init=False)  # on a GPU: why there is no Transformer-Engine
     shares_prefixes: bool = field(default=False, init=False)  # it should, and the loaded model can
     offloads: bool = field(default=False, init=False)  # some of it is in host memory between calls
 
@@ -111,7 +111,7 @@ class Role:
         arguments["router_replay"] = router_replay
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
-        self.lacks_transformer_engine = bool(replies[0].result["lacks_transformer_engine"])
+        self.lacks_transformer_engine = str(replies[0].result["lacks_transformer_engine"])
         can_share, device = bool(replies[0].result["can_share"]), str(replies[0].result["device"])
         self.offloads = any(engine.get(name) for name in ("param_offload", "optimizer_offload"))
         self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, device, can_share=can_share)

@@ -295,10 +295,10 @@ class Run:
         self.trackers.stage("loading models")
         resumes = self.resumed_from is not None
         load_roles(self.roles, self.config, self.num_steps, self.algorithm.critic_warmup, resumes=resumes)
-        if self.roles.actor.lacks_transformer_engine:
+        if why := self.roles.actor.lacks_transformer_engine:
             warn(
-                "Transformer-Engine is not installed: Megatron's local layers are slower and take more memory than "
-                "`megarl plan` says; install it, or set transformer_impl=local"
+                f"Transformer-Engine is not used, since {why}: Megatron's local layers are slower and take more memory "
+                "than `megarl plan` says; install it, or set transformer_impl=local"
             )
 
     def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts, *, salted: bool) -> ServerManager:

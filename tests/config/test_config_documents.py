@@ -117,6 +117,7 @@ def test_the_engine_cpu_is_another_name_of_hf():
 
 NOT_SHARED = """
 with recipe=quickstart trainer.n_gpus_per_node=4 trainer.device=cuda actor.megatron.transformer_impl=transformer_engine
+with model.dtype=bfloat16
 trainer.share_prefixes=on | it is not built for actor.megatron.transformer_impl= .. expected auto or off
 
 with recipe=quickstart trainer.n_gpus_per_node=4 model=qwen3_moe_mini actor.megatron.tensor_model_parallel_size=2

@@ -227,8 +227,13 @@ actor.megatron.use_distributed_optimizer=true | Megatron shards adamw only; expe
 actor.optim.name=muon actor.lora.rank=4 | actor.lora.rank=4 trains thin matrices only; expected adamw or sgd
 
 with rollout.n=2 @dense model.config.model_type=gpt_oss trainer.device=cuda trainer.n_gpus_per_node=2
-with rollout.engine=sglang actor.num_ranks=2
-actor.megatron.context_parallel_size=2 | on GPUs it does not go with attention sinks; expected 1
+with rollout.engine=sglang actor.num_ranks=2 model.dtype=bfloat16
+with model.config.sliding_window=4 model.config.num_key_value_heads=1
+actor.megatron.context_parallel_size=2 | on GPUs windows and attention sinks .. expected a divisor of them
+
+with trainer.n_gpus_per_node=2 rollout.n=2 trainer.device=cuda actor.num_ranks=2
+actor.megatron.transformer_impl=transformer_engine | its products round float32 to TF32 .. expected model.dtype=bfloat16
+actor.megatron.context_parallel_size=2 | on GPUs it needs .. model.dtype=float32 means local layers; expected 1
 
 with trainer.n_gpus_per_node=8 rollout.n=2 actor.lora.rank=4
 actor.strategy=fsdp | actor.lora.rank=4 trains adapters only; expected megatron

@@ -18,7 +18,7 @@ from megarl.roles.push_settings import PushSettings
 LOADED: dict[str, Any] = {  # what a rank says of a model that it has loaded
     "parameters_per_rank": 7,
     "hidden_size": 16,
-    "lacks_transformer_engine": False,
+    "lacks_transformer_engine": "",
     "can_share": False,
     "device": "cpu",
 }

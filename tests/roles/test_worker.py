@@ -312,4 +312,4 @@ def test_a_role_with_local_layers_and_context_parallelism_is_refused_on_a_gpu(mo
     monkeypatch.setattr(role_module, "read_hf_config", lambda folder: {})  # noqa: ARG005
     role: dict[str, Any] = {"kind": "actor", "folder": "/nowhere", "optim": None, "lora": {"rank": 2}}
     with pytest.raises(ValueError, match=r"^context_parallel_size=2: on GPUs it needs Transformer Engine's layers"):
-        worker.load({**role, "engine": {}, "plugins": []}, {})
+        worker.load({**role, "engine": {}, "dtype": "bfloat16", "plugins": []}, {})

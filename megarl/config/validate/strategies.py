@@ -25,6 +25,15 @@ def without_shards(config: Config, command: str) -> list[str]:
     )
 
 
+def with_local_layers(config: Config, command: str) -> list[str]:
+    """A line about roles that get other layers on GPUs than `auto` takes for bfloat16."""
+    chosen = [role for role in used_roles(config, command) if config.role(role).megatron.transformer_impl == "auto"]
+    if not chosen or config.model.dtype != "float32" or config.trainer.device != "cuda":
+        return []
+    why = "Transformer-Engine rounds float32 to TF32, so layers are Megatron's local ones"
+    return [f"model.dtype=float32: {why}, slower; bfloat16 takes Transformer-Engine's ({', '.join(chosen)})"]
+
+
 def contradictions(config: Config, command: str) -> Iterator[str]:
     """One sentence for each invalid combination."""
     for role in used_roles(config, command):
@@ -35,11 +44,16 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
 
 
 def _strategy(config: Config, role: str) -> Iterator[str]:
-    node = config.role(role)
+    node, is_exact = config.role(role), config.model.dtype == "float32"
     if node.strategy == "none" and node.num_ranks > 1:
         yield f"{role}.strategy=none: expected megatron or fsdp, because there are {node.num_ranks} ranks"
     if node.megatron.transformer_impl == "transformer_engine" and config.trainer.device == "cpu":
         yield f"{role}.megatron.transformer_impl=transformer_engine: it runs on GPUs only; expected auto or local"
+    elif node.megatron.transformer_impl == "transformer_engine" and is_exact:
+        yield (
+            f"{role}.megatron.transformer_impl=transformer_engine: its products round float32 to TF32, and its fused "
+            "attention takes no float32; expected model.dtype=bfloat16, or transformer_impl=auto or local"
+        )
     if node.megatron.moe_token_dispatcher_type == "flex" and (reason := _without_deepep(config, role)):
         yield f"{role}.megatron.moe_token_dispatcher_type=flex: {reason}; expected auto or alltoall"
     lora = config.actor.lora.rank if role == "actor" else 0
@@ -48,14 +62,9 @@ def _strategy(config: Config, role: str) -> Iterator[str]:
             f"{role}.megatron.transformer_impl=transformer_engine: adapters need local layers, and "
             f"actor.lora.rank={lora}; expected auto or local"
         )
-    cp, is_exact = node.megatron.context_parallel_size, config.model.dtype == "float32"
-    if is_exact and node.megatron.transformer_impl == "transformer_engine":
-        yield (
-            f"{role}.megatron.transformer_impl=transformer_engine: its products round float32 to TF32, and its fused "
-            "attention takes no float32; expected model.dtype=bfloat16, or transformer_impl=auto or local"
-        )
-    if cp > 1 and config.trainer.device == "cuda" and (lora or is_exact or node.megatron.transformer_impl == "local"):
-        local = f"{role}.megatron.transformer_impl=local means" if not is_exact else "model.dtype=float32 needs"
+    cp, is_local = node.megatron.context_parallel_size, node.megatron.transformer_impl == "local"
+    if cp > 1 and config.trainer.device == "cuda" and (lora or is_local or is_exact):
+        local = f"{role}.megatron.transformer_impl=local means" if is_local else "model.dtype=float32 means"
         local = f"actor.lora.rank={lora} needs" if lora else local
         yield (
             f"{role}.megatron.context_parallel_size={cp}: on GPUs it needs Transformer Engine's layers, and {local} "

@@ -5,6 +5,7 @@ They do not change results, except for the rounding of different kernels.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,17 @@ METHODS = (None, "uniform", "block")
 def has_transformer_engine() -> bool:
     """Whether Megatron could import Transformer Engine and there is a GPU to run it."""
     return torch.cuda.is_available() and transformer_engine.HAVE_TE
+
+
+def _why_not() -> str:
+    """Why there is no Transformer Engine, where Megatron has found none: importing it swallows the reason."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        return f"it cannot be imported ({type(error).__name__}: {str(error).strip()})".replace("\n", " ")
+    return "Megatron-Core could not import it"
 
 
 def has_deep_ep() -> bool:
@@ -72,15 +84,14 @@ class ExecutionOptions:
     def uses_transformer_engine(self) -> bool:
         """ValueError if it is requested but not available."""
         if self.transformer_impl == "transformer_engine" and not has_transformer_engine():
-            raise ValueError(
-                "transformer_impl=transformer_engine: it cannot be imported, or there is no GPU; expected auto or local"
-            )
+            raise ValueError(f"transformer_impl=transformer_engine: {_why_not()}; expected auto or local")
         return self.transformer_impl != "local" and has_transformer_engine()
 
     @property
-    def lacks_transformer_engine(self) -> bool:
-        """Whether `auto` takes the local layers on a GPU: slower, with more activations (`local` in a plan)."""
-        return self.transformer_impl == "auto" and torch.cuda.is_available() and not has_transformer_engine()
+    def lacks_transformer_engine(self) -> str:
+        """Why `auto` takes the local layers on a GPU: slower, with more activations (`local` in a plan).  Else empty."""
+        lacks = self.transformer_impl == "auto" and torch.cuda.is_available() and not has_transformer_engine()
+        return _why_not() if lacks else ""
 
     def dispatcher(self, expert_ranks: int, dtype: torch.dtype) -> str:
         """Megatron's moe_token_dispatcher_type for layers whose experts are shared by `expert_ranks` ranks.

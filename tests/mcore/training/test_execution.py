@@ -1,6 +1,9 @@
 """Engines that contradict themselves are refused, and the others say what Megatron is told."""
 
+import re
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +38,35 @@ def test_layers_of_this_room_are_the_choice_without_a_gpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: False)
     off = dict.fromkeys(LAYERS)
     assert ExecutionOptions().transformer_settings() == {"transformer_impl": "local", "moe_grouped_gemm": False} | off
-    with pytest.raises(ValueError, match="transformer_impl=transformer_engine: it cannot be imported"):
+    with pytest.raises(ValueError, match="transformer_impl=transformer_engine: there is no GPU; expected auto or local"):
         ExecutionOptions(transformer_impl="transformer_engine").transformer_settings()
+
+
+def test_why_transformer_engine_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where its compiled part was built for another torch: the package itself is there, and swallows the error."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("try:\n    from . import pytorch\nexcept ImportError:\n    pass\n")
+    (package / "pytorch.py").write_text("raise ImportError('undefined symbol:\\n_ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    why = "it cannot be imported (ImportError: undefined symbol: _ZN3c10)"
+    assert ExecutionOptions().lacks_transformer_engine == why
+    assert not ExecutionOptions(transformer_impl="local").lacks_transformer_engine
+    with pytest.raises(ValueError, match=re.escape(f"=transformer_engine: {why}; expected auto or local")):
+        ExecutionOptions(transformer_impl="transformer_engine").transformer_settings()
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules.pop(name, None)
+
+
+def test_float32_is_computed_by_local_layers() -> None:
+    """Transformer-Engine's products would round it to 10 bits of fraction."""
+    assert ExecutionOptions().for_dtype("float32") == ExecutionOptions(transformer_impl="local")
+    assert ExecutionOptions().for_dtype("bfloat16") == ExecutionOptions()
+    asked = ExecutionOptions(transformer_impl="transformer_engine")
+    assert asked.for_dtype("bfloat16") == asked
+    with pytest.raises(ValueError, match="^transformer_impl=transformer_engine: .* TF32, .*; expected dtype=bfloat16"):
+        asked.for_dtype("float32")
 
 
 def test_transformer_engine_is_the_choice_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
