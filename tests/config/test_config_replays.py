@@ -65,7 +65,8 @@ def test_servers_that_lose_the_experts_of_tokens_are_refused(row: str) -> None:
 
 def test_what_computes_experts_has_to_report_them() -> None:
     """For gpt-oss SGLang itself takes what does not."""
-    words = ("model=gpt_oss_mini", "trainer.device=cuda", "rollout.engine=sglang", "actor.router_replay=rollout")
+    on_gpus = ("trainer.device=cuda", "model.dtype=bfloat16")
+    words = ("model=gpt_oss_mini", *on_gpus, "rollout.engine=sglang", "actor.router_replay=rollout")
     args = "rollout.sglang.args=['--moe-runner-backend={}']"
     assert refusal(*words) == (
         "actor.router_replay=rollout: SGLang takes --moe-runner-backend=triton_kernel for gpt_oss, and it does not "
@@ -75,7 +76,7 @@ def test_what_computes_experts_has_to_report_them() -> None:
     load(*words, args.format("triton"))
     load(*words, "rollout.urls=[https://a:1]")  # it is asked at the start
     load(*words[:-1], "actor.router_replay=old")
-    load(*words[:2], "rollout.engine=hf", words[-1])
+    load(*words[:3], "rollout.engine=hf", words[-1])
     sparse = ("model=qwen3_moe_mini", *words[1:])
     load(*sparse)
     assert refusal(*sparse, args.format("triton_kernel")) == (

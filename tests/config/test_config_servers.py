@@ -145,7 +145,7 @@ def test_wider_servers_on_shared_gpus_are_fewer() -> None:
 
 
 def test_the_hf_engine_stands_on_gpus_as_sglang_does() -> None:
-    on_gpus = ("rollout.engine=hf", "trainer.device=cuda")
+    on_gpus = ("rollout.engine=hf", "trainer.device=cuda", "model.dtype=bfloat16")
     assert [gpu for _, gpu in placements(load(*on_gpus, "rollout.num_servers=2"), trains=True)] == [1, 2]
     assert refusal(*on_gpus, "rollout.first_gpu=0").startswith("rollout.first_gpu=0: GPU 0 of each machine is the tr")
     load(*on_gpus, "rollout.first_gpu=0", "rollout.memory_fraction=0.3")
@@ -273,6 +273,7 @@ ON_SHARED_GPUS = [
     "rollout.engine=sglang",
     "rollout.placement=shared",
     "trainer.device=cuda",
+    "model.dtype=bfloat16",
     "trainer.n_gpus_per_node=4",
 ]
 

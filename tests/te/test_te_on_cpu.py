@@ -5,19 +5,17 @@ stand `te_kernels.py` and `te_attention.py`.  What its kernels compute on a GPU 
 """
 
 import multiprocessing
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import spawn
 from parity_cases import Case
 from parity_compare import assert_same_after, assert_same_gradient, assert_same_stats
 from te_cases import fixed, run_te_cases
+from te_start import run as start
 from tiny_models import write_model
 
 from megarl.layout import Layout
@@ -101,13 +99,6 @@ RUNS += [Run("qwen3_moe", layout, engine=RECOMPUTED) for layout in ("one", "ep2"
 TOLERANCE = {"sgd": 2e-7, "adamw": 1e-6, "muon": 2e-5}
 
 
-def _run(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """In a process of its own, since the ranks of other tests have Megatron without Transformer-Engine."""
-    spawn.PRELOADED = ["te_on_cpu", *spawn.PRELOADED]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the process that loads them knows no other (Python 3.11)
-    return spawn.run_ranks(num_ranks, fn, *args, timeout_s=400)
-
-
 class Found(dict[int, Future[list[dict[str, Any]]]]):
     """Number of ranks -> what each of them returned, by run.  They start when the first of their runs is asked for."""
 
@@ -118,7 +109,7 @@ class Found(dict[int, Future[list[dict[str, Any]]]]):
     def __missing__(self, num_ranks: int) -> Future[list[dict[str, Any]]]:
         runs = [run for run in (*RUNS, *(run.local for run in RUNS)) if run.num_ranks == num_ranks]
         cases = {str(run): (self._folder(run), run.case) for run in runs}
-        self[num_ranks] = self.pool.submit(_run, num_ranks, run_te_cases, cases)
+        self[num_ranks] = self.pool.submit(start, num_ranks, run_te_cases, cases)
         return self[num_ranks]
 
     def _folder(self, run: Run) -> str:
@@ -145,5 +136,5 @@ def test_layers_of_transformer_engine_train_as_local_ones(found: Found, run: Run
 
 
 def test_names_that_megatron_loses_of_transformer_engine_are_put_back(found: Found) -> None:
-    (rank,) = found.pool.submit(_run, 1, fixed).result()
+    (rank,) = found.pool.submit(start, 1, fixed).result()
     assert rank == {"te_split_is_lost": (True, False), "te_gemm_is_lost": (True, False)}
