@@ -3,11 +3,11 @@
 import pytest
 
 from megarl.layout import (
-    exchange_misfits,
     KEYS,
     Layout,
     ModelNumbers,
     can_share_prefixes,
+    exchange_misfits,
     misfits,
     numbers_of,
     padded_vocab_size,

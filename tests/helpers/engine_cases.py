@@ -61,7 +61,7 @@ class Trained:
     def __init__(self, case: Case, layout: Layout) -> None:
         self.where, self.layout, self.device = make_groups(layout), layout, device_for("auto")
         self.hf = read_hf_config(case.folder)
-        engine = case.engine.for_dtype("float32")
+        engine = replace(case.engine, transformer_impl="local")  # Transformer-Engine's attention takes no float32
         model = build_model(self.hf, layout, dtype=case.dtype, engine=engine)
         unwrap(model[0]).config.deallocate_pipeline_outputs |= case.frees_outputs
         load_hf(model, case.folder, self.hf)

@@ -172,7 +172,9 @@ def convert_bshd_to_thd(padded: Tensor, ends: Tensor, tokens: int) -> Tensor:
 def _half(ends: Tensor, second: int) -> Tensor:
     """The places of each sequence's first or second half."""
     places = [range(first, end) for first, end in ends.unfold(0, 2, 1).tolist()]
-    return torch.tensor([at for own in places for at in (own[len(own) // 2 :] if second else own[: len(own) // 2])]).long()
+    return torch.tensor(
+        [at for own in places for at in (own[len(own) // 2 :] if second else own[: len(own) // 2])]
+    ).long()
 
 
 def _rank_order(ends: Tensor, cp: int) -> Tensor:

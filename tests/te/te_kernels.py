@@ -63,7 +63,12 @@ def generic_gemm(
         product = product + bias.float()
     if D is None:
         shape = product.shape if transb else (*B.shape[:-1], product.shape[-1])
-        return product.to(_TORCH[int(out_dtype)] if out_dtype is not None else A.dtype).view(shape), bias_grad, None, None
+        return (
+            product.to(_TORCH[int(out_dtype)] if out_dtype is not None else A.dtype).view(shape),
+            bias_grad,
+            None,
+            None,
+        )
     _put(D.view(product.shape), product, accumulate)
     return D, bias_grad, None, None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,11 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = next(iter(ROOT.glob(".venv-te/lib/python3*/site-packages")), ROOT / ".venv-te")
+_stock_is_available = torch.cuda.is_available
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class _Numbered(type):
-    """A class of the extension that is only named: each attribute is a number of its own with its name, like an enum's."""
+    """A class of the extension that is only named: each attribute is a number with a name, as in an enum."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -76,13 +77,13 @@ def _module(kind: type[ModuleType], name: str) -> Any:
     return made
 
 
-def _is_asked_by_te() -> bool:
-    """Whether the caller of this function's caller is code of Transformer-Engine."""
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("transformer_engine")
+def _is_of_te(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("transformer_engine")
 
 
 def _is_available() -> bool:
-    return True if _is_asked_by_te() else _stock_is_available()
+    """torch.cuda.is_available: true for Transformer-Engine's code alone."""
+    return _is_of_te(sys._getframe(1)) or _stock_is_available()
 
 
 def _install() -> None:
@@ -98,7 +99,14 @@ def _install() -> None:
     extension.get_num_cublas_streams = lambda: 1
     extension.get_stream_priority_range = lambda *_: (0, -1)
     extension.get_cublasLt_version = lambda: 130000
-    for name in ("onnx", "onnx.defs", "onnxscript", "onnxscript.onnx_opset", "onnxscript.onnx_types", "onnxscript.values"):
+    for name in (
+        "onnx",
+        "onnx.defs",
+        "onnxscript",
+        "onnxscript.onnx_opset",
+        "onnxscript.onnx_types",
+        "onnxscript.values",
+    ):
         _module(_Nothing, name)
     cuda: Any = torch.cuda
     h100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, name="H100")
@@ -119,9 +127,7 @@ def _install() -> None:
     context_parallel.flash_attn_p2p_communicate = _exchanged
 
 
-def _exchanged(
-    rank: int, sent: Tensor, to: int, received: Tensor, source: int, group: Any, batched: bool
-) -> list[Any]:
+def _exchanged(rank: int, sent: Tensor, to: int, received: Tensor, source: int, group: Any, batched: bool) -> list[Any]:
     """A step of the ring by gathering: gloo's pairs of sends and receives wait for each other in backward."""
     ranks = dist.get_process_group_ranks(group)
     parts = [torch.empty_like(sent).contiguous() for _ in ranks]
@@ -134,7 +140,7 @@ class _OnGpu(TorchFunctionMode):
     """Tensors are on the GPU for Transformer-Engine's code, and on the CPU for all other."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _IS_CUDA and str(sys._getframe(1).f_globals.get("__name__", "")).startswith("transformer_engine"):
+        if func == _IS_CUDA and _is_of_te(sys._getframe(1)):
             return True
         return func(*args, **(kwargs or {}))
 
@@ -143,7 +149,7 @@ _active = False
 
 
 def activate() -> None:
-    """For the life of this thread; safe to call again."""
+    """For the life of this thread; safe to call again.  After `cpu.activate()`, whose mode sees calls before this one."""
     from megarl.mcore import cpu  # not before Transformer-Engine is there: it imports Megatron
 
     global _active
@@ -185,5 +191,4 @@ def fused_in_float32() -> Iterator[None]:
         yield
 
 
-_stock_is_available = torch.cuda.is_available
 _install()

@@ -95,7 +95,7 @@ RUNS += [Run("qwen3_moe", layout, optim="muon") for layout in ("one", "tp2+sp", 
 RUNS += [Run("qwen3_moe", layout, optim="adamw") for layout in ("one", "dp2 sharded", "tp2+sp sharded")]
 RUNS += [Run("qwen3_moe", layout, role="critic") for layout in ("one", "tp2+sp ep2 etp1")]
 RUNS += [Run("qwen3_moe", layout, engine=RECOMPUTED) for layout in ("one", "ep2")]
-# Products of the two kinds of layers add in different orders.  Muon orthogonalises, which mixes all entries of a matrix.
+# Products of the two kinds of layers add in different orders.  Muon mixes all entries of a matrix.
 TOLERANCE = {"sgd": 2e-7, "adamw": 1e-6, "muon": 2e-5}
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core and the locked Transformer-Engine: what the one imports of the other is there, or it is said why not."""
+"""Megatron-Core and the locked Transformer-Engine: what the one imports of the other is there, or has a reason."""
 
 import ast
 import re
@@ -40,7 +40,7 @@ def imports(tree: ast.Module) -> list[ast.ImportFrom]:
 
 @cache
 def defined(packages: Path, module: str) -> frozenset[str] | None:
-    """The names that a module of Transformer-Engine binds anywhere, and those of its submodules; None: there is none."""
+    """The names that a module of Transformer-Engine binds, and its submodules; None: there is no such module."""
     place = packages.joinpath(*module.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     if not file.is_file():

@@ -21,7 +21,7 @@ class Megatron:
     expert_model_parallel_size: int | None = None  # ranks that share the experts of a layer; null = 1
     expert_tensor_parallel_size: int | None = None  # ranks that share each expert; null = tensor_model_parallel_size
     # The keys below change memory and time only, never a result.
-    transformer_impl: str = "auto"  # auto (transformer_engine if it is installed) | local | transformer_engine
+    transformer_impl: str = "auto"  # auto (of bfloat16 transformer_engine if installed) | local | transformer_engine
     moe_token_dispatcher_type: str = "auto"  # alltoall | flex (DeepEP) | auto (flex if deep_ep is installed and fits)
     recompute_granularity: str | None = None  # activation recomputation: selective (core attention) | full (layers)
     recompute_method: str | None = None  # full: uniform (groups of layers) | block (the first layers of a stage)

@@ -89,7 +89,7 @@ class ExecutionOptions:
 
     @property
     def lacks_transformer_engine(self) -> str:
-        """Why `auto` takes the local layers on a GPU: slower, with more activations (`local` in a plan).  Else empty."""
+        """Why `auto` takes the local layers on a GPU: slower, with more activations (`local` in a plan); else empty."""
         lacks = self.transformer_impl == "auto" and torch.cuda.is_available() and not has_transformer_engine()
         return _why_not() if lacks else ""
 
@@ -130,8 +130,8 @@ class ExecutionOptions:
             return self
         if self.transformer_impl == "transformer_engine":
             raise ValueError(
-                "transformer_impl=transformer_engine: its products round float32 to TF32, and its fused attention takes "
-                "no float32; expected dtype=bfloat16, or transformer_impl=auto or local"
+                "transformer_impl=transformer_engine: its products round float32 to TF32, and its fused attention "
+                "takes no float32; expected dtype=bfloat16, or transformer_impl=auto or local"
             )
         return replace(self, transformer_impl="local")
 

@@ -38,7 +38,9 @@ def test_layers_of_this_room_are_the_choice_without_a_gpu(monkeypatch: pytest.Mo
     monkeypatch.setattr(engine_module, "has_transformer_engine", lambda: False)
     off = dict.fromkeys(LAYERS)
     assert ExecutionOptions().transformer_settings() == {"transformer_impl": "local", "moe_grouped_gemm": False} | off
-    with pytest.raises(ValueError, match="transformer_impl=transformer_engine: there is no GPU; expected auto or local"):
+    with pytest.raises(
+        ValueError, match="transformer_impl=transformer_engine: there is no GPU; expected auto or local"
+    ):
         ExecutionOptions(transformer_impl="transformer_engine").transformer_settings()
 
 

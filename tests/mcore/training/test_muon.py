@@ -45,12 +45,21 @@ def test_which_parameters_are_matrices() -> None:
         "decoder.layers.0.mlp.experts.linear_fc2.weight3": (8, 3),
     }
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    cut = {
+        "linear_qkv.weight": 0,
+        "linear_proj.weight": 1,
+        "local_experts.1.linear_fc1.weight": 0,
+        "linear_fc2.weight3": 1,
+    }
+    for end, dim in cut.items():
+        (param,) = [param for name, param in params.items() if name.endswith(end)]
+        param.tensor_model_parallel, param.partition_dim = True, dim
     params["decoder.layers.1.mlp.router.weight"] = nn.Parameter(torch.zeros(4, 8), requires_grad=False)
     found = muon_matrices(params.items(), config)
     names = {name: found[param] for name, param in params.items() if param in found}
     assert {name.removeprefix("decoder.layers.0."): (m.dim, m.rows) for name, m in names.items()} == {
-        "self_attention.linear_qkv.weight": (None, (6, 3, 3)),
-        "self_attention.linear_proj.weight": (None, ()),
+        "self_attention.linear_qkv.weight": (0, (6, 3, 3)),
+        "self_attention.linear_proj.weight": (1, ()),
         "mlp.linear_fc1.weight": (None, (10, 10)),
         "mlp.linear_fc2.weight": (None, ()),
         "mlp.router.weight": (None, ()),
