@@ -149,7 +149,7 @@ _active = False
 
 
 def activate() -> None:
-    """For the life of this thread; safe to call again.  After `cpu.activate()`, whose mode sees calls before this one."""
+    """For the life of this thread, after `cpu.activate()`; safe to call again."""
     from megarl.mcore import cpu  # not before Transformer-Engine is there: it imports Megatron
 
     global _active
