@@ -13,6 +13,7 @@ import torch
 
 from megarl.network.auth import SERVER_VARIABLE, without_tokens
 from megarl.network.sockets import interface_variables, is_loopback
+from megarl.servers.nccl import VARIABLES
 
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
@@ -119,7 +120,7 @@ def hf_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--num-threads": launch.num_threads,
     }
     command += ["--is-embedding"] * launch.scores + [RETURNS_ROUTES] * launch.returns_routes
-    environment = {**interface_variables(launch.host), **without_tokens(os.environ)}
+    environment = {**interface_variables(launch.host), **VARIABLES, **without_tokens(os.environ)}
     environment["OMP_NUM_THREADS"] = str(launch.num_threads)
     return ServerCommand([*command, *flags(options)], environment)
 

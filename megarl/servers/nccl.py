@@ -1,6 +1,6 @@
-"""NCCL of the trainer's environment and of SGLang's: where a push goes over NCCL, both need the same version.
+"""NCCL of the trainer and of servers: where a push goes over NCCL, both need the same version and the same variables.
 
-Read from the metadata of the installed packages: torch, which brings NCCL, is not imported.
+The version is read from the metadata of the installed packages: torch, which brings NCCL, is not imported.
 """
 
 from __future__ import annotations
@@ -9,10 +9,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # of torch for CUDA 13, and for CUDA 12
+# What SGLang sets in its processes unless the user has (_set_envs_and_config); ranks that join servers get the same.
+VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+# By these each of two ranks chooses for itself how it reaches the other one, and in which form it hands memory over.
+_PAIRED = (*VARIABLES, "NCCL_CUMEM_HOST_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") + (
+    "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_PROTO",
+)  # fmt: skip
 _LIMIT_S = 60.0
 _QUESTION = """
 import importlib.metadata, json, sys
@@ -54,3 +60,18 @@ def check_one_nccl(server: Path, trainer: Path = Path(sys.executable)) -> None:
             f"rollout.sglang.python={server}: its environment has NCCL {theirs} and the trainer's NCCL {ours}, and "
             "NCCL joins no two versions; expected the same one in both: run `bash launch/gpu/install.sh`"
         )
+
+
+def paired_variables() -> dict[str, str | None]:
+    """The variables of NCCL in this process that its partners need alike; None: not set."""
+    return {name: os.environ.get(name) for name in _PAIRED}
+
+
+def check_one_environment(trainer: Mapping[str, str | None]) -> None:
+    """Raises ValueError if this server's process and the trainer, with these `paired_variables`, could not be joined."""
+    for name, ours in paired_variables().items():
+        if ours != (theirs := trainer.get(name)):
+            raise ValueError(
+                f"{name}: the server has {ours or 'none'} and the trainer {theirs or 'none'}, with which NCCL hangs "
+                "between them; expected one value, exported where both are started"
+            )

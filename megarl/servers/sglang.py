@@ -127,13 +127,20 @@ def _gpu_options(launch: EngineLaunch) -> list[str]:
     out = flags({"--base-gpu-id": launch.gpu, "--mem-fraction-static": launch.memory_fraction})
     # With fusion the shared expert becomes one more routed expert, which the weight tables do not know.
     out.append("--disable-shared-experts-fusion")
+    # On Blackwell SGLang would take TensorRT-LLM's kernels, for which it lays the experts' weights out anew after each
+    # load: what is held is then not what was pushed.  For gpt-oss it would take kernels that report no experts.
+    out += ["--moe-runner-backend", "triton"]
     if launch.dtype == "float32":  # SGLang's default on Hopper, FlashAttention 3, takes 16-bit types only
         out += ["--attention-backend", "triton"]
     elif _DETERMINISTIC not in launch.args:
         # As in the trainer (mcore/logprobs/fused.py), logits are not rounded to 16 bits: log-probs would differ more.
         # SGLang's product in float32 into a given buffer is not among those that it makes deterministic.
         out.append("--enable-fp32-lm-head")
-    return [*out, "--enable-memory-saver"] if launch.memory_saver else out
+    if launch.memory_saver:
+        # The graphs that SGLang would use for prompts cannot be captured in memory that is released: it ends at the
+        # start (BreakableCudaGraphBackend).  Prompts are then computed without a graph; decoding keeps its graphs.
+        out += ["--enable-memory-saver", "--disable-prefill-cuda-graph"]
+    return out
 
 
 def _lora(launch: EngineLaunch, on_cpu: bool) -> list[str]:

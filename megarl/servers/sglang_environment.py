@@ -13,7 +13,7 @@ from pathlib import Path
 import megarl
 from megarl.network.auth import without_tokens
 from megarl.network.sockets import interface_variables
-from megarl.servers.nccl import versions_in
+from megarl.servers.nccl import VARIABLES, versions_in
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
@@ -80,6 +80,7 @@ def foreign_environment(
     no_proxy = ",".join(filter(None, (kept.get("no_proxy"), kept.get("NO_PROXY"), "127.0.0.1,localhost", host)))
     return (
         interface_variables(host)
+        | VARIABLES
         | kept
         | {
             "PATH": f"{python.parent}:{kept.get('PATH', os.defpath)}",

@@ -35,6 +35,7 @@ from megarl.rollout.wire_columns import EngineColumn
 from megarl.routed_experts import RoutedExperts
 from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
+from megarl.servers.nccl import VARIABLES
 from megarl.servers.server_process import HERE, Machines
 from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
@@ -129,9 +130,12 @@ def make_nodes(config: Config, token: str) -> Nodes:
 
 
 def make_group(
-    config: Config, role: Any, name: str, *, nodes: Nodes | None = None, address: str = "127.0.0.1"
+    config: Config, role: Any, name: str, *, nodes: Nodes | None = None, address: str = "127.0.0.1", joins: bool = False
 ) -> Group:
-    """The process group of a role's layout on the role's ranks; on one machine the ranks listen at `address`."""
+    """The process group of a role's layout on the role's ranks; on one machine the ranks listen at `address`.
+
+    `joins`: its ranks may join groups with servers, and so need the servers' variables of NCCL.
+    """
     trainer, layout = config.trainer, layout_of(role.megatron)
     # Communication of TP and CP overlaps with computation only if one hardware queue keeps their order; Megatron-FSDP
     # wants several.
@@ -152,7 +156,7 @@ def make_group(
         outside=("push", "save", "profile"),  # they wait for servers and for disks
         silence_s=trainer.silence_s,
         start_timeout_s=trainer.start_timeout_s,
-        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else None,
+        environment=({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else {}) | (VARIABLES if joins else {}),
         setup={"has_neighbours": serves_beside_actor(config)},
     )
 

@@ -334,7 +334,7 @@ class Run:
         if world not in self._groups:
             nodes, name = self._infrastructure.nodes, f"ranks_{len(self._groups)}"
             address = "127.0.0.1" if nodes else ranks_address(self.config)
-            group = make_group(self.config, role, name, nodes=nodes, address=address)
+            group = make_group(self.config, role, name, nodes=nodes, address=address, joins=True)
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 

@@ -1,10 +1,11 @@
-"""Runs in SGLang's environment: parses and resolves command lines with SGLang's own code, as if on 8 H100 of 80 GiB.
+"""Runs in SGLang's environment: parses and resolves command lines with SGLang's own code, as if on a machine of 8 GPUs.
 
-    python resolved_server_args.py < cases.json
+    python resolved_server_args.py H100 < cases.json
 
-Input: a list of {"argv": [...], "environment": {...}}.  Output: one line of JSON for each, {"args": {...},
-"environment": {...}} with the resolved arguments and the variables that the resolution changed, or {"error": text}.
-Nothing is started, and no kernel is called: packages of compiled kernels are imported as mocks.
+Input: a list of {"argv": [...], "environment": {...}, "builds": bool}.  Output: one line of JSON for each, {"args":
+{...}, "environment": {...}, "built": {...}} with the resolved arguments, the variables that the resolution changed and,
+where the case wants it, what SGLang makes of them (`build`), or {"error": text}.  Nothing is started, and no kernel is
+called: packages of compiled kernels are imported as mocks.
 """
 
 import importlib.abc
@@ -22,8 +23,12 @@ import torch._dynamo  # before the patches: it looks for functions of a CUDA bui
 import torch._inductor  # noqa: F401
 
 GIB = 1024**3
-H100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132)
-KERNELS = {"sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels"}  # the last comes with the first
+GPUS = {
+    "H100": {"name": "NVIDIA H100 80GB HBM3", "major": 9, "total_memory": 80 * GIB, "multi_processor_count": 132},
+    "B200": {"name": "NVIDIA B200", "major": 10, "total_memory": 180 * GIB, "multi_processor_count": 148},
+}
+# triton_kernels comes with sgl_kernel.  The memory saver is enabled where it can be imported.
+KERNELS = {"sgl_kernel", "flashinfer", "deep_gemm", "triton_kernels", "torch_memory_saver"}
 
 
 class Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -45,42 +50,96 @@ class Kernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module)["__getattr__"] = mock
 
 
-def pretend() -> None:
+def pretend(name: str) -> None:
+    gpu = SimpleNamespace(minor=0, **GPUS[name])
     torch.version.cuda = "13.0"
     answers = {
         "is_available": True,
         "device_count": 8,
         "current_device": 0,
-        "get_device_capability": (H100.major, H100.minor),
-        "get_device_name": H100.name,
-        "get_device_properties": H100,
-        "mem_get_info": (H100.total_memory, H100.total_memory),
+        "get_device_capability": (gpu.major, gpu.minor),
+        "get_device_name": gpu.name,
+        "get_device_properties": gpu,
+        "mem_get_info": (gpu.total_memory, gpu.total_memory),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     sys.meta_path.insert(0, Kernels())
 
 
+def build(args: Any, resolved: dict[str, Any]) -> dict[str, Any]:
+    """What servers of these arguments would make at their start, as far as that calls no kernel.
+
+    The loader of the weights; the graphs of prefill and decode; a layer of experts, and which of its weights are laid
+    out anew once they are loaded; the variables of NCCL in the server's processes.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.model_executor.runner_backend import utils
+    from sglang.srt.model_loader.loader import get_model_loader
+
+    runtime_context.publish(args, role="scheduler")
+    settled = SimpleNamespace(**resolved)
+    loader = get_model_loader(LoadConfig(load_format=settled.load_format))
+    config = settled.cuda_graph_config = runtime_context.get_exec().graph.cuda_graph_config
+    model_runner = SimpleNamespace(server_args=settled, device="cuda", tp_group=None)
+    graph_runner = SimpleNamespace(model_runner=model_runner, device_module=None)
+    graphs = {"prefill": utils.resolve_prefill_backend, "decode": utils.resolve_decode_backend}
+    with runtime_context.get_parallel().override(tp_group=None):
+        made = {
+            phase: type(resolve(graph_runner)).__name__
+            for phase, resolve in graphs.items()
+            if getattr(config, phase).backend != "disabled"
+        }
+    engine.assert_pkg_version = lambda *_: None
+    engine._set_envs_and_config(args)
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    return {"loader": type(loader).__name__, "graphs": made, "laid_out_anew": laid_out_anew(settled), "nccl": nccl}
+
+
+def laid_out_anew(settled: SimpleNamespace) -> list[str]:
+    """The weights of a layer of experts that are not what was loaded once the layer has processed them."""
+    from sglang.srt import runtime_context
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    utils.initialize_moe_config(*[settled][: utils.initialize_moe_config.__code__.co_argcount])
+    ep, tp = settled.ep_size, settled.tp_size // settled.ep_size
+    places = {"moe_ep_rank": 0, "moe_tp_rank": 0, "tp_rank": 0, "moe_ep_size": ep, "moe_tp_size": tp}
+    sizes = {"hidden_size": 256, "intermediate_size": 256 * tp, "num_experts": 2 * ep, "top_k": 2}
+    with runtime_context.get_parallel().override(**places), torch.no_grad():
+        layer = FusedMoE(layer_id=0, params_dtype=torch.bfloat16, **sizes)
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+        loaded = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+        layer.quant_method.process_weights_after_loading(layer)
+    return [name for name, parameter in layer.named_parameters() if not torch.equal(parameter, loaded[name])]
+
+
 def plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
 
-def resolve(argv: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def resolve(case: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.server_args import prepare_server_args
 
-    os.environ.update(environment)
+    os.environ.update(case["environment"])
     before = dict(os.environ)
-    args = prepare_server_args(argv)
-    args.resolve_once()
+    args = prepare_server_args(case["argv"])
+    if hasattr(args, "resolve_once"):  # SGLang 0.5.17 resolves what it parses at once
+        args.resolve_once()
     args.check_server_args()
+    resolved = args.resolved_dict() if hasattr(args, "resolved_dict") else vars(args)
     changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    return {"args": args.resolved_dict(), "environment": changed}
+    return {"args": resolved, "environment": changed} | ({"built": build(args, resolved)} if case.get("builds") else {})
 
 
 def main() -> None:
     cases = json.load(sys.stdin)
-    pretend()
-    from sglang.srt.arg_groups import pipeline  # noqa: F401  # once, and not in every child
+    pretend(sys.argv[1])
+    import sglang.launch_server  # once, and not in every child
+    from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -88,7 +147,7 @@ def main() -> None:
         read, write = os.pipe()
         if os.fork() == 0:
             try:
-                out = resolve(case["argv"], case["environment"])
+                out = resolve(case)
             except BaseException:
                 out = {"error": traceback.format_exc()}
             os.write(write, json.dumps(out, default=plain).encode())

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from megarl.network.sockets import host_store, interface_variables
+from megarl.servers.nccl import VARIABLES
 
 DEVICE = os.environ.get("MEGARL_TEST_DEVICE", "cpu")  # | cuda
 # What each rank needs: loaded once, in a process that only forks, since importing costs more than most cases.
@@ -106,6 +107,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.
 def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
     env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     env["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the parent's
+    env |= VARIABLES  # as the ranks of a run
     os.environ.update({**interface_variables("127.0.0.1"), **{name: str(value) for name, value in env.items()}})
     if DEVICE == "cpu":  # also where there are GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.servers.nccl import check_one_environment
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, receive
@@ -60,7 +61,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """
     ((text, _),) = named_tensors
     told = json.loads(text)
-    if not told:  # the sender only tests that this loader can be called
+    if "nccl" in told:  # a greeting, before any rank waits for this one in a group
+        check_one_environment(told["nccl"])
         return
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device

@@ -16,6 +16,7 @@ from megarl.layout import numbers_of
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, Route
 from megarl.rollout.reply_sizes import digest_bytes
+from megarl.servers.nccl import paired_variables
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import stacks_for
 from megarl.weights.mapping.names import ShardCoordinate, some_names
@@ -23,6 +24,7 @@ from megarl.weights.mapping.server_map import EngineKind, coordinates, is_enlarg
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.channel import Meeting, leave, meet
 from megarl.weights.push.report import PushError
+from megarl.weights.push.shared import message
 from megarl.weights.verify.digests import Kind
 
 _MOST_RANKS = 4096  # of one server; what claims more is no size
@@ -175,6 +177,8 @@ class Server:
         """Make a group with the server's ranks, with this process as rank 0, unless there is one."""
         if self._group is not None:
             return
+        if self.nature.has_receiver:
+            self.greet()
         meeting, listener = Meeting.host(self.url, 1 + len(self.nature.coordinates), backend, self._timeout_s)
         self._group = meet(meeting, listener, lambda: self.invite(meeting, rank_offset=1))
         self._group_name = meeting.name
@@ -230,9 +234,14 @@ class Server:
         finally:
             engine.close()
 
-    def greet(self, texts: Sequence[str]) -> None:
-        """Call its receiver with texts that start no transfer."""
-        self.engine.update_from_tensor(texts, load_format=RECEIVER, flush_cache=False)
+    def greet(self) -> None:
+        """Call its receiver on each rank: it can be called, and NCCL has the same variables there as here.
+
+        Done before any rank waits for it in a group, which would hang.
+        """
+        self.open()  # a failed faster transport has closed the update
+        hello = message(json.dumps({"nccl": paired_variables()}))
+        self.engine.update_from_tensor([hello] * len(self.nature.coordinates), load_format=RECEIVER, flush_cache=False)
 
     def leave(self) -> None:
         """Close the group on both sides, as far as the server still answers."""

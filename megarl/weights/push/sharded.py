@@ -45,7 +45,6 @@ from megarl.weights.push.targets import Lead
 from megarl.weights.reshard.exchange import Link, agree, compare, send
 from megarl.weights.reshard.transfers import Message, Turns
 
-HELLO = "{}"  # a text that only tests whether the receiver can be called
 # Timeouts that a server waits for the trainer, if there are several servers: a rank that waits for a server that hangs
 # sends nothing to the others meanwhile.
 _PATIENCE = 3
@@ -84,7 +83,7 @@ class ShardedSender:
             if started != targets.left[url].nature.started:
                 new.append(url)
         with targets.clock("join"):
-            ready = targets.attempt(_greet, new)
+            ready = targets.attempt(Server.greet, new)
         for url in ready:
             self._forget_listener(url)
             try:
@@ -260,12 +259,6 @@ def _turns(sizes: Sequence[int]) -> list[Turns]:
     """The turns of each server, from the numbers of their ranks."""
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [Turns(max(dist.get_world_size(), sum(sizes)), first) for first in firsts]
-
-
-def _greet(server: Server) -> None:
-    """Test that the receiver can be loaded and called, before any rank waits for it in a group."""
-    server.open()  # a failed faster transport has closed the update
-    server.greet([message(HELLO)] * len(server.nature.coordinates))
 
 
 def _conclude(
