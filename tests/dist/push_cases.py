@@ -28,6 +28,7 @@ from megarl.mcore.training.step import Outputs, forward_only
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import tensor_digest
 from megarl.servers.launch import TOKEN_VARIABLE
+from megarl.servers.nccl import VARIABLES
 from megarl.servers.supervisor import free_ports
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.gather import local_parameters
@@ -59,7 +60,8 @@ class HFServer:
         command = [sys.executable, "-m", "megarl.hf_server.main", "--model-path", str(self._folder)]
         command += ["--port", str(self._port), "--max-running-requests", "4", "--max-total-tokens", "512"]
         command += ["--group-timeout-s", "60"]
-        self._process = subprocess.Popen(command, env={**os.environ, TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"})
+        environment = {**os.environ, **VARIABLES, TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(command, env=environment)
 
     @property
     def pid(self) -> int:
@@ -367,6 +369,11 @@ def _misroute(_: str) -> list[Any]:
     return [mock.patch.object(exchange, "_view", other)]
 
 
+def _set(assignment: str) -> list[Any]:
+    """A variable of the ranks' environment, NAME=VALUE."""
+    return [mock.patch.dict(os.environ, [assignment.split("=")])]
+
+
 FAULTS: dict[str, Callable[[str], list[Any]]] = {
     "corrupt-in-flight": _corrupt_in_flight,
     "corrupt-in-server": _corrupt_in_server,
@@ -382,4 +389,5 @@ FAULTS: dict[str, Callable[[str], list[Any]]] = {
     "kill": _signal(signal.SIGKILL),
     "freeze": _signal(signal.SIGSTOP),
     "misroute": _misroute,
+    "set": _set,
 }

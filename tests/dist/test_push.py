@@ -196,6 +196,14 @@ def test_a_wrong_token_is_a_failure_at_once(connected, servers) -> None:
     assert set(found["report"].failed) == {server.url for server in servers}
 
 
+@pytest.mark.parametrize("transport", ["gathered", "sharded"])
+def test_sides_that_set_nccl_otherwise_are_not_joined_and_the_variable_is_named(transport, connected, servers) -> None:
+    go, urls = connected(transport), [server.url for server in servers]
+    found = go("set NCCL_CUMEM_ENABLE=1")
+    assert all("NCCL_CUMEM_ENABLE: the server has 0 and the trainer 1" in found["report"].failed[url] for url in urls)
+    assert go()["report"].transports == dict.fromkeys(urls, transport)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_server_that_was_started_again_between_two_pushes_gets_the_next_one(transport, connected, servers) -> None:
