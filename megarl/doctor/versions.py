@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,7 +105,7 @@ def server_findings(config: Config, *, has_gpu: bool) -> list[Finding]:
     )
     try:
         from megarl.servers.nccl import nccl_of, versions_in
-        from megarl.servers.sglang_environment import sglang_python
+        from megarl.servers.sglang_environment import preload_faults, sglang_python
         from megarl.trainer.servers.colocation import uses_gpus
 
         python = sglang_python(rollout.sglang.python)
@@ -126,7 +126,17 @@ def server_findings(config: Config, *, has_gpu: bool) -> list[Finding]:
         Finding("NCCL", both, one, verdict, "bash launch/gpu/install.sh" if differ else ""),
         _together(found, has_gpu=has_gpu),
         _kernels_of_servers(found, has_gpu=has_gpu),
+        *([_memory_saver(preload_faults(python), needed=config.rollout.placement == "shared")] if has_gpu else []),
     ]
+
+
+def _memory_saver(lacks: Sequence[str], *, needed: bool) -> Finding:
+    """Whether servers can release memory, as those do that share the trainer's GPUs (`needed`)."""
+    wanted, install = "rollout.placement=shared: its library is preloaded", "bash launch/gpu/install.sh server"
+    if not lacks:
+        return Finding("SGLang's memory saver", "found, with all that it wants", wanted, OK)
+    found = f"lacks {', '.join(lacks)}: memory would not be released"
+    return Finding("SGLang's memory saver", found, wanted, FAIL if needed else NOTE, install)
 
 
 def _python() -> Finding:

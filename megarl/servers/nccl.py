@@ -16,7 +16,7 @@ NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")  # of torch for CUDA 13, and for
 # What SGLang sets in its processes unless the user has (_set_envs_and_config); ranks that join servers get the same.
 VARIABLES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 # By these each of two ranks chooses for itself how it reaches the other one, and in which form it hands memory over.
-_PAIRED = (*VARIABLES, "NCCL_CUMEM_HOST_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") + (
+PAIRED = (*VARIABLES, "NCCL_CUMEM_HOST_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") + (
     "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_PROTO",
 )  # fmt: skip
 _LIMIT_S = 60.0
@@ -64,11 +64,11 @@ def check_one_nccl(server: Path, trainer: Path = Path(sys.executable)) -> None:
 
 def paired_variables() -> dict[str, str | None]:
     """The variables of NCCL in this process that its partners need alike; None: not set."""
-    return {name: os.environ.get(name) for name in _PAIRED}
+    return {name: os.environ.get(name) for name in PAIRED}
 
 
 def check_one_environment(trainer: Mapping[str, str | None]) -> None:
-    """Raises ValueError if this server's process and the trainer, with these `paired_variables`, could not be joined."""
+    """Raises ValueError if this server's process cannot join a trainer of these `paired_variables`."""
     for name, ours in paired_variables().items():
         if ours != (theirs := trainer.get(name)):
             raise ValueError(

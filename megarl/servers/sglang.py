@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 
 from megarl.servers.launch import RETURNS_ROUTES, EngineLaunch, ServerCommand, flags
-from megarl.servers.sglang_environment import foreign_environment, sglang_python
+from megarl.servers.sglang_environment import foreign_environment, sglang_python, with_cuda_libraries
 
 WEIGHT_LOADER = "megarl.weights.push.receiver.load"  # SGLang accepts this name as a load_format
 
@@ -24,6 +24,21 @@ _STAND_INS = Path(__file__).parent / "sglang_cpu"
 _CPU_TOKENS = 65536  # SGLang's default takes most of the machine's memory
 _DETERMINISTIC = "--enable-deterministic-inference"
 _BATCH_S = 300.0  # SGLang's own limit for one batch
+
+# Of servers on GPUs, unless the user has set them.
+_ON_GPUS = {
+    # SGLang refuses to start where the free memory of its GPUs differs by a tenth, as it does for a server that is
+    # started again beside a trainer whose ranks hold unequal parts.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # An idle scheduler ends itself where its count of free tokens is off by one, which costs a run more than the token;
+    # now it warns in its log.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0",
+    # NVSHMEM, which DeepEP uses, would make communicators of NCCL of its own.
+    "NVSHMEM_DISABLE_NCCL": "1",
+    # SGLang would compile DeepGEMM's products for each of 16384 batch sizes before it serves; it compiles those that
+    # occur.  All servers of a user keep them in one folder, which SGLang locks.
+    "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+}
 
 
 def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
@@ -73,9 +88,8 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     environment["SGLANG_REQUEST_STATE_WAIT_TIMEOUT"] = "1"  # s until it notices a client's disconnect; default 4
     for dump in ("PYSPY_DUMP", "CUDA_COREDUMP"):  # otherwise a crashed server hangs for up to a minute
         environment[f"SGLANG_{dump}_BEFORE_CRASH"] = "0"
-    if on_cpu:
-        environment |= _cpu_environment(launch)
-    elif launch.memory_saver:  # otherwise CUDA graphs stay on the GPU when the server releases its memory
+    environment |= _cpu_environment(launch) if on_cpu else with_cuda_libraries(python, _ON_GPUS | environment)
+    if launch.memory_saver and not on_cpu:  # otherwise CUDA graphs stay on the GPU when the server releases its memory
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     # SIGKILL: on SIGTERM SGLang sleeps for 5 s and then waits for its requests, and it has nothing to save.
     return ServerCommand([*argv, *launch.args], environment, stop_signal=signal.SIGKILL)

@@ -7,7 +7,8 @@ package and the entry points of the SGLang plug-ins.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import megarl
@@ -17,6 +18,7 @@ from megarl.servers.nccl import VARIABLES, versions_in
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 DEFAULT_PYTHON = ".venv-sglang/bin/python"
+_CUDA = "cu13"  # of the locked wheels
 KERNELS = ("sglang-kernel", "sgl-kernel")  # SGLang's own for GPUs: the name today, and before
 
 # Variables that a trainer, its launcher or an active virtual environment set for themselves; not passed on.
@@ -91,6 +93,33 @@ def foreign_environment(
             "NO_PROXY": no_proxy,
         }
     )
+
+
+def with_cuda_libraries(python: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """These variables, with the folder of CUDA's runtime in that Python's environment as the last to look into.
+
+    SGLang preloads the library of torch_memory_saver, which wants the runtime before torch is there to load it.  The
+    loader does not know the folder of pip's wheels; it ignores a library that lacks one, and no memory is released.
+    """
+    folders = [variables.get("LD_LIBRARY_PATH"), *map(str, _packages(python, f"nvidia/{_CUDA}/lib"))]
+    return {**variables, "LD_LIBRARY_PATH": ":".join(filter(None, folders))}
+
+
+def preload_faults(python: Path) -> list[str]:
+    """What a server that releases memory would lack: the library that it preloads, or libraries that this one wants."""
+    libraries = _packages(python, f"torch_memory_saver_hook_mode_preload_{_CUDA}.*.so")
+    if not libraries:
+        return [f"torch_memory_saver for {_CUDA}"]
+    environment = with_cuda_libraries(python, os.environ)
+    told = subprocess.run(["ldd", str(libraries[0])], env=environment, capture_output=True, text=True, check=False)
+    return [line.split()[0] for line in told.stdout.splitlines() if line.endswith("not found")] or (
+        [told.stderr.strip()] if told.returncode else []
+    )
+
+
+def _packages(python: Path, pattern: str) -> list[Path]:
+    """What is so called among the packages of that Python's environment."""
+    return sorted(python.parents[1].glob(f"lib/python3*/site-packages/{pattern}"))
 
 
 def _importable(folder: Path, plugins: str) -> Path:

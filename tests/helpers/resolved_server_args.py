@@ -138,7 +138,7 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     cases = json.load(sys.stdin)
     pretend(sys.argv[1])
-    import sglang.launch_server  # once, and not in every child
+    from sglang import launch_server  # noqa: F401  # once, and not in every child
     from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401
     from sglang.srt.plugins import load_plugins
 

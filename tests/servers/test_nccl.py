@@ -111,6 +111,11 @@ def test_doctor_shows_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["NCCL"].found == "trainer 2.29.7, SGLang 2.30.7"
     assert found["NCCL"].verdict == (FAIL if on_gpu else NOTE)
     assert found["NCCL"].mend == "bash launch/gpu/install.sh"
+    if on_gpu:
+        saver = found["SGLang's memory saver"]
+        assert (saver.found, saver.verdict) == ("lacks torch_memory_saver for cu13: memory would not be released", NOTE)
+    else:
+        assert "SGLang's memory saver" not in found
 
 
 def test_doctor_fails_without_sglang_only_where_a_run_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,16 @@ import time
 import psutil
 import pytest
 import torch
+from config_helpers import load
 from tiny_server import CURRENT, ROOT, TOKEN, against, sglang_of
 from wire import parse_completions
 
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
 from megarl.servers.launch import EngineLaunch
+from megarl.servers.nccl import PAIRED
 from megarl.servers.supervisor import Servers, State, Supervision
+from megarl.trainer.build import make_group
 
 pytestmark = pytest.mark.sglang
 
@@ -38,6 +41,24 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(any_server, refe
                 expected = log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0]
                 worst = max(worst, (expected - torch.tensor(completion.log_probs)).abs().max().item())
         assert 0 < worst < TOLERANCE
+
+
+@against("sglang", "sglang_old")
+def test_environ_of_every_process_of_a_server_has_the_ranks_variables_of_nccl(any_server):
+    """As Linux has them: the server's own, those of its scheduler and of its detokenizer."""
+    config = load("rollout.engine=sglang")
+    given = os.environ | dict(make_group(config, config.actor, "ranks_0", joins=True)._environment)
+    wanted = {name: given.get(name) for name in PAIRED}
+    (server,) = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any_server.url.rpartition(":")[2] in child.cmdline() and "megarl.servers.sglang_server" in child.cmdline()
+    ]
+    processes = [process for process in family(server.pid) if "resource_tracker" not in " ".join(process.cmdline())]
+    assert len(processes) >= 3
+    for process in processes:
+        environ = process.environ()
+        assert {name: environ.get(name) for name in PAIRED} == wanted
 
 
 def family(pid):

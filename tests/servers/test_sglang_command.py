@@ -2,17 +2,21 @@
 
 import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import megarl
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import smg_command
 from megarl.servers.sglang import sglang_command
-from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
+from megarl.servers.sglang_environment import PYTHON_VARIABLE, preload_faults, sglang_python, with_cuda_libraries
 from megarl.servers.sglang_server import hide_in_logs
 
 STAND_INS = Path(megarl.__file__).parent / "servers" / "sglang_cpu"
@@ -60,7 +64,20 @@ CASES = {
         ["--device", "--max-total-tokens"],
     ),
     "the first GPU": ({"device": "cuda", "first_gpu": 5}, "--base-gpu-id 5", []),
-    "memory that is released": (BF16 | {"memory_saver": True}, "--enable-memory-saver", []),
+    # Prompts are computed without a graph, which could not be captured there.
+    "memory that is released": (
+        BF16 | {"memory_saver": True},
+        "--enable-memory-saver --disable-prefill-cuda-graph",
+        [],
+    ),
+    "memory that is kept": (BF16, "", ["--enable-memory-saver", "--disable-prefill-cuda-graph"]),
+    # Experts keep the layout in which they are pushed.
+    "experts on a GPU": (BF16, "--moe-runner-backend triton", []),
+    "experts of the user's choice": (
+        BF16 | {"args": ("--moe-runner-backend", "auto")},
+        "--moe-runner-backend triton --enable-fp32-lm-head --moe-runner-backend auto",
+        [],
+    ),
     "memory without GPU": ({"memory_saver": True}, "", ["--enable-memory-saver"]),
     # Attention groups have the head to themselves.
     "attention groups": ({"tensor_parallel_size": 4, "attention_dp": 2}, "--attn-dp-size 2 --enable-dp-lm-head", []),
@@ -107,9 +124,52 @@ def test_each_rank_of_each_server_has_a_core(make):
 
 def test_the_environment_of_a_server_on_gpus_has_nothing_of_that(make):
     environment = make(**BF16, memory_saver=True).environment
-    assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == environment["NVSHMEM_DISABLE_NCCL"] == "1"
+    assert environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+    # The check stays on in tests on CPUs, which it may fail.
+    assert not {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "LD_LIBRARY_PATH"} & set(make().environment)
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(environment)
     assert "sglang_cpu" not in environment["PYTHONPATH"]
+
+
+def test_a_users_choice_of_a_variable_is_kept(make, monkeypatch):
+    chosen = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "1", "NCCL_CUMEM_ENABLE": "1", "LD_LIBRARY_PATH": "/cuda"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    environment = make(**BF16).environment
+    assert environment | chosen == environment
+    assert environment["NCCL_NVLS_ENABLE"] == make().environment["NCCL_NVLS_ENABLE"] == "0"
+
+
+def test_what_the_preloaded_library_wants_is_looked_for_among_pips_wheels(tmp_path):
+    """A real library stands for that of the memory saver: of torch, which wants others of torch."""
+    python, packages = tmp_path / "bin/python", tmp_path / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    assert preload_faults(python) == ["torch_memory_saver for cu13"]
+    shutil.copy(torch._C.__file__, packages / "torch_memory_saver_hook_mode_preload_cu13.abi3.so")
+    assert preload_faults(python) == ["libtorch_python.so"]
+    (packages / "nvidia/cu13").mkdir(parents=True)
+    (packages / "nvidia/cu13/lib").symlink_to(Path(torch.__file__).parent / "lib")
+    assert preload_faults(python) == []
+    folder = str(packages / "nvidia/cu13/lib")
+    assert with_cuda_libraries(python, {"LD_LIBRARY_PATH": "/cuda"}) == {"LD_LIBRARY_PATH": f"/cuda:{folder}"}
+
+
+@pytest.mark.long
+def test_the_locked_memory_saver_wants_the_locked_cuda_runtime(tmp_path):
+    """The wheels of launch/gpu/server.txt; the driver's library is the machine's."""
+    packages = tmp_path / "lib/python3.11/site-packages"
+    locked = (Path(megarl.__file__).parents[1] / "launch/gpu/server.txt").read_text()
+    pins = [
+        re.search(rf"^{name}==\S+", locked, re.MULTILINE)[0] for name in ("torch-memory-saver", "nvidia-cuda-runtime")
+    ]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--dest", tmp_path, *pins], check=True)
+    for wheel in tmp_path.glob("*.whl"):
+        zipfile.ZipFile(wheel).extractall(packages)
+    python, (library,) = tmp_path / "bin/python", packages.glob("torch_memory_saver_hook_mode_preload_cu13.*")
+    assert set(preload_faults(python)) <= {"libcuda.so.1"}
+    told = subprocess.check_output(["ldd", library], env=with_cuda_libraries(python, os.environ), text=True)
+    assert f"libcudart.so.13 => {packages}/nvidia/cu13/lib/libcudart.so.13" in told
 
 
 def test_nothing_of_the_trainers_environment_leaks(make, tmp_path, monkeypatch):

@@ -58,6 +58,8 @@ ALWAYS = {
     "weight_version": "7",
     "random_seed": 3,
     "decode_graphs": ("full", 256),  # backend, largest batch
+    "prefill_graphs": "breakable",
+    "moe_runner_backend": "triton",
 }
 ON_8 = {"tp_size": 8, "decode_graphs": ("full", 512)}
 # name: (model, fields of EngineLaunch, what differs from ALWAYS)
@@ -90,7 +92,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tp_size": 2, "enable_deterministic_inference": True, "sampling_backend": "pytorch"}
         | {"enable_fp32_lm_head": False},
     ),
-    "memory saver": ("dense", {"memory_saver": True}, {"enable_memory_saver": True}),
+    "memory saver": ("dense", {"memory_saver": True}, {"enable_memory_saver": True, "prefill_graphs": "disabled"}),
     "adapters": (
         "dense",
         {"lora_rank": 8, "lora_targets": ("q_proj", "v_proj"), "lora_slots": 3},
@@ -105,15 +107,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "the experts of tokens": (
         "moe",
         {"returns_routes": True},
-        {"enable_return_routed_experts": True, "moe_runner_backend": "auto"},
+        {"enable_return_routed_experts": True},
     ),
-    # Where triton_kernels is; it reports no experts (config/validate/router_replay.py).
-    "what computes the experts of gpt-oss": ("gpt-oss", {}, {"moe_runner_backend": "triton_kernel"}),
-    "what else may compute them": (
-        "gpt-oss",
-        {"returns_routes": True, "args": ("--moe-runner-backend=triton",)},
-        {"enable_return_routed_experts": True, "moe_runner_backend": "triton"},
-    ),
+    "the experts of gpt-oss": ("gpt-oss", {"returns_routes": True}, {"enable_return_routed_experts": True}),
     "fp8": ("moe", {"quantization": "fp8"}, {"quantization": "fp8", "load_format": "flash_rl"}),
     "random weights": ("dense", {"reads_weights": False}, {"load_format": "dummy"}),
     "random weights in fp8": (
@@ -147,7 +143,11 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         inputs.append({"argv": command.argv[4:], "environment": variables})
     script = Path(__file__).parents[1] / "helpers" / "resolved_server_args.py"
     done = subprocess.run(
-        [sglang_of(CURRENT), str(script)], input=json.dumps(inputs), env=environment, capture_output=True, text=True
+        [sglang_of(CURRENT), str(script), "H100"],
+        input=json.dumps(inputs),
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
@@ -160,6 +160,7 @@ def test_sglang_flags_mean_what_we_rely_on(resolved: dict[str, dict[str, Any]], 
     found = answer["args"]
     graphs = found["cuda_graph_config"]["decode"]
     found["decode_graphs"] = graphs["backend"], graphs["max_bs"]
+    found["prefill_graphs"] = found["cuda_graph_config"]["prefill"]["backend"]
     assert {name: found[name] for name in wanted} == wanted
 
 

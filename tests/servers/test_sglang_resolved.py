@@ -1,4 +1,4 @@
-"""The servers of every recipe and preset, as SGLang's own code resolves them on H100 and on B200; nothing is started."""
+"""The servers of every recipe and preset, as SGLang's own code resolves them on H100 and on B200; nothing starts."""
 
 import json
 import subprocess
@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megarl.config import Config, config_dir, load_config
 from megarl.config.placement import placements
 from megarl.servers.launch import EngineLaunch
+from megarl.servers.nccl import PAIRED, VARIABLES
 from megarl.servers.sglang import sglang_command
 from megarl.trainer.build import server_launch
 
@@ -58,29 +59,48 @@ def launch_of(config: Config, folder: Path, python: str) -> EngineLaunch:
 
 
 @pytest.fixture(scope="module", params=[CURRENT, pytest.param(OLD, marks=pytest.mark.long)])
-def python(request: pytest.FixtureRequest) -> str:
-    return sglang_of(request.param)
+def version(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module", params=["H100", "B200"])
-def resolved(request: pytest.FixtureRequest, python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def resolved(request: pytest.FixtureRequest, version: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What SGLang makes of each; one process for all, because its imports take most of the time."""
-    root, cases, environment = tmp_path_factory.mktemp("resolved"), [], {}
-    for number, config in enumerate(configs().values()):
+    root, python = tmp_path_factory.mktemp("resolved"), sglang_of(version)
+    inputs, names, environment = dict[str, Any](), dict[str, str](), dict[str, str]()
+    for number, (name, config) in enumerate(configs().items()):
         folder = root / str(number)
         folder.mkdir()
-        command = sglang_command(launch_of(config, folder, python), folder)
-        environment = command.environment | {"PYTHONPATH": f"{command.environment['PYTHONPATH']}:{STAND_INS}"}
-        variables = {name: value for name, value in command.environment.items() if name.startswith(("SGLANG_", "NCCL_"))}
-        cases.append({"argv": command.argv[4:], "environment": variables, "builds": True})
+        launch = launch_of(config, folder, python)
+        if version == OLD and launch.attention_dp > 1:  # it has no --attn-dp-size
+            continue
+        command = sglang_command(launch, folder)
+        environment = command.environment
+        names[name] = str([(folder / "config.json").read_text(), *command.argv]).replace(launch.model_path, "")
+        variables = {name: value for name, value in environment.items() if name.startswith(("SGLANG_", "NCCL_"))}
+        inputs[names[name]] = {"argv": command.argv[4:], "environment": variables, "builds": True}
+    environment |= {"PYTHONPATH": f"{environment['PYTHONPATH']}:{STAND_INS}"}
     words = [python, str(SCRIPT), request.param]
-    done = subprocess.run(words, input=json.dumps(cases), env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, input=json.dumps([*inputs.values()]), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(configs(), map(json.loads, done.stdout.splitlines()), strict=True))
+    answers = dict(zip(inputs, map(json.loads, done.stdout.splitlines()), strict=True))
+    return {name: answers[given] for name, given in names.items()}
 
 
-def test_every_recipe_and_preset_has_servers_that_start_as_resolved(resolved: dict[str, Any]) -> None:
-    failed = {name: answer["error"].splitlines()[-1] for name, answer in resolved.items() if "error" in answer}
-    assert not failed
+def test_every_recipe_and_preset_has_servers_that_start_as_resolved(resolved: dict[str, Any], version: str) -> None:
+    """Graphs, loaders and experts are made by SGLang's own code; experts stay as they were loaded."""
+    assert not {name: answer["error"] for name, answer in resolved.items() if "error" in answer}
+    assert len(resolved) > len(RECIPES)
     for name, answer in resolved.items():
-        print(name, answer["built"], answer["args"]["moe_runner_backend"], answer["args"]["attention_backend"])
+        built, is_colocated = answer["built"], answer["args"]["enable_memory_saver"]
+        assert is_colocated == (configs()[name].rollout.placement == "shared"), name
+        graphs = {"decode": "FullCudaGraphBackend"}
+        assert built["graphs"] == (graphs if is_colocated else graphs | {"prefill": "BreakableCudaGraphBackend"}), name
+        assert (built["loader"], built["laid_out_anew"]) == ("DummyModelLoader", []), name
+        assert answer["args"]["moe_runner_backend"] == "triton", name
+
+
+def test_ranks_and_servers_as_resolved_have_one_nccl_environment(resolved: dict[str, Any]) -> None:
+    """After SGLang's own _set_envs_and_config, against what a run gives to its ranks."""
+    for answer in resolved.values():
+        assert {name: answer["built"]["nccl"].get(name) for name in PAIRED} == dict.fromkeys(PAIRED) | VARIABLES

@@ -47,6 +47,8 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
     group = make_group(config, config.actor, "ranks_0")
     assert not group._setup["has_neighbours"]
     assert dict(group._environment) == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
+    joined = make_group(config, config.actor, "ranks_0", joins=True)
+    assert dict(joined._environment) == dict(group._environment) | {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert group._start_timeout_s == config.trainer.start_timeout_s == 600
 
 
