@@ -16,8 +16,8 @@ KEY = "rollout.sglang.args"
 def read(args: Sequence[str]) -> dict[str, Any]:
     """Fields of a `Job`.  Raises: ValueError of one sentence for a value that SGLang would refuse.
 
-    Example: read(["--max-running-requests", "64", "--enable-dp-attention"]) ->
-    {"max_running": 64, "not_modelled": ("rollout.sglang.args=--enable-dp-attention",)}
+    Example: read(["--max-running-requests", "64", "--enable-torch-compile"]) ->
+    {"max_running": 64, "not_modelled": ("rollout.sglang.args=--enable-torch-compile",)}
     """
     found: dict[str, Any] = {}
     unknown: list[str] = []

@@ -48,7 +48,6 @@ LOSES = """
 --enable-lmcache | KV that comes back from elsewhere has lost its experts
 --radix-cache-backend=own | KV that comes back from elsewhere has lost its experts
 --enable-prefill-cp | each GPU notes experts of its part of a prompt
---speculative-algorithm=EAGLE | the experts of drafted tokens are not kept
 --enable-two-batch-overlap | the experts of one half of a batch are written over those of the other half
 """
 
@@ -61,28 +60,6 @@ def test_servers_that_lose_the_experts_of_tokens_are_refused(row: str) -> None:
     assert said.startswith(f"rollout.sglang.args={option}: {why}")
     assert said.endswith("; expected actor.router_replay=off or old, or no such option")
     load("actor.router_replay=old", *words)
-
-
-def test_what_computes_experts_has_to_report_them() -> None:
-    """For gpt-oss SGLang itself takes what does not."""
-    on_gpus = ("trainer.device=cuda", "model.dtype=bfloat16")
-    words = ("model=gpt_oss_mini", *on_gpus, "rollout.engine=sglang", "actor.router_replay=rollout")
-    args = "rollout.sglang.args=['--moe-runner-backend={}']"
-    assert refusal(*words) == (
-        "actor.router_replay=rollout: SGLang takes --moe-runner-backend=triton_kernel for gpt_oss, and it does not "
-        "report which experts it chooses; expected actor.router_replay=off or old, rollout.engine=hf, or in "
-        "rollout.sglang.args another one, as --moe-runner-backend=triton"
-    )
-    load(*words, args.format("triton"))
-    load(*words, "rollout.urls=[https://a:1]")  # it is asked at the start
-    load(*words[:-1], "actor.router_replay=old")
-    load(*words[:3], "rollout.engine=hf", words[-1])
-    sparse = ("model=qwen3_moe_mini", *words[1:])
-    load(*sparse)
-    assert refusal(*sparse, args.format("triton_kernel")) == (
-        "rollout.sglang.args=--moe-runner-backend=triton_kernel: it does not report which experts it chooses; expected "
-        "another one, or actor.router_replay=off or old"
-    )
 
 
 # ---- rollout.top_p and rollout.top_k
@@ -102,20 +79,6 @@ def test_another_limit_of_the_server_counts(words: str) -> None:
     load(SGLANG, "rollout.top_k=4000", more)
     assert f"{ONLY} 4000, half of" in refusal(SGLANG, "rollout.top_k=4001", more)
     assert f"{ONLY} 4000, half of" in refusal(SGLANG, "rollout.top_p=0.5", more)
-
-
-def test_drafted_tokens_have_no_known_support() -> None:
-    eagle = "rollout.sglang.args=['--speculative-algorithm=EAGLE','--speculative-draft-model-path=x/DFLASH-1']"
-    assert refusal(SGLANG, "rollout.top_k=20", eagle) == (
-        "rollout.sglang.args=--speculative-algorithm=EAGLE: with it SGLang does not tell from which tokens it drew; "
-        "expected DFLASH or DSPARK, no such option, or rollout.top_p=1 and rollout.top_k=-1"
-    )
-    load(SGLANG, eagle)
-
-
-@pytest.mark.parametrize("words", ["', 'DFLASH", "=DSPARK", "=dflash"])
-def test_drafts_of_which_sglang_tells_are_allowed(words: str) -> None:
-    load(SGLANG, "rollout.top_k=20", f"rollout.sglang.args=['--speculative-algorithm{words}']")
 
 
 def test_evaluations_are_sampled_as_they_like() -> None:

@@ -1,14 +1,16 @@
 """The rollout servers: whether they can hold the policy, and where they stand."""
 
 import json
+import re
 
 import pytest
-from config_helpers import BASE, DENSE, EXPERTS, load, refusal
+from config_helpers import BASE, DENSE, EXPERTS, load, refusal, refusals
 from refusal_table import Block, blocks
 
 from megarl.config import ConfigError, load_config
 from megarl.config.placement import gpu_seats, placements
 from megarl.config.server_options import options_of
+from megarl.config.tried import TRIED
 from megarl.config.validate.servers import EP, TP, server_misfits
 from megarl.layout import ModelNumbers
 
@@ -122,6 +124,35 @@ rollout.expert_parallel_size=2 | SGLang 0.5.23 does not distribute unquantized e
 @pytest.mark.parametrize("block", blocks(REFUSED), ids=str)
 def test_servers_that_cannot_be_are_told(block: Block) -> None:
     block.check()
+
+
+NOT_TRIED = {
+    "--pp-size=2": "no push knows which stage holds a layer; expected no such option",
+    "--data-parallel-size=2": "no push knows the copies inside a server; expected rollout.num_servers, or rollout.a",
+    "--moe-dp-size=2": "no push knows the copies inside a server; expected no such option",
+    "--attn-cp-size=2": "nothing was pushed to servers that cut attention by positions; expected no such option",
+    "--dcp-size=2": "nothing was pushed to servers that cut attention by positions; expected no such option",
+    "--moe-dense-tp-size=1": "dense layers are then whole on each rank; expected no such option",
+    "--moe-a2a-backend=deepep": "shared experts are then whole on each rank; expected no such option",
+    "--moe-runner-backend=flashinfer_trtllm": "other kernels lay experts out anew, so that .*; expected triton",
+    "--enable-eplb": "experts are then not where a push writes them; expected no such option",
+    "--init-expert-location=x.json": "experts are then not where a push writes them; expected no such option",
+    "--ep-num-redundant-experts=2": "experts are then not where a push writes them; expected no such option",
+    "--speculative-algorithm=EAGLE": "a push would go to the draft model too, which holds other weights; expected no",
+    "--tp-size=2": "servers are placed and get their weights by rollout.tensor_model_parallel_size; expected that key",
+    "--ep=2": "servers are placed and get their weights by rollout.expert_parallel_size; expected that key",
+    "--enable-dp-attention": "servers are placed and get their weights by rollout.attention_dp; expected that key",
+    "--config=x.yaml": "what a file says is not checked; expected its options here",
+}
+
+
+def test_options_of_sglang_that_were_not_tried_are_refused_with_the_reason() -> None:
+    words = (*SGLANG, f"rollout.sglang.args={list(NOT_TRIED)}")
+    for (given, why), sentence in zip(NOT_TRIED.items(), refusals(*words), strict=True):
+        assert re.match(f"rollout.sglang.args={given}: {why}", sentence), sentence
+    assert all(any(given.split("=")[0] in option.names for given in NOT_TRIED) for option in TRIED.values())
+    tried = ["--pp-size", "1", "--moe-runner-backend=auto", "--moe-a2a-backend", "none", "--enable-metrics"]
+    load(*SGLANG, f"rollout.sglang.args={tried}")
 
 
 FP8 = ("rollout.quantization=fp8", "model.dtype=bfloat16")

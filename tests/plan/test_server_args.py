@@ -30,10 +30,10 @@ def planned(*args):
         (["--kv-cache-dtype", "auto"], {"cache_width": 2}),
         (["--quantization", "awq"], {"not_modelled": (f"{KEY}=--quantization awq",)}),
         (
-            ["--enable-dp-attention", "--cuda-graph-bs", "1", "2", "--context-length=4096"],
+            ["--enable-torch-compile", "--cuda-graph-bs", "1", "2", "--context-length=4096"],
             {
                 "not_modelled": (
-                    f"{KEY}=--enable-dp-attention",
+                    f"{KEY}=--enable-torch-compile",
                     f"{KEY}=--cuda-graph-bs 1 2",
                     f"{KEY}=--context-length 4096",
                 )
@@ -60,8 +60,8 @@ def test_a_value_that_the_server_would_refuse_is_refused(args, sentence):
 
 
 def test_a_configuration_is_read():
-    job = planned("--mem-fraction-static", "0.4", "--enable-dp-attention")
-    assert (job.memory_fraction, job.not_modelled) == (0.4, (f"{KEY}=--enable-dp-attention",))
+    job = planned("--mem-fraction-static", "0.4", "--enable-torch-compile")
+    assert (job.memory_fraction, job.not_modelled) == (0.4, (f"{KEY}=--enable-torch-compile",))
     assert planned().not_modelled == ()
     words = [*WORDS[:2], "rollout.engine=hf", "rollout.placement=separate"]  # it has no such arguments
     assert job_of(load_config(words, command="config")[0], find("h100")).not_modelled == ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.schema import Config
-from megarl.config.server_options import options_of
 from megarl.config.validate import models
 
 # Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.  It keeps them
@@ -18,13 +17,9 @@ WITHOUT_ROUTES = {
     "--enable-flexkv": _FROM_ELSEWHERE,
     "--radix-cache-backend": _FROM_ELSEWHERE,
     "--enable-prefill-cp": "each GPU notes experts of its part of a prompt, and they are taken for those of all of it",
-    "--speculative-algorithm": "the experts of drafted tokens are not kept",
     "--enable-two-batch-overlap": "the experts of one half of a batch are written over those of the other half",
     "--enable-pdmux": "prompts and new tokens are computed at the same time, and their experts written over each other",
 }
-
-RUNNER, SILENT = "--moe-runner-backend", "triton_kernel"  # it chooses experts itself, and SGLang notes none of them
-WHY_SILENT = "it does not report which experts it chooses"
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -39,15 +34,3 @@ def contradictions(config: Config) -> Iterator[str]:
         for word in config.rollout.sglang.args:
             if why := WITHOUT_ROUTES.get(word.split("=")[0]):
                 yield f"rollout.sglang.args={word}: {why}; expected actor.router_replay=off or old, or no such option"
-        yield from _runner(config)
-
-
-def _runner(config: Config) -> Iterator[str]:
-    """What computes the experts; for gpt-oss SGLang prefers one that does not report them."""
-    runner, others = dict(options_of(config.rollout.sglang.args)).get(RUNNER, "auto"), "actor.router_replay=off or old"
-    family = models.model_config(config, "actor").get("model_type")
-    if runner == SILENT:
-        yield f"rollout.sglang.args={RUNNER}={runner}: {WHY_SILENT}; expected another one, or {others}"
-    elif runner == "auto" and family == "gpt_oss" and not config.rollout.urls:
-        wanted = f"expected {others}, rollout.engine=hf, or in rollout.sglang.args another one, as {RUNNER}=triton"
-        yield f"actor.router_replay=rollout: SGLang takes {RUNNER}={SILENT} for gpt_oss, and {WHY_SILENT}; {wanted}"

@@ -11,7 +11,6 @@ from megarl.config.server_options import options_of
 PREFERRED = "--preferred-sampling-params"
 WHY_NOT_PREFERRED = "a server would draw from other logits than those of which the trainer computes log-probs"
 _LIMIT, _DEFAULT_LIMIT = "--sampling-mask-max-tokens", 4096  # of SGLang
-_DRAFTS, _TELLING_DRAFTS = "--speculative-algorithm", ("DFLASH", "DSPARK")
 
 
 def largest_top_k(limit: int) -> int:
@@ -39,8 +38,3 @@ def contradictions(config: Config) -> Iterator[str]:
         given = f"rollout.top_p={rollout.top_p}" if rollout.top_k == -1 else f"rollout.top_k={rollout.top_k}"
         told = f"SGLang tells from which tokens it drew only for a rollout.top_k of 1 to {most}, half of {_LIMIT}"
         yield f"{given}: {told}; expected one, or rollout.engine=hf"
-    drafts = options.get(_DRAFTS)
-    if drafts is not None and drafts.upper() not in _TELLING_DRAFTS:
-        told = "with it SGLang does not tell from which tokens it drew"
-        wanted = f"{' or '.join(_TELLING_DRAFTS)}, no such option, or rollout.top_p=1 and rollout.top_k=-1"
-        yield f"rollout.sglang.args={_DRAFTS}={drafts}: {told}; expected {wanted}"

@@ -7,6 +7,7 @@ from itertools import islice
 from math import log2
 from urllib.parse import urlsplit
 
+from megarl.config import tried
 from megarl.config.placement import placements
 from megarl.config.schema import Config
 from megarl.config.suggest import divisors, nearest_numbers
@@ -50,6 +51,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.quantization == "fp8":
         yield from _fp8(config)
     yield from _gpt_oss(config)
+    if command != "evaluate":  # which pushes nothing
+        yield from tried.refused(rollout.sglang.args)
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"
         yield f"rollout.sglang.args={given}: {once}; expected {FP8}"

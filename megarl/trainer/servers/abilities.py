@@ -9,8 +9,9 @@ from contextlib import closing
 from typing import Any
 
 from megarl.config import Config, model_config
+from megarl.config.tried import untried
 from megarl.config.validate.lora import adapts_experts, adapts_latents
-from megarl.config.validate.router_replay import RUNNER, SILENT, WHY_SILENT, WITHOUT_ROUTES
+from megarl.config.validate.router_replay import WITHOUT_ROUTES
 from megarl.config.validate.sampling import PREFERRED, WHY_NOT_PREFERRED, largest_top_k
 from megarl.processes.presence import wait_for
 from megarl.projections import chosen, projections_of
@@ -44,6 +45,7 @@ def fitting(told: Told, config: Config, *, drains: bool) -> list[Abilities]:
     """What the servers can do.  Raises ValueError if one of them does not fit the run."""
     abilities = abilities_of(told)
     check_abilities(abilities, config, drains=drains)
+    check_tried(told)
     check_draws_as_asked(told)
     if config.actor.router_replay == "rollout":
         check_reports_routes(told)
@@ -127,6 +129,21 @@ def check_draws_as_asked(told: Told) -> None:
             )
 
 
+def check_tried(told: Told) -> None:
+    """Raises ValueError for a server with an option with which pushes were not tried.
+
+    It may come from who started the server, or from SGLang, which chooses some of them by the GPU and the model.
+    """
+    for url, info in told.items():
+        for given, option in untried(info):
+            raise ValueError(f"rollout.urls: {url} runs with {given}: {option.why}; expected {option.expected}")
+        if info.get("quantization") is not None and info.get("load_format") != "flash_rl":
+            raise ValueError(
+                f"rollout.urls: {url} holds weights in {info['quantization']}, and would quantize the first ones only; "
+                "expected a server that `megarl serve` started, with rollout.quantization"
+            )
+
+
 def check_reports_routes(told: Told) -> None:
     """Raises ValueError for a server that runs already and does not report the experts of tokens, or loses them."""
     for url, info in told.items():
@@ -134,11 +151,6 @@ def check_reports_routes(told: Told) -> None:
             raise ValueError(
                 f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "
                 "was started with --enable-return-routed-experts"
-            )
-        if info.get("moe_runner_backend") == SILENT:
-            raise ValueError(
-                f"actor.router_replay=rollout: {url} computes experts with {RUNNER}={SILENT}, and {WHY_SILENT}; "
-                "expected another one"
             )
         for option, why in WITHOUT_ROUTES.items():
             if info.get(option.removeprefix("--").replace("-", "_")):

@@ -6,6 +6,7 @@ released.  The record outlives a restart of the ranks; a restarted server has re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -97,9 +98,19 @@ class Colocation:
 
 
 def check_shared_gpus(config: Config) -> None:
-    """Refuse servers on the actor's GPUs that no push could reach (`check_shared_seats`)."""
-    if uses_gpus(config):
-        check_shared_seats(config)
+    """Refuse servers on the actor's GPUs that no push could reach (`check_shared_seats`), or whose memory they cannot.
+
+    Expandable segments are handed to another process as file descriptors, which containers and ptrace_scope forbid.
+    """
+    if not uses_gpus(config):
+        return
+    check_shared_seats(config)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if config.rollout.placement == "shared" and "expandable_segments:True" in (given := os.environ.get(name, "")):
+            raise ValueError(
+                f"{name}={given}: with rollout.placement=shared servers map memory of the ranks, and such segments may "
+                "not be opened by another process; expected none, or rollout.placement=separate"
+            )
 
 
 def uses_gpus(config: Config) -> bool:

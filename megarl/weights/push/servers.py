@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.config.tried import untried
 from megarl.layout import numbers_of
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, Route
@@ -61,7 +62,9 @@ class Nature:
             hashes="words" if on_gpu else "sha256",
             first_gpu=int(info.get("base_gpu_id") or 0) if on_gpu else None,
             is_plain=info.get("quantization") is None
-            and _has_known_cut(info, tp, attention_dp)
+            and next(untried(info), None) is None
+            # Otherwise the head is cut over all ranks although attention is data parallel.
+            and (attention_dp == 1 or bool(info.get("enable_dp_lm_head")))
             and not (is_stacked and engine == "sglang")
             and (on_gpu or not is_enlarged(engine, hf_config, tp)),
             has_receiver=RECEIVER in (info.get("custom_weight_loader") or ()),
@@ -77,21 +80,6 @@ def _size(info: Mapping[str, Any], key: str) -> int:
     if not 0 < size <= _MOST_RANKS:
         raise ValueError(f"{key}={size}: expected at most {_MOST_RANKS}")
     return size
-
-
-def _has_known_cut(info: Mapping[str, Any], tp: int, attention_dp: int) -> bool:
-    """Whether a server cuts its layers over its ranks as `server_map` says.
-
-    Other options of SGLang have whole dense layers (moe_dense_tp_size=1) or shared experts (moe_a2a_backend) on each
-    rank, or cut the head over all ranks although attention is data parallel (without enable_dp_lm_head).
-    """
-    sizes = [_size(info, key) for key in ("pp_size", "dp_size", "moe_dp_size", "attn_cp_size")]
-    return (
-        all(size == 1 for size in sizes)
-        and info.get("moe_dense_tp_size") in (None, tp)
-        and info.get("moe_a2a_backend") in (None, "none")
-        and (attention_dp == 1 or bool(info.get("enable_dp_lm_head")))
-    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from fake_servers import Telling, serving_in_a_thread
 
 from megarl import cli
 from megarl.config import Config, load_config, to_yaml
+from megarl.config.tried import TRIED
 from megarl.rollout.protocol import Abilities, Route
 from megarl.servers.server_process import free_ports
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
@@ -23,6 +24,7 @@ from megarl.trainer.servers.abilities import (
     check_draws_as_asked,
     check_reports_routes,
     check_tells_support,
+    check_tried,
 )
 from megarl.trainer.servers.engine import chosen_engine
 from megarl.trainer.servers.pushes import CANARY_TOLERANCE, canary, export_folder, push_settings
@@ -66,9 +68,7 @@ ROUTES = {"enable_return_routed_experts": True, "moe_runner_backend": "auto", "e
     ("info", "words"),
     [
         ({"enable_return_routed_experts": False}, "does not report the experts of tokens; expected .*--enable-return-"),
-        ({"moe_runner_backend": "triton_kernel"}, "computes experts with --moe-runner-backend=triton_kernel, "),
         ({"enable_hierarchical_cache": True}, "was .* --enable-hierarchical-cache: KV that comes back from host "),
-        ({"speculative_algorithm": "EAGLE"}, "was .* --speculative-algorithm: the experts of drafted tokens are not"),
         ({"enable_lmcache": True}, "was .* --enable-lmcache: KV that comes back from elsewhere has lost its experts;"),
         ({"radix_cache_backend": "own"}, "was .* --radix-cache-backend: KV that comes back from elsewhere has lost"),
         ({"enable_prefill_cp": True}, "was .* --enable-prefill-cp: each GPU notes experts of its part of a prompt"),
@@ -104,6 +104,21 @@ def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_s
     check_tells_support({GOOD: ours, BAD: {"sampling_mask_max_tokens": 40} if top_k == 20 else ours}, config)
     with pytest.raises(ValueError, match=f"^rollout.top_p=0.9 and rollout.top_k={top_k}: {BAD} .*{words}"):
         check_tells_support({GOOD: ours, BAD: info}, config)
+
+
+def test_a_server_with_an_option_that_was_not_tried_is_found_at_the_start() -> None:
+    """Whoever gave it, and where SGLang chose it, as it does for experts on Blackwell."""
+    usual = {field: option.tried[0] for field, option in TRIED.items()} | {"version": "0.5.23", "quantization": None}
+    other = {"moe_runner_backend": "flashinfer_trtllm", "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE"}
+    check_tried({GOOD: usual, "http://ours": {"version": "megarl-hf"}})
+    check_tried({GOOD: usual | {"quantization": "fp8", "load_format": "flash_rl"}})
+    for field, option in TRIED.items():
+        value = other.get(field, 2)
+        said = f"^rollout.urls: {BAD} runs with {option.names[0]}={value}: {option.why}; expected {option.expected}$"
+        with pytest.raises(ValueError, match=said):
+            check_tried({GOOD: usual, BAD: usual | {field: value}})
+    with pytest.raises(ValueError, match=f"^rollout.urls: {BAD} holds weights in fp8, and would quantize the first"):
+        check_tried({BAD: usual | {"quantization": "fp8", "load_format": "auto"}})
 
 
 def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> None:

@@ -106,6 +106,17 @@ def test_a_server_into_which_no_push_leads_is_refused_before_the_start(words: li
     check_shared_gpus(load(*[word.replace("cuda", "cpu") for word in SHARED], *words))
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_ranks_whose_memory_servers_may_not_open_are_refused(name, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    said = f"^{name}=max_split_size_mb:64,expandable_segments:True: with rollout.placement=shared servers map memory of"
+    with pytest.raises(ValueError, match=said):
+        check_shared_gpus(load(*SHARED))
+    check_shared_gpus(load(*SHARED, "rollout.placement=separate"))
+    monkeypatch.setenv(name, "expandable_segments:False")
+    check_shared_gpus(load(*SHARED))
+
+
 def test_servers_beside_the_actor_take_any_way() -> None:
     where = ["actor.first_rank=2", "actor.num_ranks=2", "rollout.num_servers=2", "rollout.push=sharded"]
     check_shared_gpus(load(*SHARED, *where))
