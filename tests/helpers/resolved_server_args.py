@@ -138,14 +138,15 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     cases = json.load(sys.stdin)
     pretend(sys.argv[1])
-    from sglang import launch_server  # noqa: F401  # once, and not in every child
+    from sglang.srt.entrypoints import engine  # noqa: F401  # once, and not in every child
     from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     for case in cases:  # each in a child: the resolution sets variables and remembers answers
         read, write = os.pipe()
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             try:
                 out = resolve(case)
             except BaseException:
@@ -155,6 +156,7 @@ def main() -> None:
         os.close(write)
         with open(read) as text:
             print(text.read(), flush=True)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def launch_of(config: Config, folder: Path, python: str) -> EngineLaunch:
     return replace(launch, num_machines=len(machines), machine=1, meeting_host="10.0.0.1")
 
 
-@pytest.fixture(scope="module", params=[CURRENT, pytest.param(OLD, marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=[CURRENT, OLD])
 def version(request: pytest.FixtureRequest) -> str:
     return request.param
 
