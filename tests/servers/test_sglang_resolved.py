@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megarl.config import Config, config_dir, load_config
 from megarl.config.placement import placements
+from megarl.config.tried import TRIED, untried
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import PAIRED, VARIABLES
 from megarl.servers.sglang import sglang_command
@@ -98,6 +99,7 @@ def test_every_recipe_and_preset_has_servers_that_start_as_resolved(resolved: di
         assert built["graphs"] == (graphs if is_colocated else graphs | {"prefill": "BreakableCudaGraphBackend"}), name
         assert (built["loader"], built["laid_out_anew"]) == ("DummyModelLoader", []), name
         assert answer["args"]["moe_runner_backend"] == "triton", name
+        assert answer["args"].keys() >= TRIED.keys() and not list(untried(answer["args"])), name
 
 
 def test_ranks_and_servers_as_resolved_have_one_nccl_environment(resolved: dict[str, Any]) -> None:
