@@ -46,7 +46,7 @@ TRIED: dict[str, Option] = {  # by their names in /server_info
     "init_expert_location": Option(("--init-expert-location",), ("trivial",), _PLACES),
     "ep_num_redundant_experts": Option(("--ep-num-redundant-experts",), (0,), _PLACES),
     "speculative_algorithm": Option(
-        ("--speculative-algorithm",), (None,), "a push would go to the draft model too, which holds other weights"
+        ("--speculative-algorithm",), (None,), "a push would go to a draft model too, which holds other weights"
     ),
 }
 _BY_NAME = {name: option for option in TRIED.values() for name in option.names}

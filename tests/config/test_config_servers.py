@@ -138,7 +138,7 @@ NOT_TRIED = {
     "--enable-eplb": "experts are then not where a push writes them; expected no such option",
     "--init-expert-location=x.json": "experts are then not where a push writes them; expected no such option",
     "--ep-num-redundant-experts=2": "experts are then not where a push writes them; expected no such option",
-    "--speculative-algorithm=EAGLE": "a push would go to the draft model too, which holds other weights; expected no",
+    "--speculative-algorithm=EAGLE": "a push would go to a draft model too, which holds other weights; expected no",
     "--tp-size=2": "servers are placed and get their weights by rollout.tensor_model_parallel_size; expected that key",
     "--ep=2": "servers are placed and get their weights by rollout.expert_parallel_size; expected that key",
     "--enable-dp-attention": "servers are placed and get their weights by rollout.attention_dp; expected that key",

@@ -4,10 +4,11 @@
 
 Input: a list of {"argv": [...], "environment": {...}, "builds": bool}.  Output: one line of JSON for each, {"args":
 {...}, "environment": {...}, "built": {...}} with the resolved arguments, the variables that the resolution changed and,
-where the case wants it, what SGLang makes of them (`build`), or {"error": text}.  Nothing is started, and no kernel is
-called: packages of compiled kernels are imported as mocks.
+where the case wants it, what SGLang makes of them (`build`), or {"error": text}; then a line with the `spellings`.
+Nothing is started, and no kernel is called: packages of compiled kernels are imported as mocks.
 """
 
+import argparse
 import importlib.abc
 import importlib.machinery
 import json
@@ -117,6 +118,15 @@ def laid_out_anew(settled: SimpleNamespace) -> list[str]:
     return [name for name, parameter in layer.named_parameters() if not torch.equal(parameter, loaded[name])]
 
 
+def spellings() -> dict[str, list[str]]:
+    """Each field of SGLang's arguments -> its options on the command line."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return {action.dest: list(action.option_strings) for action in parser._actions}
+
+
 def plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
@@ -157,6 +167,7 @@ def main() -> None:
         with open(read) as text:
             print(text.read(), flush=True)
         os.waitpid(child, 0)
+    print(json.dumps(spellings()))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from megarl.config import Config, config_dir, load_config
 from megarl.config.placement import placements
-from megarl.config.tried import TRIED, untried
+from megarl.config.tried import TRIED, refused, untried
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import PAIRED, VARIABLES
 from megarl.servers.sglang import sglang_command
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.sglang
 
 SCRIPT = ROOT / "tests" / "helpers" / "resolved_server_args.py"
 STAND_INS = ROOT / "megarl" / "servers" / "sglang_cpu"
+Asked = tuple[dict[str, Any], dict[str, list[str]]]
 RECIPES = sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml"))
 
 
@@ -65,8 +66,8 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", params=["H100", "B200"])
-def resolved(request: pytest.FixtureRequest, version: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What SGLang makes of each; one process for all, because its imports take most of the time."""
+def asked(request: pytest.FixtureRequest, version: str, tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """What SGLang makes of each, and its options; one process for all: its imports take most of the time."""
     root, python = tmp_path_factory.mktemp("resolved"), sglang_of(version)
     inputs, names, environment = dict[str, Any](), dict[str, str](), dict[str, str]()
     for number, (name, config) in enumerate(configs().items()):
@@ -84,8 +85,14 @@ def resolved(request: pytest.FixtureRequest, version: str, tmp_path_factory: pyt
     words = [python, str(SCRIPT), request.param]
     done = subprocess.run(words, input=json.dumps([*inputs.values()]), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    answers = dict(zip(inputs, map(json.loads, done.stdout.splitlines()), strict=True))
-    return {name: answers[given] for name, given in names.items()}
+    *found, spellings = map(json.loads, done.stdout.splitlines())
+    answers = dict(zip(inputs, found, strict=True))
+    return {name: answers[given] for name, given in names.items()}, spellings
+
+
+@pytest.fixture
+def resolved(asked: Asked) -> dict[str, Any]:
+    return asked[0]
 
 
 def test_every_recipe_and_preset_has_servers_that_start_as_resolved(resolved: dict[str, Any], version: str) -> None:
@@ -106,3 +113,10 @@ def test_ranks_and_servers_as_resolved_have_one_nccl_environment(resolved: dict[
     """After SGLang's own _set_envs_and_config, against what a run gives to its ranks."""
     for answer in resolved.values():
         assert {name: answer["built"]["nccl"].get(name) for name in PAIRED} == dict.fromkeys(PAIRED) | VARIABLES
+
+
+def test_options_that_are_refused_are_so_by_every_spelling_as_resolved(asked: Asked) -> None:
+    spellings = asked[1]
+    for field in (*TRIED, "tp_size", "ep_size", "attn_dp_size", "enable_dp_attention"):
+        assert all(list(refused([name, "7"])) for name in spellings.get(field, [])), field
+    assert spellings.keys() >= TRIED.keys()

@@ -25,6 +25,7 @@ from megarl.trainer.build import cached_folder, read_prompts
 from megarl.trainer.checks.reward_rows import check_truths
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
+from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.trainer.teachers import check_taught
 from megarl.weights.hf.folder import INDEX, SINGLE, open_hf
 
@@ -41,6 +42,8 @@ def main(config: Config) -> int:
 
     with faults.collect():
         report(config, console)
+    with faults.collect():
+        check_shared_gpus(config)
     is_loaded = False
     with faults.collect():
         load_plugins(config.algorithm.plugins)
