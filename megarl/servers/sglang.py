@@ -66,7 +66,6 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     }
     argv = [str(python), "-m", "megarl.servers.sglang_server", str(os.getpid()), "--skip-server-warmup"]
     argv += [RETURNS_ROUTES] * launch.returns_routes
-    argv.append("--sleep-on-idle")  # an idle scheduler would poll without pause, and the trainer needs the core
     assert not launch.scores, "a reward model runs on our own server"
     argv += (
         flags(options)
@@ -103,9 +102,12 @@ def _attention_groups(launch: EngineLaunch) -> list[str]:
     and logits of all groups on every rank, [running completions, vocabulary] numbers in each step.  The head is then
     whole in each group, like the embedding.  --moe-dense-tp-size stays unset: dense layers and shared experts divide by
     the tensor-parallel size (config/validate/servers.py checks it), and whole copies of them would take memory.
+
+    With --sleep-on-idle each scheduler sleeps for up to a second on its own sockets, and an order to the server reaches
+    those of the first group only: with more than one group begin and end of an update, or a flush, take seconds.
     """
     if launch.attention_dp == 1:
-        return []
+        return ["--sleep-on-idle"]  # an idle scheduler would poll without pause, and the trainer needs the core
     return [*flags({"--attn-dp-size": launch.attention_dp}), "--enable-dp-lm-head"]
 
 

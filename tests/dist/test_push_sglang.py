@@ -1,5 +1,7 @@
 """Pushes from two ranks into stock SGLang by every transport: two versions, TP 1 and 2, dense models and experts."""
 
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import ServerClient, ServerError
+from megarl.rollout.protocol import PAUSE_MODES
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 from megarl.weights.push.buckets import Bucket
@@ -173,11 +176,38 @@ def test_swapped_experts_are_named(running: Running) -> None:
     assert f"(differ: {stack}" in report.failed[running.url]
 
 
-def test_tensors_that_do_not_fit_are_refused_and_the_server_lives(running: Running) -> None:
+@pytest.mark.parametrize("kind", ["does not fit", "a handle of memory that is gone"])
+def test_a_bucket_that_cannot_be_loaded_is_refused_and_the_server_lives(kind: str, running: Running) -> None:
     wrong = Bucket(["model.norm.weight"], [(7,)], torch.float32, shared_buffer(28), True)
+    texts = [payload(wrong) for _ in range(running.case.tp)]
+    if kind != "does not fit":
+        name = wrong.data.untyped_storage()._share_filename_cpu_()[1]
+        Path(f"/dev/shm{os.fsdecode(name)}").unlink()
     running.engine.pause("retract")
     running.engine.begin_update()
     with pytest.raises(ServerError, match="answered 400"):
-        running.engine.update_from_tensor([payload(wrong) for _ in range(running.case.tp)])
+        running.engine.update_from_tensor(texts)
     running.engine.end_update()
     assert running.push("auto")["report"].transports == {running.url: "sharded"}
+
+
+@pytest.mark.parametrize("mode", PAUSE_MODES)
+def test_a_sleeping_server_takes_orders_at_once(mode: str, running: Running) -> None:
+    """A scheduler that sleeps beside another one's sockets wakes after a second, also for the best of five calls."""
+    engine = running.engine
+    engine._call("/freeze_gc", {})  # type: ignore[arg-type]  # else a flush without GPU walks over all objects
+
+    def update() -> None:
+        engine.begin_update()
+        engine.end_update()
+
+    engine.pause(mode)
+    times: dict[str, list[float]] = {"update": [], "flush": []}
+    for _ in range(5):
+        for name, order in (("update", update), ("flush", engine.flush_cache)):
+            time.sleep(0.05)  # it falls asleep
+            start = time.perf_counter()
+            order()
+            times[name].append(time.perf_counter() - start)
+    engine.resume()
+    assert max(map(min, times.values())) < 0.2, times

@@ -80,7 +80,11 @@ CASES = {
     ),
     "memory without GPU": ({"memory_saver": True}, "", ["--enable-memory-saver"]),
     # Attention groups have the head to themselves.
-    "attention groups": ({"tensor_parallel_size": 4, "attention_dp": 2}, "--attn-dp-size 2 --enable-dp-lm-head", []),
+    "attention groups": (
+        {"tensor_parallel_size": 4, "attention_dp": 2},
+        "--attn-dp-size 2 --enable-dp-lm-head",
+        ["--sleep-on-idle"],
+    ),
     "one group": ({"tensor_parallel_size": 4}, "", ["--attn-dp-size", "--enable-dp-lm-head"]),
     # It loads so that it can quantize again.
     "quantized": (BF16 | {"quantization": "fp8"}, "--quantization fp8 --load-format flash_rl", []),

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "groups of attention": (
         "mla",
         {"tensor_parallel_size": 8, "expert_parallel_size": 8, "attention_dp": 8},
-        ON_8 | {"ep_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True},
+        ON_8 | {"ep_size": 8, "attn_dp_size": 8, "enable_dp_lm_head": True, "sleep_on_idle": False},
     ),
     "the experts of tokens": (
         "moe",

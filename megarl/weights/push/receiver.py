@@ -32,16 +32,33 @@ from megarl.weights.verify.digests import Kind
 
 logger = logging.getLogger("megarl.receiver")
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _UNLIKE = "0" * 64  # not a real fingerprint: tells the others that this rank cannot take part
 
 _groups: dict[str, dist.ProcessGroup] = {}  # name -> group; only the group in use
 
 
 def setup() -> None:
-    """Make SGLang report a failed update from tensors as refused, instead of ending the server."""
+    """Make SGLang report weights that it cannot open or load as refused, instead of ending the server."""
     registry = import_module("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", _refuse, registry.HookType.AROUND)
+    for function, hook in _HOOKS.items():
+        registry.HookRegistry.register(f"sglang.srt.{function}", hook, registry.HookType.AROUND)
+
+
+class _Unopened:
+    """Takes the place of tensors whose handle could not be opened: using it raises, where an error can be caught."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getitem__(self, _: object) -> Any:
+        raise RuntimeError(self._why)
+
+
+def _open(deserialize: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return deserialize(*arguments)
+    except Exception as error:
+        return _Unopened(f"cannot open what was sent: {type(error).__name__}: {error}")
 
 
 def _refuse(update: Callable[..., tuple[bool, str]], *arguments: Any, **named: Any) -> tuple[bool, str]:
@@ -50,6 +67,25 @@ def _refuse(update: Callable[..., tuple[bool, str]], *arguments: Any, **named: A
     except Exception as error:  # nothing else catches it: SGLang's event loop would end
         logger.exception("an update of the weights failed")
         return False, f"{type(error).__name__}: {error}"
+
+
+def _refuse_adapter(load: Callable[..., Any], worker: Any, request: Any) -> Any:
+    """The ranks whose own payload is empty read that of the first rank."""
+    first, *others = request.serialized_named_tensors
+    request.serialized_named_tensors = [first, *(other or first for other in others)]
+    try:
+        return load(worker, request)
+    except Exception as error:
+        logger.exception("an adapter was not loaded")
+        reply = import_module("sglang.srt.managers.io_struct").LoRAUpdateOutput
+        return reply(success=False, error_message=f"{type(error).__name__}: {error}")
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "utils.common.MultiprocessingSerializer.deserialize": _open,
+    "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor": _refuse,
+    "managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors": _refuse_adapter,
+}
 
 
 @torch.inference_mode()

@@ -31,6 +31,9 @@ from megarl.weights.verify.digests import Kind
 _MOST_RANKS = 4096  # of one server; what claims more is no size
 _TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
 CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
+# How servers of these formats read a folder: one that started with random weights would read none in its own way.  The
+# loader of flash_rl refuses to load twice, and what it made of the model quantizes what any other loader brings.
+_OTHER_FORMATS = {"dummy": "auto", "flash_rl": "auto"}
 RECEIVER = "megarl.weights.push.receiver.load"  # the custom weight loader of servers in sharded transfers
 
 
@@ -70,8 +73,7 @@ class Nature:
             has_receiver=RECEIVER in (info.get("custom_weight_loader") or ()),
             is_stacked=is_stacked,
             started=json.dumps(info.get("startup_time"), sort_keys=True),
-            # One that started with random weights would read none in its own way.
-            disk_format="auto" if info.get("load_format") == "dummy" else None,
+            disk_format=_OTHER_FORMATS.get(str(info.get("load_format"))),
         )
 
 
