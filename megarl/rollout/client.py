@@ -253,15 +253,17 @@ class ServerClient:
             return [str(model["id"]) for model in models if model.get("parent") is not None]  # the others: base models
 
     def load_adapter(
-        self, name: str, config: Mapping[str, Any], payload: str, checksums: Mapping[str, str], *, tp_size: int
+        self, name: str, config: Mapping[str, Any], payloads: Sequence[str], checksums: Mapping[str, str]
     ) -> None:
         """Add a LoRA adapter to the server; requests to /generate select it with lora_path.  `name` must be new.
 
-        `config`: PEFT's adapter_config.json.  `payload`: base64 of the pickled {PEFT's name: whole tensor}.  The server
-        process ends itself if a tensor's sha256 differs from `checksums` (64 hex digits of each tensor's bytes).
+        `config`: PEFT's adapter_config.json.  `payloads`: of all tensors, under PEFT's names, for each tensor-parallel
+        rank; an empty one is that of the first rank, for servers with our custom weight loader.  Refused if a tensor's
+        sha256 differs from `checksums` (64 hex digits of each tensor's bytes); a server without that loader then ends.
         """
         body: dict[str, Any] = {"lora_name": name, "config_dict": dict(config), "expected_checksums": dict(checksums)}
-        self._accepted(Route.LOAD_ADAPTER, {**body, "serialized_named_tensors": [payload] * tp_size})
+        body |= {"serialized_named_tensors": list(payloads), "load_format": FLATTENED}
+        self._accepted(Route.LOAD_ADAPTER, body)
 
     def unload_adapter(self, name: str) -> None:
         """Returns when the last completion that uses the adapter has ended; hangs while such a completion is paused."""

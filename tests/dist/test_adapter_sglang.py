@@ -1,6 +1,8 @@
 """Adapters of a model on Megatron shards, pushed into a real SGLang that runs the base."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +20,48 @@ from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.step import forward_only
+from megarl.network.http_calls import Caller
 from megarl.projections import projections_of
 from megarl.rollout.client import ServerClient
+from megarl.rollout.protocol import Route
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
+from megarl.weights.hf.adapter import peft_config
 from megarl.weights.hf.export import save_hf
-from megarl.weights.push.adapter_push import AdapterPusher
+from megarl.weights.push import adapter_push
+from megarl.weights.push.adapter_push import AdapterPusher, Encoded, give_adapter
+from megarl.weights.push.report import PushError
 from megarl.weights.verify.canary import Canary
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 
-RANK, ALPHA = 4, 10.0
+RANK, ALPHA = 32, 80.0  # large beside names and digests
 
 
 def push_twice(folder: str, url: str, token: str, out: str, prompt: list[int]) -> dict[str, Any]:
-    """Push two adapters; log-probs of the prompt under each, by version, and folders of the merged models."""
+    """Push two adapters, the second one as to another machine.
+
+    Log-probs of the prompt under each, by version, folders of the merged models, and bytes of the orders to load.
+    """
+    sizes: list[int] = []
+    call = Caller.call
+
+    def counted(caller: Caller, method: str, url: str, body: Any = None, **how: Any) -> Any:
+        if url.endswith(Route.LOAD_ADAPTER):
+            sizes.append(len(json.dumps(body)))
+        return call(caller, method, url, body, **how)
+
+    Caller.call = counted  # type: ignore[method-assign]
     lora = Lora(folder, LoraSettings(RANK, ALPHA), Layout(tp=1, pp=2))
     pusher = AdapterPusher([url], token, lora.hf, base_model=folder, keep=2, life="a life", timeout_s=60)
     micro = MicroBatch(Batch(torch.tensor(prompt), torch.tensor([len(prompt)])))
-    found: dict[str, Any] = {"columns": {}, "adapters": []}
+    found: dict[str, Any] = {"columns": {}, "adapters": [], "sizes": sizes}
     for version in (1, 2):
         _disturb(lora)
         columns = forward_only(lora.model, [micro], lora.outputs, CPU)
         said = _of_last_stage(columns[0]["log_probs"] if columns else None, len(prompt))
         canary = Canary(tuple(prompt), tuple(said[1:].tolist()), tolerance=1e-4)
+        adapter_push.is_here = lambda _, version=version: version == 1  # type: ignore[assignment]
         report = pusher.push(lora.model, version, canary=canary)
         if report is not None:
             assert (report.failed, report.transports) == ({}, {url: "adapter"})
@@ -82,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     launch = EngineLaunch(
         "sglang", str(folder), max_running_requests=8, max_total_tokens=4096, random_seed=7, lora_rank=RANK,
-        lora_targets=projections_of({}),
+        lora_targets=projections_of({}), tensor_parallel_size=2,
     )  # fmt: skip
     with Servers([launch], TOKEN, tmp_path_factory.mktemp("logs")) as servers:
         servers.start()
@@ -95,7 +115,8 @@ def pushed(folder: Path, server: str, tmp_path_factory: pytest.TempPathFactory) 
     found = run_ranks(2, push_twice, str(folder), server, TOKEN, str(out), PROMPT, timeout_s=120)
     columns = found[1]["columns"]
     names = dict(zip(columns, found[0]["adapters"], strict=True))  # by version, of the adapters in the server
-    return {"bytes": found[0]["bytes"], "columns": columns, "names": names, "out": out}
+    sizes = {"bytes": found[0]["bytes"], "sizes": found[0]["sizes"]}
+    return {**sizes, "columns": columns, "names": names, "out": out}
 
 
 def served(url: str, adapter: str | None) -> torch.Tensor:
@@ -120,6 +141,22 @@ def test_the_server_says_what_the_trainer_and_the_merged_model_say(pushed: dict[
         found = served(server, pushed["names"][version])
         torch.testing.assert_close(found, columns[1:], rtol=0, atol=1e-4)
         torch.testing.assert_close(found, of_transformers(pushed["out"] / version), rtol=0, atol=1e-4)
+
+
+def test_an_adapter_travels_at_most_once_for_two_ranks(pushed: dict[str, Any]) -> None:
+    mapped, sent = pushed["sizes"]
+    assert mapped < 0.2 * pushed["bytes"] and sent < 1.4 * pushed["bytes"]
+
+
+def test_an_adapter_that_arrives_otherwise_than_it_was_sent_is_refused_and_the_server_lives(server: str) -> None:
+    tensors = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(RANK, 64)}
+    adapter = Encoded.of(tensors, peft_config(LoraSettings(RANK, ALPHA), "base", ["q_proj"]))
+    other = replace(adapter, digests=dict.fromkeys(adapter.digests, "0" * 64))
+    engine = ServerClient(server, TOKEN, timeout_s=60)
+    with pytest.raises(PushError, match="did not take the adapter wrong: .*MISMATCH"):
+        give_adapter(engine, "wrong", other)
+    assert "wrong" not in engine.adapters()
+    engine.close()
 
 
 def test_without_an_adapter_the_server_is_the_base(pushed: dict[str, Any], server: str, folder: Path) -> None:

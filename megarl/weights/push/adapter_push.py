@@ -8,14 +8,14 @@ the base weights too.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import pickle
+import logging
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,8 +27,14 @@ from megarl.mcore.models.model import Model
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config
 from megarl.weights.mapping.blocks import HFConfig
-from megarl.weights.push.report import Clock, PushError, PushReport
+from megarl.weights.push.buckets import Bucket
+from megarl.weights.push.channel import is_here
+from megarl.weights.push.report import Clock, PushError, PushReport, one_line
+from megarl.weights.push.servers import RECEIVER
+from megarl.weights.push.shared import copied, payload, shared_buffer
 from megarl.weights.verify.canary import Canary, disagreement
+
+logger = logging.getLogger("megarl.push")
 
 OURS = "megarl-"  # begins the names of all adapters that a trainer pushes
 _UNLOAD_S = 2.0  # after this time requests that still run with an adapter to unload are ended
@@ -39,15 +45,28 @@ class Encoded:
     """A complete adapter as it is sent, to any number of servers."""
 
     config: Mapping[str, Any]  # PEFT's adapter_config.json
-    payload: str
+    bucket: Bucket  # in shared memory, if there is room
     digests: dict[str, str]
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Encoded:
-        """Tensors on the CPU.  Pickled here, with the bytes inside: SGLang unpickles only tensors."""
-        payload = base64.b64encode(pickle.dumps(tensors)).decode()
-        views = {name: tensor.reshape(-1).view(torch.uint8).numpy() for name, tensor in tensors.items()}
-        return cls(config, payload, {name: hashlib.sha256(view.data).hexdigest() for name, view in views.items()})
+        """Tensors on the CPU, all of one dtype."""
+        (dtype,) = {tensor.dtype for tensor in tensors.values()}
+        raw = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+        num_bytes = sum(len(part) for part in raw.values())
+        try:
+            data = shared_buffer(num_bytes)
+        except OSError as error:
+            logger.warning("the adapter is sent to servers of this machine too: %s", one_line(error))
+            data = torch.empty(num_bytes, dtype=torch.uint8)
+        torch.cat(list(raw.values()), out=data)
+        bucket = Bucket(list(tensors), [tuple(tensor.shape) for tensor in tensors.values()], dtype, data, is_last=True)
+        return cls(config, bucket, {name: hashlib.sha256(part.numpy().data).hexdigest() for name, part in raw.items()})
+
+    @cached_property
+    def text(self) -> str:
+        """With the bytes inside.  Pickled: SGLang unpickles only tensors."""
+        return copied(self.bucket)
 
 
 class AdapterPusher:
@@ -81,8 +100,9 @@ class AdapterPusher:
     ) -> PushReport | None:
         """Every rank calls it; world rank 0 gets the report, with the adapter's name for completions.
 
-        `only`: push to these urls only.  Peak extra memory on rank 0: the adapters, and 4/3 of
-        their bytes for the payload and again for each rank of each server, in its request.
+        `only`: push to these urls only.  Peak extra memory on rank 0: twice the adapters, of which a copy in shared
+        memory stays as long as a server of this machine holds it; for servers of other machines 4/3 of their bytes as
+        text, and again in the request to each of them.
         """
         stream = adapter_tensors(model, self._hf_config)
         try:
@@ -177,12 +197,30 @@ def unload(engine: ServerClient, name: str) -> None:
 def give_adapter(engine: ServerClient, name: str, adapter: Encoded) -> None:
     """Load a complete adapter into one server; PushError if the server refuses it."""
     try:
-        tp_size = int(engine.server_info().get("tp_size", 1))
-        engine.load_adapter(name, adapter.config, adapter.payload, adapter.digests, tp_size=tp_size)
+        info = engine.server_info()
+        tp_size, is_ours = int(info.get("tp_size", 1)), RECEIVER in (info.get("custom_weight_loader") or ())
+        maps = is_ours and adapter.bucket.data.is_shared() and info.get("nnodes", 1) == 1 and is_here(engine.url)
+        if maps and _maps(engine, name, adapter, tp_size):
+            return
+        others = "" if is_ours else adapter.text
+        engine.load_adapter(name, adapter.config, [adapter.text, *[others] * (tp_size - 1)], adapter.digests)
     except ServerError as error:
         if error.status == 404:
             raise PushError(_refusal(error)) from error
         raise PushError(f"{engine.url} did not take the adapter {name}: {error.message}") from error
+
+
+def _maps(engine: ServerClient, name: str, adapter: Encoded, tp_size: int) -> bool:
+    """Whether a server of this machine loads the adapter from shared memory, as one in another container cannot."""
+    try:
+        payloads = [payload(adapter.bucket) for _ in range(tp_size)]
+        engine.load_adapter(name, adapter.config, payloads, adapter.digests)
+    except ServerError as error:
+        if error.status in (0, 404):
+            raise
+        logger.warning("%s does not map the adapter %s, which is sent: %s", engine.url, name, error.message)
+        return False
+    return True
 
 
 def _refusal(error: ServerError) -> str:

@@ -45,13 +45,23 @@ def shared_buffer(num_bytes: int) -> Tensor:
 
 def payload(bucket: Bucket) -> str:
     """Base64 for /update_weights_from_tensor; open each text exactly once, because the memory is reference-counted."""
+    return _dump({"flattened_tensor": bucket.data, "metadata": _metadata(bucket)})
+
+
+def copied(bucket: Bucket) -> str:
+    """The same with the bytes inside, for servers that cannot map them; may be opened any number of times."""
+    value = {"flattened_tensor": bucket.data, "metadata": _metadata(bucket)}
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def _metadata(bucket: Bucket) -> list[SimpleNamespace]:
     at, metadata = 0, []
     for name, shape, raw in zip(bucket.names, bucket.shapes, (raw for _, raw in bucket.parts()), strict=True):
         end = at + raw.numel()
         place = {"start_idx": at, "end_idx": end, "numel": raw.numel()}
         metadata.append(SimpleNamespace(name=name, shape=tuple(shape), dtype=bucket.dtype, **place))
         at = end
-    return _dump({"flattened_tensor": bucket.data, "metadata": metadata})
+    return metadata
 
 
 def message(text: str) -> str:

@@ -27,6 +27,7 @@ from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.push import adapter_push
 from megarl.weights.push.adapter_push import AdapterPusher, Encoded, give_adapter, outdated
 from megarl.weights.push.report import Clock, PushError, PushReport
+from megarl.weights.push.servers import RECEIVER
 
 HF = config_of("qwen3", num_hidden_layers=2)
 MIXTRAL = config_of("mixtral", num_hidden_layers=2)
@@ -89,44 +90,69 @@ def test_settings_survive_pefts_file(tmp_path: Path, alpha: float, written: floa
 
 
 class TwoRanks(ServerClient):
-    """A server that answers with what it was told, or with an error."""
+    """A server that answers with what it was told, or with an error; `maps`: it opens shared memory."""
 
-    def __init__(self, status: int = 200) -> None:
-        self.url, self.status, self.body = "http://here", status, dict[str, Any]()
+    def __init__(self, status: int = 200, *, maps: bool = True, **info: Any) -> None:
+        self.url, self.status, self.maps, self.info = "http://127.0.0.1", status, maps, {"tp_size": 2, **info}
+        self.bodies: list[dict[str, Any]] = []
 
     def server_info(self) -> dict[str, Any]:
-        return {"tp_size": 2}
+        return self.info
 
     def _accepted(self, route: Any, body: dict[str, Any]) -> dict[str, Any]:
-        if self.status != 200:
-            raise ServerError(self.url, route, self.status, "no such adapter, or so")
-        self.body = body
+        self.bodies.append(body)
+        is_mapped = len(body["serialized_named_tensors"][0]) < 2000  # a handle, and no bytes
+        if self.status != 200 or (is_mapped and not self.maps):
+            raise ServerError(self.url, route, 400 if self.status == 200 else self.status, "no such adapter, or so")
         return {"success": True}
 
 
-def test_a_server_gets_the_whole_adapter_for_every_rank_and_its_checksums() -> None:
-    engine, tensors = TwoRanks(), {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
-    config = peft_config(LoraSettings(4, 8.0), "base", ["q_proj"])
-    give_adapter(engine, "actor-7", Encoded.of(tensors, config))
-    body = engine.body
-    assert (body["lora_name"], body["config_dict"]) == ("actor-7", config)
-    assert len(body["serialized_named_tensors"]) == 2
-    for text in body["serialized_named_tensors"]:
-        got = pickle.loads(base64.b64decode(text))
-        assert sorted(got) == ["a", "b"]
-        assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
-    assert body["expected_checksums"] == {
-        "a": hashlib.sha256(tensors["a"].numpy().tobytes()).hexdigest(),
-        "b": hashlib.sha256(b"\x80\x3f\x80\x3f").hexdigest(),
+OURS: dict[str, Any] = {"custom_weight_loader": [RECEIVER]}
+TENSORS = {"a": torch.arange(600.0).view(2, 300), "b": torch.ones(2)}
+NUM_BYTES = 602 * 4
+
+
+def tensors_in(text: str) -> dict[str, torch.Tensor]:
+    sent = pickle.loads(base64.b64decode(text))
+    return {
+        one.name: sent["flattened_tensor"][one.start_idx : one.end_idx].view(one.dtype).view(one.shape)
+        for one in sent["metadata"]
     }
+
+
+@pytest.mark.parametrize(
+    ("info", "maps", "copies"),
+    [
+        (OURS, True, 0),
+        (OURS | {"nnodes": 2}, True, 1),  # of which one machine is another one
+        (OURS, False, 1),  # in a container with shared memory of its own
+        ({}, True, 2),  # a rank without our loader reads its own payload only
+    ],
+    ids=["mapped", "several_machines", "container", "stock"],
+)
+def test_an_adapter_travels_once_or_not_at_all(info: dict[str, Any], maps: bool, copies: int) -> None:
+    engine, config = TwoRanks(maps=maps, **info), peft_config(LoraSettings(4, 8.0), "base", ["q_proj"])
+    give_adapter(engine, "actor-7", Encoded.of(TENSORS, config))
+    body = engine.bodies[-1]
+    assert (body["lora_name"], body["config_dict"], body["load_format"]) == ("actor-7", config, "flattened_bucket")
+    payloads = body["serialized_named_tensors"]
+    assert len(payloads) == 2
+    for text in filter(None, payloads):
+        got = tensors_in(text)
+        assert sorted(got) == ["a", "b"] and all(torch.equal(got[name], tensor) for name, tensor in TENSORS.items())
+    texts = [text for text in payloads if len(text) > NUM_BYTES]
+    assert len(texts) == copies
+    assert sum(map(len, payloads)) < copies * 4 / 3 * NUM_BYTES + 2 * 1500  # names and places, by rank
+    expected = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in TENSORS.items()}
+    assert body["expected_checksums"] == expected
     json.dumps(body)
 
 
 @pytest.mark.parametrize(
     ("status", "sentence"),
     [
-        (404, "^http://here takes no adapters; expected actor.lora.push=merged$"),
-        (400, "^http://here did not take the adapter actor-7: no such adapter, or so$"),
+        (404, "^http://127.0.0.1 takes no adapters; expected actor.lora.push=merged$"),
+        (400, "^http://127.0.0.1 did not take the adapter actor-7: no such adapter, or so$"),
     ],
 )
 def test_a_server_that_refuses_is_named(status: int, sentence: str) -> None:
@@ -184,7 +210,7 @@ async def test_two_runs_of_one_life_keep_their_own_adapters_on_a_server() -> Non
 @in_a_loop
 async def test_an_adapter_is_encoded_once_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[Any] = []
-    monkeypatch.setattr(pickle, "dumps", lambda tensors: encoded.append(tensors) or b"bytes")
+    monkeypatch.setattr(adapter_push, "copied", lambda bucket: encoded.append(bucket) or "bytes")
 
     servers = AdapterWriter(), AdapterWriter()
     async with serving(*servers) as (urls, _):
