@@ -104,7 +104,7 @@ class Session:
         self._running: set[asyncio.Future[Any]] = set()
         self._asked: Counter[Asking] = Counter()  # under way
         self._left = contextlib.ExitStack()
-        self._home = self._left.enter_context(policy.pool.session(1))
+        self._home, self._affinity = self._left.enter_context(policy.pool.session(1))
 
     def close(self) -> None:
         """End running requests; further ones are refused, so that a finished episode never changes."""
@@ -249,7 +249,7 @@ class Session:
         params = for_completion(params, self.name, next(self._numbers))
         how: dict[str, Any] = {"piece_tokens": policy.piece_tokens, "urgent": policy.urgent, "waiting": self.waiting}
         how["num_known"] = self.conversation.num_known(prompt_ids)
-        return await write(policy.pool, prompt_ids, params, prefer=self._home, **how)
+        return await write(policy.pool, prompt_ids, params, prefer=self._home, affinity=self._affinity, **how)
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {

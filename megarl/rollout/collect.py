@@ -161,11 +161,9 @@ async def _write_all(
     pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int, *, urgent: bool
 ) -> list[Completion]:
     """One completion for each of `asked`; if one fails, the others are cancelled."""
-    with pool.session(len(asked)) as home:
-        tasks = [
-            asyncio.create_task(write(pool, prompt_ids, params, piece_tokens=piece_tokens, prefer=home, urgent=urgent))
-            for params in asked
-        ]
+    with pool.session(len(asked)) as (home, affinity):
+        how: dict[str, Any] = {"prefer": home, "affinity": affinity, "piece_tokens": piece_tokens, "urgent": urgent}
+        tasks = [asyncio.create_task(write(pool, prompt_ids, params, **how)) for params in asked]
         try:
             return await asyncio.gather(*tasks)
         except (RolloutFailed, asyncio.CancelledError) as error:

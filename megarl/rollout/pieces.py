@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from megarl.rollout.pool.meter import Waiting
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import Affinity, EnginePool, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, VersionSpan
 
@@ -29,6 +30,7 @@ async def write(
     *,
     piece_tokens: int = 0,
     prefer: str | None = None,
+    affinity: Affinity | None = None,
     urgent: bool = False,
     waiting: Waiting | None = None,
     num_known: int = 0,
@@ -36,7 +38,8 @@ async def write(
     """One completion of up to params.max_new_tokens, without text; its finish_reason is "stop" or "length".
 
     `piece_tokens`: new tokens of one request at most; 0: no limit.  `prefer`: url of the server for the first piece;
-    each further one prefers the server of the piece before.  `urgent`: it takes a slot before those that are not.
+    each further one prefers the server of the piece before.  `affinity`: of its session.  `urgent`: it takes a slot
+    before those that are not.
     `waiting`: measures the time without a slot or a server.  `num_known`: of so many tokens of the prompt the caller
     has the columns already; those of the completion may be zeros there.
     Raises RolloutFailed if a request is refused, or if so many attempts in a row brought no token as the pool allows.
@@ -53,7 +56,9 @@ async def write(
             part = params if most == params.max_new_tokens else replace(params, max_new_tokens=most)
             tokens = [*prompt_ids, *written.token_ids]
             known = len(tokens) if written.token_ids else num_known
-            piece, prefer = await pool.generate(tokens, part, prefer=prefer, waiting=waiting, num_known=known)
+            began = written.versions[0].version if written.versions else None
+            how: dict[str, Any] = {"affinity": affinity, "num_known": known, "began": began}
+            piece, prefer = await pool.generate(tokens, part, prefer=prefer, waiting=waiting, **how)
             written = join(written, piece, len(prompt_ids))
             is_whole = len(piece.token_ids) == left or _is_last(piece, part)
     except RolloutFailed as error:

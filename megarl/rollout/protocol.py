@@ -88,6 +88,7 @@ class Abilities:
 # A client closes a connection that was idle for so long.  Shorter than stock SGLang's 5 s: otherwise the server may
 # close a connection while a request is on its way to it.
 KEEP_ALIVE_S = 3.0
+ROUTING_KEY = "x-smg-routing-key"  # header of a request: the router sends all of one key to one server
 PAUSE_MODES = ("abort", "retract", "in_place")
 FLATTENED = "flattened_bucket"  # load_format: one broadcast of the uint8 concatenation of all tensors
 
@@ -169,12 +170,15 @@ def generate_body(
     *,
     columns: Sequence[EngineColumn] = (),
     num_known: int = 0,
+    dp_rank: int | None = None,
 ) -> dict[str, Any]:
     """The body of /generate for `n` completions of one prompt, with log-probs of the completions only.
 
     `salt`: the server reuses KV of requests with the same salt only.  It may hold KV of earlier weights, so a salt
     names one version of the weights, of one run.
     `columns`: what is to travel with the tokens; of the first `num_known` ones the caller has it already.
+    `dp_rank`: of the server's data-parallel ranks (attention groups), each with a prefix cache of its own, the one that
+    writes; None: the server chooses.
     """
     body: dict[str, Any] = {
         "input_ids": list(prompt_ids),
@@ -184,6 +188,8 @@ def generate_body(
         "rid": rid,
         "cache_salt": salt,
     }
+    if dp_rank is not None:
+        body["routed_dp_rank"] = dp_rank
     for column in columns:
         body |= column.request(num_known)
     return body

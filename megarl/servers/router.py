@@ -40,7 +40,7 @@ class RouterError(RuntimeError):
 def smg_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     """The command of the router; it uses host, port, group_port (for its metrics), python and args of the launch."""
     python = sglang_python(launch.python)
-    options = {"--host": launch.host, "--port": launch.port, "--log-level": "warn", "--policy": "least_load"}
+    options = {"--host": launch.host, "--port": launch.port, "--log-level": "warn", "--policy": "consistent_hashing"}
     options |= {"--prometheus-host": launch.host, "--prometheus-port": launch.group_port}  # else on every interface
     argv = [str(python), "-m", "megarl.servers.router_server", str(os.getpid()), *flags(options), *launch.args]
     # SIGKILL: on SIGTERM it waits for 5 s, and it has nothing to save.

@@ -49,13 +49,15 @@ def make_collectors(
     fenced: bool = False,
     reports_unfit: bool = False,
     salted: bool = False,
+    dp_ranks: int = 1,
     columns: Sequence[EngineColumn] = (),
 ) -> Collectors:
     """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
 
     `reports_unfit`: they take servers that hang, fail or are slow out of service, and somebody starts these again.
     `reward_url`: see make_rewards.  `salted`: all servers know salts of their prefix caches, and need them because they
-    keep their KV in a push.  `columns`: what is to travel with the tokens of every completion.
+    keep their KV in a push.  `dp_ranks`: data-parallel ranks of each server.  `columns`: what is to travel with the
+    tokens of every completion.
     """
     rollout = config.rollout
     servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
@@ -74,6 +76,7 @@ def make_collectors(
         log_path=config.trainer.run_dir / "logs" / "collector.log",
         fenced=fenced,
         salted=salted,
+        dp_ranks=dp_ranks,
         joins=rollout.engine == "hf",  # in a request of several SGLang fails them all together
         columns=columns,
         num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),

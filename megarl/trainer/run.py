@@ -65,7 +65,7 @@ from megarl.trainer.observed.profile import check_profile
 from megarl.trainer.observed.step_metrics import StepMetrics
 from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.roles import Roles, load_roles, make_roles
-from megarl.trainer.servers.abilities import check_newcomer, fitting
+from megarl.trainer.servers.abilities import check_newcomer, dp_ranks_of, fitting
 from megarl.trainer.servers.colocation import ALL, GENERATION, check_shared_gpus, uses_gpus
 from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
@@ -258,13 +258,15 @@ class Run:
         if teachers is not None:
             keys, longest = config.longest
             teachers.require_room(longest, keys)
-        abilities = fitting(site.ask_servers(), config, drains=self.drains)
+        told = site.ask_servers()
+        abilities, dp_ranks = fitting(told, config, drains=self.drains), dp_ranks_of(told)
         router = site.router
         salted = keeps_kv(config) and all(ability.cache_salt for ability in abilities)
-        self._start_collectors([router.url] if router else processes.urls, token, salted=salted)
+        caches: dict[str, Any] = {"salted": salted, "dp_ranks": dp_ranks}
+        self._start_collectors([router.url] if router else processes.urls, token, caches)
         self.ledger, self.prefetcher = ledger, self._make_prefetcher(ledger, waiting)
         asked = Routed(router, self.collectors) if router else self.collectors
-        self.server_manager = self._make_server_manager(processes, asked, salted=salted)
+        self.server_manager = self._make_server_manager(processes, asked, caches)
         self.server_manager.release_memory()
         if takes_turns:
             self._load_roles()
@@ -301,12 +303,14 @@ class Run:
                 "than `megarl plan` says; install it, or set transformer_impl=local"
             )
 
-    def _make_server_manager(self, processes: supervisor.Servers, asked: Trusts, *, salted: bool) -> ServerManager:
+    def _make_server_manager(
+        self, processes: supervisor.Servers, asked: Trusts, caches: Mapping[str, Any]
+    ) -> ServerManager:
         """Servers on shared GPUs get the canary when they have resumed their KV cache, all others with the push."""
         ids = canary_tokens(self.config, self.prompts)
         door, colocation, lora = self._infrastructure.door, self._infrastructure.colocation, self.config.actor.lora
         token = self._infrastructure.server_token
-        check = partial(check_newcomer, config=self.config, token=token, drains=self.drains, salted=salted)
+        check = partial(check_newcomer, config=self.config, token=token, drains=self.drains, **caches)
         loads = self._stack.enter_context(ServerLoads(self._infrastructure.server_token))
         how: dict[str, Any] = {"unfit": self.collectors.take_unfit, "check": check, "loads": loads}
         if colocation is None:
@@ -338,7 +342,7 @@ class Run:
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 
-    def _start_collectors(self, urls: Sequence[str], token: str, *, salted: bool) -> None:
+    def _start_collectors(self, urls: Sequence[str], token: str, caches: Mapping[str, Any]) -> None:
         config = self.config
         self.collectors = make_collectors(
             config,
@@ -347,7 +351,7 @@ class Run:
             reward_url=self._infrastructure.reward_url,
             fenced=True,
             reports_unfit=self._infrastructure.router is None,  # of a router nobody knows which server failed
-            salted=salted,
+            **caches,
             columns=engine_columns(config),
         )
         self._stack.callback(self.collectors.close)

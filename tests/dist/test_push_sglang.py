@@ -1,5 +1,6 @@
 """Pushes from two ranks into stock SGLang by every transport: two versions, TP 1 and 2, dense models and experts."""
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -18,9 +19,13 @@ from megarl.data.examples.tiny import write_tiny_model
 from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.protocol import PAUSE_MODES
+from megarl.rollout.pieces import write
+from megarl.rollout.pool import sender
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.protocol import PAUSE_MODES, Reply, SamplingParams, parse_replies
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
+from megarl.trainer.servers.abilities import dp_ranks_of
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.shared import payload, shared_buffer
 
@@ -189,6 +194,33 @@ def test_a_bucket_that_cannot_be_loaded_is_refused_and_the_server_lives(kind: st
         running.engine.update_from_tensor(texts)
     running.engine.end_update()
     assert running.push("auto")["report"].transports == {running.url: "sharded"}
+
+
+def test_pieces_of_a_session_find_their_prefix(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention groups have a cache each and take requests in turn: without its rank every second piece finds less."""
+    seen: list[tuple[int, int | None]] = []
+
+    def noted(reply: Any, n: int, *, num_asked: int, **how: Any) -> list[Reply]:
+        replies = parse_replies(reply, n, num_asked=num_asked, **how)
+        seen.extend((num_asked, each.cached_tokens) for each in replies)
+        return replies
+
+    monkeypatch.setattr(sender, "parse_replies", noted)
+    told = {running.url: running.engine.server_info()}
+    assert dp_ranks_of(told) == running.case.attention_dp
+
+    async def ask() -> None:
+        async with EnginePool([running.url], TOKEN, timeout_s=120, dp_ranks=dp_ranks_of(told)) as pool:
+            for number in range(2):
+                with pool.session(1) as (url, affinity):
+                    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+                    prompt = [5 + number, *range(6, 30)]
+                    await write(pool, prompt, params, prefer=url, affinity=affinity, piece_tokens=4)
+
+    asyncio.run(ask())
+    later = [(asked, found) for asked, found in seen if asked > 25]
+    caches = running.engine.abilities.flush_beside_queue
+    assert len(later) == 6 and all(found == (asked - 1 if caches else 0) for asked, found in later), later
 
 
 @pytest.mark.parametrize("mode", PAUSE_MODES)

@@ -1,6 +1,8 @@
 """The prefix cache of every rollout server: it saves prefills, and its salt keeps KV of different weights apart."""
 
+import asyncio
 import uuid
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ from tiny_server import BOTH, LIMIT_S, against
 from transformers import Qwen3ForCausalLM
 from wire import parse_completions
 
+from megarl.rollout.pieces import write
+from megarl.rollout.pool import sender
+from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_replies
 
 PROMPT = [5, 6, 7, 8, 20, 11, 30, 3, 9, 14, 25, 4, 17, 2, 28, 13]
@@ -121,6 +126,38 @@ def test_a_retracted_request_goes_on_with_kv_of_the_new_weights_alone(server, af
     assert distance(after, PROMPT, generate(server, PROMPT, salt).completion) < CLOSE, "the push emptied the cache"
 
 
+@pytest.fixture
+def cached(monkeypatch):
+    """(tokens asked with, of these in the prefix cache) of each reply that a pool reads, in their order."""
+    seen = []
+
+    def noted(reply, n, *, num_asked, **how):
+        replies = parse_replies(reply, n, num_asked=num_asked, **how)
+        seen.extend((num_asked, reply.cached_tokens) for reply in replies)
+        return replies
+
+    monkeypatch.setattr(sender, "parse_replies", noted)
+    return seen
+
+
+@against(*BOTH, "sglang_old")
+def test_a_completion_finds_its_prefix_after_an_in_place_push_and_a_new_one_begins_afresh(server, cached):
+    async def ask():
+        async with EnginePool([server.url], server.token, timeout_s=LIMIT_S, salted=True, fenced=True) as pool:
+            pool.trust(server.url, 0)
+            piece = (await pool.generate(PROMPT, GREEDY)).completion
+            await asyncio.to_thread(push, server, "in_place", flush_cache=False)
+            pool.trust(server.url, 1)
+            await pool.generate([*PROMPT, *piece.token_ids], GREEDY, began=piece.versions[0].version)
+            await pool.generate(PROMPT, GREEDY)
+            return pool.counters()
+
+    counters = asyncio.run(ask())
+    assert counters["pieces"] == 3 and counters["stale_prefixes"] == 0
+    length = len(PROMPT) + GREEDY.max_new_tokens
+    assert cached == [(len(PROMPT), 0), (length, length - 1 if caches(server) else 0), (len(PROMPT), 0)]
+
+
 def test_an_aborted_request_goes_on_where_it_ended(server, reference, background, salt):
     future = background.submit(generate, server, PROMPT, salt, LONG_GREEDY, rid="ended")
     server.wait_until_writing(len(PROMPT))
@@ -157,6 +194,34 @@ def test_the_router_passes_the_salt_on(server, salt):
         generate(server, PROMPT, None, url=url)
         assert generate(server, PROMPT, None, url=url).cached_tokens > 0
     assert generate(server, PROMPT, salt, url=server.generate_urls[0]).cached_tokens == 0
+
+
+@against("sglang_smg")
+def test_pieces_of_a_session_find_their_prefix_behind_the_router(server, cached):
+    """Two servers and eight sessions: without their keys each piece is on the wrong server with probability 1/2."""
+    (url,) = server.generate_urls
+    prompts = [[*PROMPT, 2 + number] for number in range(8)]
+
+    async def ask():
+        async with EnginePool([url], server.token, timeout_s=LIMIT_S) as pool:
+
+            async def one(prompt):
+                with pool.session(1) as (home, affinity):
+                    how = {"prefer": home, "affinity": affinity, "piece_tokens": 4}
+                    await write(pool, prompt, replace(GREEDY, max_new_tokens=12), **how)
+
+            await asyncio.gather(*map(one, prompts))
+
+    asyncio.run(ask())
+    later = [(asked, found) for asked, found in cached if asked > len(prompts[0])]
+    assert len(later) == 2 * len(prompts) and all(found == asked - 1 for asked, found in later), later
+
+
+@against("sglang_smg")
+def test_the_router_passes_the_data_parallel_rank_of_a_prefix_on(server):
+    """The server refuses one that it does not have, so it has got it."""
+    body = generate_body(PROMPT, 1, GREEDY, uuid.uuid4().hex, dp_rank=5)
+    assert "routed_dp_rank=5 out of range" in server.ask(Route.GENERATE, body).text
 
 
 def test_a_salt_for_each_prompt(server, salt):

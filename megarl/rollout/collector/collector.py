@@ -80,6 +80,7 @@ class CollectorSettings:
     piece_tokens: int  # of one request; 0: no limit
     fenced: bool  # a server gets no request before a `Trust` names it
     salted: bool  # the servers know salts of their prefix caches
+    dp_ranks: int  # of each server, with a prefix cache each
     joins: bool  # short answers that are asked for at once travel in one request
     columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
     num_ids: int | None  # of the model's vocabulary; None: not known
@@ -150,6 +151,7 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         vocab_size=len(tokenizer),
         fenced=settings.fenced,
         salted=settings.salted,
+        dp_ranks=settings.dp_ranks,
         joins=settings.joins,
         columns=settings.columns,
         num_ids=settings.num_ids,

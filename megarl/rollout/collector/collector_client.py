@@ -56,6 +56,7 @@ class Collectors:
         piece_tokens: new tokens of one request at most; 0: no limit.
         fenced: a server gets no request before `trust` names it.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        dp_ranks: data-parallel ranks of each server, each with a prefix cache of its own.
         joins: short answers that are asked for at once travel in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary; None: not known.
@@ -84,6 +85,7 @@ class Collectors:
         piece_tokens: int = 0,
         fenced: bool = False,
         salted: bool = False,
+        dp_ranks: int = 1,
         joins: bool = False,
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
@@ -121,6 +123,7 @@ class Collectors:
                     piece_tokens=piece_tokens,
                     fenced=fenced,
                     salted=salted,
+                    dp_ranks=dp_ranks,
                     joins=joins,
                     columns=tuple(columns),
                     num_ids=num_ids,

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 from megarl.rollout.pool.meter import Waiting
 from megarl.rollout.pool.pace import Pace
 from megarl.rollout.pool.pool_server import (
+    Affinity,
     Ask,
     NoFilesLeft,
     PoolServer,
@@ -41,7 +44,7 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
 from megarl.sample import Completion
 
-__all__ = ["WASTE", "EnginePool", "Piece", "RolloutFailed"]
+__all__ = ["WASTE", "Affinity", "EnginePool", "Piece", "RolloutFailed"]
 
 # Why tokens were wasted.  fenced: their server was taken out of service.  failed: their request failed, or nobody
 # verified their weights.  stale: their prefix had KV of other weights.  retracted: their server computed their KV again
@@ -63,6 +66,13 @@ class Piece(NamedTuple):
     url: str  # of the server that wrote it
 
 
+class Session(NamedTuple):
+    """See EnginePool.session."""
+
+    url: str | None  # of a server; None: there is none now
+    affinity: Affinity
+
+
 class EnginePool:
     """Example: async with EnginePool(urls, token, timeout_s=120) as pool: await pool.generate([5, 6], params).
 
@@ -72,6 +82,7 @@ class EnginePool:
         retries: after the first attempt.
         fenced: servers need a `trust` first.
         salted: the servers know salts of their prefix caches (Abilities.cache_salt), and keep KV in a push.
+        dp_ranks: data-parallel ranks of each server, each with a prefix cache of its own.
         joins: short answers that are asked for at once travel in one request.
         columns: what is to travel with the tokens of every completion.
         num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
@@ -92,6 +103,7 @@ class EnginePool:
         vocab_size: int | None = None,
         fenced: bool = False,
         salted: bool = False,
+        dp_ranks: int = 1,
         joins: bool = False,
         columns: Sequence[EngineColumn] = (),
         num_ids: int | None = None,
@@ -100,7 +112,9 @@ class EnginePool:
     ) -> None:
         if not urls and not fenced:
             raise ValueError("urls=[]: expected the url of at least one server")
-        self._servers = {url.rstrip("/"): PoolServer(url.rstrip("/"), fenced=fenced) for url in urls}
+        self._fenced, self._dp_ranks = fenced, dp_ranks
+        self._servers = {url.rstrip("/"): self._new_server(url.rstrip("/")) for url in urls}
+        self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this pool, of its sessions
         self.slots = Slots(max_in_flight)
         how: dict[str, Any] = {"salted": salted, "columns": columns, "num_ids": num_ids, "joins": joins}
         self._sender = Sender(token, timeout_s, is_crowded=lambda: self.slots.are_awaited, **how)
@@ -111,7 +125,6 @@ class EnginePool:
         # By so many requests a preferred server may be busier than others.
         self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
         self._counts: Counter[str] = Counter()
-        self._fenced = fenced
         self._gone: dict[str, float] = {"busy_s": 0.0, "servers_s": 0.0}  # of servers that have left
 
     async def __aenter__(self) -> EnginePool:
@@ -149,7 +162,7 @@ class EnginePool:
 
     def join(self, url: str, num_slots: int) -> None:
         """One more server; with it so many more completions run at a time."""
-        self._servers[url.rstrip("/")] = PoolServer(url.rstrip("/"), fenced=self._fenced)
+        self._servers[url.rstrip("/")] = self._new_server(url.rstrip("/"))
         self.slots.grow(num_slots)
 
     async def leave(self, url: str, num_slots: int) -> None:
@@ -165,27 +178,29 @@ class EnginePool:
         self._gone["busy_s"] += server.busy.read()
         self._gone["servers_s"] += time.monotonic() - server.since
 
+    def _new_server(self, url: str) -> PoolServer:
+        return PoolServer(url, fenced=self._fenced, sessions=[0] * self._dp_ranks)
+
     def _named(self, url: str) -> PoolServer:
         return self._servers[url.rstrip("/")]
 
     # ---- requests
 
     @contextlib.contextmanager
-    def session(self, num_completions: int) -> Iterator[str | None]:
-        """The url of a server for requests that share prefixes, and so its prefix cache: pass it as `prefer`.
-
-        None: there is no server now.
-        """
+    def session(self, num_completions: int) -> Iterator[Session]:
+        """For requests that share prefixes, and so a prefix cache: pass its url as `prefer`, and its affinity."""
+        key = f"{self._name}.{next(self._numbers)}"
         if not self._servers:
-            yield None
+            yield Session(None, Affinity(0, key))
             return
         servers = [server for server in self._servers.values() if server.in_service] or list(self._servers.values())
-        home = min(servers, key=lambda server: server.num_sessions)
-        home.num_sessions += num_completions
+        home = min(servers, key=lambda server: sum(server.sessions))
+        rank = home.sessions.index(min(home.sessions))
+        home.sessions[rank] += num_completions
         try:
-            yield home.url
+            yield Session(home.url, Affinity(rank, key))
         finally:
-            home.num_sessions -= num_completions
+            home.sessions[rank] -= num_completions
 
     async def generate(
         self,
@@ -193,14 +208,17 @@ class EnginePool:
         params: SamplingParams,
         *,
         prefer: str | None = None,
+        affinity: Affinity | None = None,
         waiting: Waiting | None = None,
         num_known: int = 0,
+        began: int | None = None,
     ) -> Piece:
         """One completion, or the first tokens of it if the server or the time limit ended it early.
 
         `prefer`: url of a server that is chosen if it is in service and not much busier than the least busy one.
-        `waiting`: measures the time without a server.  `num_known`: of so many tokens of the prompt the caller has the
-        columns; those of the piece may be zeros there.
+        `affinity`: of its session.  `waiting`: measures the time without a server.  `num_known`: of so many tokens of
+        the prompt the caller has the columns; those of the piece may be zeros there.  `began`: the version of the
+        weights with which the completion began that goes on here, and may keep its KV; None: it begins here.
         The caller checks the prompt: see `check_prompt`.  Raises RolloutFailed if the request is refused, or if all
         attempts failed.
         """
@@ -208,12 +226,15 @@ class EnginePool:
         failed: set[PoolServer] = set()
         refused: list[tuple[PoolServer, Refused]] = []
         waiting = waiting or Waiting()
-        num_stale = 0
+        num_stale = num_away = 0
         while len(reasons) <= self._retries:
             with waiting:
                 server = await self._pick(failed, prefer)
             try:
-                how: dict[str, Any] = {"alone": num_stale > 1, "num_known": num_known}
+                how: dict[str, Any] = {"alone": num_stale > 1, "num_known": num_known, "began": began}
+                # A router would send the same key to the same server, which has failed.
+                attempt = len(reasons) + len(refused) + num_away
+                how["affinity"] = affinity and affinity._replace(key=f"{affinity.key}.{attempt}")
                 completion, is_stale = await self._ask(server, prompt_ids, params, **how)
             except TakenOut:
                 continue
@@ -234,6 +255,8 @@ class EnginePool:
                 self._blame(server, error)
                 if isinstance(error, ServerFailed):
                     reasons.append(f"{server.url}: {error}")
+                else:
+                    num_away += 1
                 continue
             if is_stale:
                 # Once more, since by now the pool knows the version that wrote this; then with a salt of its own.

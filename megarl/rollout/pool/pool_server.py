@@ -7,6 +7,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import NamedTuple
 
 from megarl.rollout.pool.meter import Meter
 from megarl.rollout.pool.pace import Done, Pace
@@ -65,6 +66,13 @@ class TakenOut(RuntimeError):
     """The request ended through no fault of the server, for example by a fence; not counted as an attempt."""
 
 
+class Affinity(NamedTuple):
+    """What keeps requests that share prefixes together, within a server and behind a router."""
+
+    dp_rank: int  # of any server
+    key: str  # for the router: requests of one key go to one server
+
+
 @dataclass(eq=False)
 class PoolServer:
     """State of a server.  All times are seconds; points in time are of time.monotonic()."""
@@ -77,7 +85,7 @@ class PoolServer:
     adapter: tuple[str, int] | None = None  # name and version of the adapter that requests select
     num_changes: int = 0  # of trust, fence and hold
     asks: set[Ask] = field(default_factory=set)  # running requests
-    num_sessions: int = 0  # open completions that prefer this server
+    sessions: list[int] = field(default_factory=lambda: [0])  # open completions that prefer it, by data-parallel rank
     failures: int = 0  # in a row
     resting_until: float = 0.0
     num_faults: int = 0  # failed attempts in a row, of those at the same time one

@@ -21,6 +21,7 @@ from megarl.network.http_calls import PLAIN, read_at_most
 from megarl.network.tls import trusted
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool_server import (
+    Affinity,
     Ask,
     FailedInside,
     NoFilesLeft,
@@ -34,6 +35,7 @@ from megarl.rollout.pool.pool_server import (
 )
 from megarl.rollout.protocol import (
     KEEP_ALIVE_S,
+    ROUTING_KEY,
     Reply,
     Route,
     SamplingParams,
@@ -125,30 +127,39 @@ class Sender:
         *,
         alone: bool = False,
         num_known: int = 0,
+        began: int | None = None,
+        affinity: Affinity | None = None,
     ) -> tuple[Completion, bool]:
         """What the server wrote, at least one token, and whether its cache may have given it KV of other weights.
 
+        `began`, `affinity`: see EnginePool.generate.
         `alone`: with a salt that no other request has, so that it gets no KV from the cache.  `num_known`: of so many
         tokens of the prompt the caller has the columns.
         Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, Refused if perhaps not.
         """
         adapter, version = server.adapter, server.newest if self._salted else None
-        # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers.
+        # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers; but what the
+        # completion itself began with is.  On a server that has older weights yet it gets their salt: under each salt
+        # no server holds KV of weights before that version.
+        if version is not None and began is not None:
+            version = min(version, began)
         salt = None if version is None else f"{self._name}.{version}"
         rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
         ask.rid = rid
         salt = f"{salt}.{rid}" if salt and alone else salt
         columns = [column for column in self._columns if column.is_of(params.temperature, params.top_p, params.top_k)]
-        body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known)
+        rank = affinity.dp_rank if affinity is not None and len(server.sessions) > 1 else None
+        key = "" if affinity is None else affinity.key
+        body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known, dp_rank=rank)
         if adapter is not None:
             body["lora_path"] = adapter[0]
         ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
         is_short = self._joined is not None and params.max_new_tokens <= SHORT and adapter is None
         most_bytes, sent = completion_bytes(len(prompt_ids), params, columns), object()
         if self._joined is not None and is_short:
-            reply, sent = await self._joined.ask(server.url, body, most_bytes)
+            reply, sent = await self._joined.ask(server.url, body, most_bytes, key)
         else:
-            reply = await self._post(server.url, body, most_bytes)
+            reply = await self._post(server.url, body, most_bytes, key)
         ask.stop_clock()
         try:
             (parsed,) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known)
@@ -174,7 +185,7 @@ class Sender:
             await self._verify(server, completion)
         # A push of which the salt does not know ended before the first token.  Whether the KV in the cache was older is
         # not in the reply: another request of this salt may just have written it with the new weights.
-        is_stale = version not in (None, completion.versions[0].version) and bool(cached_tokens)
+        is_stale = began is None and version not in (None, completion.versions[0].version) and bool(cached_tokens)
         return completion, is_stale
 
     def _check(self, reply: Reply, rid: str, params: SamplingParams) -> None:
@@ -199,13 +210,16 @@ class Sender:
                     continue
                 raise ServerFailed(f"it wrote with unverified weights (version {unverified[0]})") from None
 
-    def _send(self, url: str, route: Route, body: object) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _send(
+        self, url: str, route: Route, body: object, key: str = ""
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         how: dict[str, Any] = {"allow_redirects": False, "ssl": trusted(url, self._token)}
-        return self._session.post(url + route, data=orjson.dumps(body), headers=_JSON, **how)
+        headers = {**_JSON, ROUTING_KEY: key} if key else _JSON
+        return self._session.post(url + route, data=orjson.dumps(body), headers=headers, **how)
 
-    async def _post(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+    async def _post(self, url: str, body: dict[str, Any], most_bytes: int, key: str) -> Any:
         try:
-            async with self._send(url, Route.GENERATE, body) as reply:
+            async with self._send(url, Route.GENERATE, body, key) as reply:
                 if reply.status != 200:
                     said = (await read_at_most(reply, ORDER_BYTES)).decode(errors="replace")
                     message = error_message(said, reply.reason or "")

@@ -30,6 +30,7 @@ from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.evaluation.record import new_folder, weights_of
 from megarl.trainer.infrastructure import Infrastructure
+from megarl.trainer.servers.abilities import dp_ranks_of
 
 EVALUATIONS = "evaluations.jsonl"  # a line for each evaluation, see Evaluation.line
 ANSWERS = "answers.jsonl"  # of `megarl evaluate`: every answer, as samples.jsonl has some of a training
@@ -332,6 +333,7 @@ def main(config: Config) -> int:
                 [router.url] if router else servers.urls,
                 infrastructure.server_token,
                 reward_url=infrastructure.reward_url,
+                dp_ranks=dp_ranks_of(infrastructure.ask_servers()),
             )
         ) as collectors:
             evaluator = Evaluator(collectors, prompts, config, sets)

@@ -54,7 +54,13 @@ def fitting(told: Told, config: Config, *, drains: bool) -> list[Abilities]:
     return abilities
 
 
-def check_newcomer(url: str, config: Config, token: str, *, drains: bool, salted: bool) -> None:
+def dp_ranks_of(told: Told) -> int:
+    """The data-parallel ranks of each server, attention groups or replicas; 1, if servers differ: they choose then."""
+    found = {int(info.get("dp_size") or 1) * int(info.get("attn_dp_size") or 1) for info in told.values()}
+    return found.pop() if len(found) == 1 else 1
+
+
+def check_newcomer(url: str, config: Config, token: str, *, drains: bool, salted: bool, dp_ranks: int) -> None:
     """Raises ValueError if a server does not fit that joins, or that is back, maybe with other options."""
     told, silent = ask_servers([url], token)
     if silent:
@@ -62,6 +68,10 @@ def check_newcomer(url: str, config: Config, token: str, *, drains: bool, salted
     (ability,) = fitting(told, config, drains=drains)
     if salted and not ability.cache_salt:
         raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
+    if dp_ranks not in (1, dp_ranks_of(told)):  # a request may name any of them
+        raise ValueError(
+            f"{url} has {dp_ranks_of(told)} data-parallel ranks: expected {dp_ranks}, as the run's servers"
+        )
 
 
 def abilities_of(told: Told) -> list[Abilities]:

@@ -206,13 +206,34 @@ async def test_a_session_stays_on_its_server_until_that_is_much_busier():
 def test_sessions_are_spread_by_their_completions():
     with contextlib.ExitStack() as stack:
         pool = EnginePool(["http://a", "http://b"], "", timeout_s=1)
-        homes = [stack.enter_context(pool.session(size)) for size in (8, 2, 2, 2, 2, 2)]
+        homes = [stack.enter_context(pool.session(size)).url for size in (8, 2, 2, 2, 2, 2)]
         assert homes == ["http://a"] + ["http://b"] * 4 + ["http://a"]
         pool.fence("http://b")
-        assert stack.enter_context(pool.session(2)) == "http://a"
+        assert stack.enter_context(pool.session(2)).url == "http://a"
     pool.trust("http://b", 0)
     with pool.session(1) as first, pool.session(1) as second:
-        assert {first, second} == {"http://a", "http://b"}, "ended sessions count no more"
+        assert {first.url, second.url} == {"http://a", "http://b"}, "ended sessions count no more"
+
+
+def test_sessions_are_spread_over_the_data_parallel_ranks_of_each_server():
+    with contextlib.ExitStack() as stack:
+        pool = EnginePool(["http://a", "http://b"], "", timeout_s=1, dp_ranks=2)
+        homes = [stack.enter_context(pool.session(size)) for size in (8, 2, 2, 2, 4, 1)]
+        assert [(url, affinity.dp_rank) for url, affinity in homes] == [
+            ("http://a", 0), ("http://b", 0), ("http://b", 1), ("http://b", 0), ("http://b", 1), ("http://a", 1),
+        ]  # fmt: skip
+        assert len({affinity.key for _, affinity in homes}) == len(homes)
+
+
+async def test_requests_name_the_data_parallel_rank_of_their_session_where_a_server_has_several():
+    async with pool_of(Writer(), dp_ranks=2) as (pool, _, seen), pool_of(Writer()) as (plain, _, seen_by_one):
+        with pool.session(1), pool.session(1) as (url, affinity):
+            await write(pool, [3], SEEDED, prefer=url, affinity=affinity, piece_tokens=1)
+        assert len(seen[0]) > 1 and {body["routed_dp_rank"] for body in seen[0]} == {1}
+        await write(pool, [3], SEEDED)
+        with plain.session(1) as (url, affinity):
+            await write(plain, [3], SEEDED, prefer=url, affinity=affinity)
+        assert "routed_dp_rank" not in seen[0][-1] and "routed_dp_rank" not in seen_by_one[0][-1]
 
 
 async def test_what_a_cut_off_request_wrote_is_estimated_and_counted_by_its_cause():

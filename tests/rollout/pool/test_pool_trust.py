@@ -237,6 +237,14 @@ class Caching(Writer):
         return await super().write(body, ended)
 
 
+async def test_what_goes_on_keeps_the_salt_with_which_it_began_except_where_weights_are_older():
+    """Otherwise KV of the older weights would be found there under the newer salt, after the next push."""
+    async with pool_of(Writer("9"), trusts=9, salted=True) as (pool, _, seen):
+        for began in (None, 7, 9, 10):
+            await pool.generate([3], PARAMS, began=began)
+        assert [body["cache_salt"].split(".")[1] for body in seen[0]] == ["9", "7", "9", "9"]
+
+
 async def test_a_stale_prefix_is_asked_again_at_last_with_a_salt_of_its_own():
     writer = Caching("8")
     async with pool_of(writer, trusts=7, salted=True) as (pool, urls, seen):
