@@ -22,9 +22,11 @@ from megarl.trainer.servers.abilities import (
     ask_servers,
     check_abilities,
     check_draws_as_asked,
+    check_newcomer,
     check_reports_routes,
     check_tells_support,
     check_tried,
+    dp_ranks_of,
 )
 from megarl.trainer.servers.engine import chosen_engine
 from megarl.trainer.servers.pushes import CANARY_TOLERANCE, canary, export_folder, push_settings
@@ -141,6 +143,19 @@ def test_servers_that_say_nothing_cost_one_limit_together_and_the_others_are_hea
     assert reasons[urls[1]] == f"{urls[1]}/server_info answered 200: not a JSON object: '[1]'"
     assert {reasons[url].partition(" ")[2] for url in urls[2:]} == {"failed: no whole reply within 2 s"}
     assert "ConnectError" in reasons[away]
+
+
+def test_requests_may_name_data_parallel_ranks_that_every_server_has() -> None:
+    groups, replicas, old = {"dp_size": 1, "attn_dp_size": 4}, {"dp_size": 4, "attn_dp_size": None}, {"dp_size": 4}
+    assert dp_ranks_of({GOOD: groups, "http://b": replicas, "http://c": old}) == 4
+    assert dp_ranks_of({GOOD: groups, BAD: {}}) == dp_ranks_of({GOOD: {}}) == 1
+
+    config = load()
+    with serving_in_a_thread(Telling(Route.SERVER_INFO, lambda: {"version": "0.5.23", **groups})) as ([url], _):
+        for dp_ranks in (4, 1):
+            check_newcomer(url, config, "", drains=True, salted=False, dp_ranks=dp_ranks)
+        with pytest.raises(ValueError, match=f"^{url} has 4 data-parallel ranks: expected 2, as the run's servers$"):
+            check_newcomer(url, config, "", drains=True, salted=False, dp_ranks=2)
 
 
 MODEL = ("model.path=x", "data.train_files=y", "model.dtype=bfloat16", "rollout.engine=sglang")
