@@ -55,7 +55,10 @@ def evaluated(
 ) -> list[str]:
     """`megarl evaluate` with these collectors; returns who is asked."""
     asked: list[str] = []
-    parts = SimpleNamespace(serve=Servers, router=router, server_token="token", reward_url=None)
+    told: dict[str, Any] = {url: {"attn_dp_size": 2} for url in (A, B)}
+    parts = SimpleNamespace(
+        serve=Servers, router=router, server_token="token", reward_url=None, ask_servers=lambda: told
+    )
 
     def infrastructure(config: Config, *, trains: bool) -> Any:
         assert not trains, "the GPUs are the servers'"
