@@ -68,6 +68,7 @@ class Abilities:
     # waits for it for ever when the adapter is unloaded (SGLang's issue 34205).
     frees_adapters: bool
     adapts_experts: bool  # it serves adapters of experts and of latent attention
+    rereads_fp8: bool  # it reads a folder into fp8 weights that it holds; others would quantize these once more
 
     @staticmethod
     def of(version: str) -> Abilities:
@@ -82,6 +83,7 @@ class Abilities:
             cache_salt=numbers >= (0, 5, 18),
             frees_adapters=numbers >= (0, 5, 22),
             adapts_experts=numbers >= (0, 5, 23),
+            rereads_fp8=numbers >= (0, 5, 23),
         )
 
 

@@ -93,15 +93,23 @@ def test_a_reply_that_is_not_what_was_asked_is_an_error(reply, words):
         parse_completions(reply, 1)
 
 
-ABILITIES = ("cache_salt", "version_spans", "update_sessions", "flush_beside_queue", "frees_adapters", "adapts_experts")
+ABILITIES = (
+    "cache_salt",
+    "version_spans",
+    "update_sessions",
+    "flush_beside_queue",
+    "frees_adapters",
+    "adapts_experts",
+    "rereads_fp8",
+)
 
 
 @pytest.mark.parametrize(
     ("version", "num"),  # of the abilities, in the order in which SGLang got them
     [
         *[("0.5.17", 0), ("0.5.18", 1), ("0.5.20", 2), ("0.5.21", 4), ("0.5.22", 5)],
-        *((version, 6) for version in ("0.5.23", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", "")),
-        ("9" * 5000 + ".5.17", 6),  # Python reads no number of more than 4,300 digits
+        *((version, 7) for version in ("0.5.23", "0.5.23.post1", "0.6.0", "1.0.0", "megarl-hf", "0.7.dev3", "")),
+        ("9" * 5000 + ".5.17", 7),  # Python reads no number of more than 4,300 digits
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -226,15 +226,14 @@ class EnginePool:
         failed: set[PoolServer] = set()
         refused: list[tuple[PoolServer, Refused]] = []
         waiting = waiting or Waiting()
-        num_stale = num_away = 0
+        num_stale = num_failed = 0
         while len(reasons) <= self._retries:
             with waiting:
                 server = await self._pick(failed, prefer)
             try:
                 how: dict[str, Any] = {"alone": num_stale > 1, "num_known": num_known, "began": began}
                 # A router would send the same key to the same server, which has failed.
-                attempt = len(reasons) + len(refused) + num_away
-                how["affinity"] = affinity and affinity._replace(key=f"{affinity.key}.{attempt}")
+                how["affinity"] = affinity and affinity._replace(key=f"{affinity.key}.{num_failed}")
                 completion, is_stale = await self._ask(server, prompt_ids, params, **how)
             except TakenOut:
                 continue
@@ -242,6 +241,7 @@ class EnginePool:
                 if server in failed:
                     reasons.append(f"{server.url}: {error}")
                 failed.add(server)
+                num_failed += 1
                 continue
             except Refused as error:  # one other server is asked, because the fault may be the server's
                 refused.append((server, error))
@@ -255,8 +255,7 @@ class EnginePool:
                 self._blame(server, error)
                 if isinstance(error, ServerFailed):
                     reasons.append(f"{server.url}: {error}")
-                else:
-                    num_away += 1
+                num_failed += 1
                 continue
             if is_stale:
                 # Once more, since by now the pool knows the version that wrote this; then with a salt of its own.

@@ -90,6 +90,11 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
             f"rollout.ahead={rollout.ahead}: this SGLang tells only one version a completion; expected 0, "
             "rollout.update=drain, or SGLang 0.5.20 and newer"
         )
+    if rollout.quantization == "fp8" and not all(ability.rereads_fp8 for ability in abilities):
+        raise ValueError(
+            "rollout.quantization=fp8: this SGLang cannot read a folder again, to compare it; expected none, or "
+            "SGLang 0.5.23 and newer"
+        )
     if lora.rank and lora.push == "adapter" and not all(ability.frees_adapters for ability in abilities):
         raise ValueError(
             "actor.lora.push=adapter: this SGLang may wait for ever when an adapter is unloaded; expected merged, or "

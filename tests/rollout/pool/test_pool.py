@@ -19,7 +19,7 @@ from megarl.rollout.pool import pace
 from megarl.rollout.pool import pool as pool_module
 from megarl.rollout.pool.pool import WASTE, EnginePool, RolloutFailed
 from megarl.rollout.pool.pool_server import FAULTS, NoFilesLeft
-from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.protocol import ROUTING_KEY, SamplingParams
 from megarl.servers.supervisor import free_ports
 
 PARAMS = SamplingParams(max_new_tokens=2)
@@ -223,6 +223,22 @@ def test_sessions_are_spread_over_the_data_parallel_ranks_of_each_server():
             ("http://a", 0), ("http://b", 0), ("http://b", 1), ("http://b", 0), ("http://b", 1), ("http://a", 1),
         ]  # fmt: skip
         assert len({affinity.key for _, affinity in homes}) == len(homes)
+
+
+async def test_requests_of_a_session_have_one_key_for_the_router_except_after_a_failure():
+    keys = []
+
+    async def fails_once(request):
+        keys.append(request.headers[ROUTING_KEY])
+        return await (broken if len(keys) == 2 else good)(request)
+
+    async with pool_of(fails_once) as (pool, _, _):
+        with pool.session(1) as (url, affinity), pool.session(1) as (_, other):
+            for _ in range(3):
+                await pool.generate([3], PARAMS, prefer=url, affinity=affinity)
+            await pool.generate([3], PARAMS, prefer=url, affinity=other)
+    first, second, again, third, of_other = keys
+    assert first == second == third and len({first, again, of_other}) == 3
 
 
 async def test_requests_name_the_data_parallel_rank_of_their_session_where_a_server_has_several():

@@ -31,7 +31,9 @@ from megarl.trainer.servers.abilities import (
 from megarl.trainer.servers.engine import chosen_engine
 from megarl.trainer.servers.pushes import CANARY_TOLERANCE, canary, export_folder, push_settings
 
+FP8 = ("rollout.quantization=fp8", "algorithm.rollout_correction.level=token")
 ADAPTERS = ("actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang")
+OF_FP8 = (*FP8, "rollout.engine=sglang", "rollout.dtype=bfloat16", "trainer.device=cuda")
 EXPERTS = (*ADAPTERS, "model=deepseek_v3_mini", "trainer.device=cuda")
 FREES = "^actor.lora.push=adapter: .* adapter is unloaded; expected merged, or SGLang 0.5.22 and newer$"
 ADAPTS = "^actor.lora.push=adapter: .* adapters of experts .*; expected merged, or SGLang 0.5.23 and newer$"
@@ -52,6 +54,8 @@ SPANS = "^rollout.ahead=2: this SGLang tells only one version a completion; expe
         (("0.5.18",), ("rollout.ahead=2",), True, None),
         (("0.5.18",), (), False, None),
         (("0.5.20",), ("rollout.ahead=2",), False, None),
+        (("0.5.22",), OF_FP8, True, "^rollout.quantization=fp8: .*; expected none, or SGLang 0.5.23 and newer$"),
+        (("0.5.23",), OF_FP8, True, None),
     ],
 )
 def test_a_run_that_needs_more_than_its_servers_can_do_is_refused(
@@ -159,7 +163,6 @@ def test_requests_may_name_data_parallel_ranks_that_every_server_has() -> None:
 
 
 MODEL = ("model.path=x", "data.train_files=y", "model.dtype=bfloat16", "rollout.engine=sglang")
-FP8 = ("rollout.quantization=fp8", "algorithm.rollout_correction.level=token")
 TWO = ("trainer.nnodes=2", "trainer.master_addr=a")
 
 
