@@ -33,8 +33,9 @@ from megarl.trainer.servers.pushes import CANARY_TOLERANCE, canary, export_folde
 
 FP8 = ("rollout.quantization=fp8", "algorithm.rollout_correction.level=token")
 ADAPTERS = ("actor.lora.rank=4", "actor.lora.push=adapter", "rollout.engine=sglang")
-OF_FP8 = (*FP8, "rollout.engine=sglang", "rollout.dtype=bfloat16", "trainer.device=cuda")
-EXPERTS = (*ADAPTERS, "model=deepseek_v3_mini", "trainer.device=cuda")
+CUDA = ("trainer.device=cuda", "model.dtype=bfloat16")
+OF_FP8 = (*FP8, "rollout.engine=sglang", "rollout.dtype=bfloat16", *CUDA)
+EXPERTS = (*ADAPTERS, "model=deepseek_v3_mini", *CUDA)
 FREES = "^actor.lora.push=adapter: .* adapter is unloaded; expected merged, or SGLang 0.5.22 and newer$"
 ADAPTS = "^actor.lora.push=adapter: .* adapters of experts .*; expected merged, or SGLang 0.5.23 and newer$"
 SPANS = "^rollout.ahead=2: this SGLang tells only one version a completion; expected 0, .* or SGLang 0.5.20 and newer$"

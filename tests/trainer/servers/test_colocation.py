@@ -12,7 +12,8 @@ from megarl.trainer.servers.colocation import CACHE, GENERATION, GRAPHS, WEIGHTS
 from megarl.weights.verify.canary import Canary
 
 URL, OTHER, DEAF = (f"http://127.0.0.1:{port}" for port in (1, 2, 3))
-SHARED = ["rollout.engine=sglang", "rollout.placement=shared", "trainer.device=cuda", "trainer.n_gpus_per_node=4"]
+CUDA = ["trainer.device=cuda", "model.dtype=bfloat16"]
+SHARED = ["rollout.engine=sglang", "rollout.placement=shared", *CUDA, "trainer.n_gpus_per_node=4"]
 
 
 @pytest.fixture
