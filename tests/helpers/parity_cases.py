@@ -126,6 +126,7 @@ class Case:
     shares_prefixes: bool = False  # and what they have in common is computed once
     by_flex: bool = False  # by the calls that are made on GPUs
     lora: bool = False  # adapters are trained: their gradient and weights are looked at
+    dtype: str = "float32"  # float32 takes local layers
     exact: bool = False  # weights, activations and gradients are float64; on one rank, and without steps
     policy_loss: str | None = None  # of an actor: instead of that of LOSSES, over samples of several rows
     policy_args: Mapping[str, float] = field(default_factory=dict)
@@ -204,8 +205,8 @@ def _run_case(folder: str, case: Case) -> dict[str, Any]:
     where, device = make_groups(case.layout), device_for("auto")
     try:
         hf, role = read_hf_config(folder), case.role.split()[0]
-        engine = case.engine.for_dtype("float32")
-        model = build_model(hf, case.layout, role=role, engine=engine)
+        engine = case.engine.for_dtype(case.dtype)
+        model = build_model(hf, case.layout, role=role, dtype=case.dtype, engine=engine)
         load_hf(model, folder, hf, role=role)
         reference = _reference(folder, hf, case.layout) if "reference" in case.role else None
         for chunk in (*model, *(reference or ())) if case.exact else ():
