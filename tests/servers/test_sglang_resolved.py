@@ -42,7 +42,7 @@ def configs() -> dict[str, Config]:
         if servers not in seen:
             words[" ".join(case.words)] = case.words
         seen.add(servers)
-    on_gpus = ["data.train_files=[x]", "data.val_files=[x]", "trainer.device=cuda"]
+    on_gpus = ["data.train_files=[x]", "data.val_files=[x]", "trainer.device=cuda", "model.dtype=bfloat16"]
     found = {name: load_config([*each, *on_gpus], command="train")[0] for name, each in words.items()}
     return {name: config for name, config in found.items() if config.model.config and config.rollout.engine != "hf"}
 
