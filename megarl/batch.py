@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+SEGMENT_IDS = "segment_ids"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -59,8 +61,12 @@ class Batch:
 
     @property
     def segment_ids(self) -> Tensor:
-        """[N] int64: the sample that each token belongs to."""
-        return segment_ids(self.rows)[self.row_ids]
+        """[N] int64: the sample that each token belongs to; of the column of this name if the batch has one.
+
+        Lengths stay on the CPU: a rank sends the column to the device together with the others.
+        """
+        own = self.columns.get(SEGMENT_IDS)
+        return segment_ids(self.rows)[self.row_ids] if own is None else own
 
     @property
     def row_ids(self) -> Tensor:
@@ -192,6 +198,7 @@ class Unread:
     """
 
     numbers: Tensor  # [K] float64
+    is_bad: Tensor  # [] bool: whether one was not
     read: Callable[[list[float]], Stats]
 
 

@@ -138,7 +138,7 @@ class ActorLoss:
             statistics with the weights of the loss.
         """
         mask = batch.columns["response_mask"] != 0
-        segment_ids = batch.segment_ids.to(mask.device)  # lengths stay on the CPU when columns go to a GPU
+        segment_ids = batch.segment_ids
         given = {OLD: outputs["log_probs"].detach(), **batch.columns}
         given = {name: given[name] for name in self._own_columns if name != "response_mask"} | {
             name: outputs[name] for name in self._own_outputs if name in outputs
@@ -296,7 +296,7 @@ class CriticLoss:
             "values": outputs["values"],
         }
         col = {name: clean(column, mask) for name, column in given.items()}
-        tally = Tally(col["weight"], mask, batch.segment_ids.to(mask.device))
+        tally = Tally(col["weight"], mask, batch.segment_ids)
         for name, column in given.items():
             tally.watch(name, column)
         token_loss, clipped = value_loss(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,29 +62,19 @@ class Tally:
         self._extremes[name_max] = ("max", column.detach())
 
     def output(self, loss: Tensor) -> LossOutput:
-        """The loss with its statistics; if a watched column is not finite, NaN with a gradient of NaN."""
+        """The loss with its statistics; NaN if a watched column is not finite."""
         scalars = [num_non_finite(self._watched, self._mask).double(), self._weight.sum()]
         scalars += [self._extreme(kind, column) for kind, column in self._extremes.values()]
         columns = [*self._means.values(), *self._parts.values()]
         sums = [torch.stack(columns) @ self._weight] if columns else []
         numbers = torch.cat([torch.stack(scalars), *sums])
-        return LossOutput(loss * torch.where(numbers[0] > 0, math.nan, 1.0), Unread(numbers, self._read))
-
-    def _read(self, read: list[float]) -> Stats:
-        """Raises: NonFiniteError if a watched column is not finite.
-
-        Extremes, and means over a part, are left out if they are over no token.
-        """
-        bad, weight, *numbers = read
-        if bad:
-            require_finite(self._watched, self._mask, self._segment_ids)
-        extremes = zip(self._extremes.items(), numbers, strict=False)
-        out = {name: Stat(kind, value) for (name, (kind, _)), value in extremes if math.isfinite(value)}
-        first = len(self._extremes)
-        weights = dict.fromkeys(self._means, weight)
-        weights |= dict(zip(self._parts, numbers[first + len(self._means) :], strict=True))
-        means = zip(self._means, numbers[first:], strict=False)
-        return out | {n: Stat("mean", value, weights[n]) for n, value in means if weights[n] or n not in self._parts}
+        is_bad = numbers[0] > 0
+        kinds = {name: kind for name, (kind, _) in self._extremes.items()}
+        watched = partial(
+            require_finite, self._watched, self._mask, self._segment_ids
+        )  # kept, for who has to say where
+        read = partial(_read, watched, kinds, tuple(self._means), tuple(self._parts))
+        return LossOutput(torch.where(is_bad, math.nan, loss), Unread(numbers, is_bad, read))
 
     def _extreme(self, kind: str, column: Tensor) -> Tensor:
         if len(column) == 0:
@@ -90,3 +82,27 @@ class Tally:
         empty = math.inf if kind == "min" else -math.inf
         masked = torch.where(self._live, column.double(), empty)
         return masked.amin() if kind == "min" else masked.amax()
+
+
+def _read(
+    require: Callable[[], None],
+    kinds: dict[str, str],
+    means: tuple[str, ...],
+    parts: tuple[str, ...],
+    read: list[float],
+) -> Stats:
+    """Raises: NonFiniteError if a watched column is not finite.
+
+    Extremes, and means over a part, are left out if they are over no token.
+    """
+    bad, weight, *numbers = read
+    if bad:
+        require()
+    extremes = zip(kinds.items(), numbers, strict=False)
+    out = {name: Stat(kind, value) for (name, kind), value in extremes if math.isfinite(value)}
+    first = len(kinds)
+    weights = dict.fromkeys(means, weight) | dict(zip(parts, numbers[first + len(means) :], strict=True))
+    found = zip(means, numbers[first:], strict=False)
+    return out | {
+        name: Stat("mean", value, weights[name]) for name, value in found if weights[name] or name not in parts
+    }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 
 from megarl.config.suggest import divisors
 from megarl.config.validate.servers import FAMILIES_WITH_ADP, server_misfits
-from megarl.layout import Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
+from megarl.layout import Layout, ModelNumbers, exchange_misfits, misfits, numbers_of, rank_misfits, training_misfits
 from megarl.plan.job import Job, Role
 
 MOST_PP, MOST_VPP, MOST_CP, MOST_EP = 16, 4, 8, 64
@@ -98,7 +98,8 @@ def _middle(layers: int, pp: int, first: int, last: int) -> int | None:
 
 
 def _can_be(job: Job, numbers: ModelNumbers, layout: Layout) -> bool:
-    if next(misfits(numbers, layout), None) or next(rank_misfits(layout, job.num_ranks), None):
+    wrong = chain(misfits(numbers, layout), exchange_misfits(numbers, layout), rank_misfits(layout, job.num_ranks))
+    if next(wrong, None):
         return False
     copies = job.num_ranks // layout.model_size
     return job.mini_batch * job.n >= copies and next(training_misfits(numbers, layout), None) is None

@@ -117,6 +117,16 @@ def agreements(case: Case) -> tuple[float, float]:
     return found
 
 
+def step_of_nothing_known(case: Case) -> tuple[bool, str, bool]:
+    """No old log-prob is finite: clips and maxima let no gradient through, and none is NaN of itself."""
+    trained = Trained(case, case.layout)
+    batch = make_step(trained.hf["vocab_size"])
+    unknown = torch.full_like(batch.columns["old_log_probs"], math.nan)
+    step = trained.train(batch.with_columns(old_log_probs=unknown))
+    destroy_groups()
+    return step.made, step.bad.column if step.bad else "", math.isnan(step.grad_norm)
+
+
 def bad_weights(case: Case) -> list[str | None]:
     """What each rank finds in weights that are finite, and with an infinite one on the last rank."""
     trained = Trained(case, case.layout)
@@ -221,6 +231,10 @@ def test_nothing_changes_on_any_rank_and_all_see_the_same_numbers(found: Answers
         for number, parameter in cut.known.items():
             is_last = rank == len(ranks) - 1
             assert bads[number]["where"] == (parameter.removeprefix("module.") if is_last else None)
+
+
+def test_a_step_is_not_made_where_no_gradient_comes_from_a_bad_number(one_rank: Ranks, folder: str) -> None:
+    assert one_rank.run(step_of_nothing_known, Case(folder)) == [(False, "old_log_probs", True)]
 
 
 def test_a_norm_is_rank_0s_and_each_replicas_loss_counts_once(two_ranks: Ranks, folder: str) -> None:

@@ -6,7 +6,7 @@ supports both, and windows in some layers and attention sinks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -76,7 +76,7 @@ class PadPlan:
         return sum(s * length for s, length in self.buckets)
 
 
-def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None = None) -> PadPlan:
+def pad_plan(lengths: list[int], waste: float = 1.3) -> PadPlan:
     """Buckets in which the longest sequence is at most `waste` times the shortest, plus 8 tokens."""
     buckets: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -93,7 +93,7 @@ def pad_plan(lengths: list[int], waste: float = 1.3, device: torch.device | None
     size = torch.tensor(lengths)
     start = size.cumsum(0) - size
     shift = torch.repeat_interleave(torch.tensor(first_slot) - start, size)
-    slots = (torch.arange(int(size.sum())) + shift).to(device)
+    slots = torch.arange(int(size.sum())) + shift
     return PadPlan(slots, tuple((len(b), lengths[b[-1]]) for b in buckets), in_place=not bool(shift.any()))
 
 
@@ -160,7 +160,10 @@ class SDPAttention(MegatronModule):
         if (tree := getattr(packed_seq_params, "tree", None)) is not None:
             scale = query.size(-1) ** -0.5 if self.scale is None else self.scale
             return tree.attend(query, key, value, self.softmax_offset, self.window, scale).flatten(1)
-        pad = getattr(packed_seq_params, "pad", None) or pad_plan(_lengths(packed_seq_params), device=query.device)
+        pad = getattr(packed_seq_params, "pad", None)
+        if pad is None:
+            plan = pad_plan(_lengths(packed_seq_params))
+            pad = replace(plan, slots=plan.slots.to(query.device))
         return self._packed(query, key, value, pad).flatten(1)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

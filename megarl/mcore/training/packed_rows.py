@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
-from megarl.batch import Batch, MicroBatch
+from megarl.batch import SEGMENT_IDS, Batch, MicroBatch
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.layout import Layout
 from megarl.mcore.logprobs.support import Support
@@ -110,7 +110,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: C
         positions=positions[own],
         ends=ends,
         longest=max(padded),
-        plan={"pad": pad_plan(padded, device=device) if layout.cp == 1 else None},
+        plan={"pad": pad_plan(padded) if layout.cp == 1 else None},
         predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded),
         predicted=predicted,
         num_own_tokens=int((sources >= 0).sum()),
@@ -171,8 +171,12 @@ def _row(
     rounded = F.pad(ends, (0, -len(ends) % _SEQUENCES), value=int(ends[-1]))
     cu_seqlens = F.pad(rounded, (1, 0)).to(torch.int32)
     longest = -(-longest // _LONGEST) * _LONGEST
-    of_loss = {name: batch.columns[name] for name in columns}
-    *found, cu_seqlens = on_device([*of_row.values(), *of_loss.values(), cu_seqlens], device)
+    of_loss = {name: batch.segment_ids if name == SEGMENT_IDS else batch.columns[name] for name in columns}
+    pad = plan.get("pad")
+    slots = cu_seqlens if pad is None else pad.slots
+    *found, cu_seqlens, slots = on_device([*of_row.values(), *of_loss.values(), cu_seqlens, slots], device)
+    if pad is not None:
+        plan = {"pad": replace(pad, slots=slots)}
     there = dict(zip(of_row, found, strict=False))
     cu_seqlens = with_positions(cu_seqlens, there["positions"][0])
     packed = PackedParams(
@@ -193,14 +197,17 @@ def _row(
     )
 
 
-def on_device(tensors: Sequence[Tensor], device: torch.device, *, pinned: bool = True) -> list[Tensor]:
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of host tensors.  A GPU gets them in one copy, out of pinned memory, which nobody waits for."""
-    if device.type != "cuda" and pinned:
-        return [tensor.to(device) for tensor in tensors]
+    return in_one_block(tensors, device) if device.type == "cuda" else [tensor.to(device) for tensor in tensors]
+
+
+def in_one_block(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of host tensors in one piece of memory of the device."""
     places = [0]
     for tensor in tensors:
         places.append(places[-1] + -(-tensor.nbytes // _ALIGNED) * _ALIGNED)
-    block = torch.empty(places[-1], dtype=torch.uint8, pin_memory=pinned)
+    block = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def part(of: Tensor, like: Tensor, place: int) -> Tensor:
         return of[place : place + like.nbytes].view(like.dtype).view(like.shape)

@@ -8,6 +8,7 @@ their global sum: the division cancels, and the gradient is that of the loss, ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
-from megarl.batch import Batch, LossOutput, MicroBatch, Stats, Unread, merge_stats
+from megarl.batch import SEGMENT_IDS, Batch, LossOutput, MicroBatch, Stats, Unread, merge_stats
 from megarl.layout import Layout
 from megarl.mcore.logprobs.divergence import TeacherStates
 from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
@@ -42,7 +43,7 @@ HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the log
 TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
 TEACHER = "teacher"  # the column of a batch that says which teacher's TEACHER_HIDDEN is: see TeacherStates
 # Columns that the model's side of a step reads, and no loss.
-MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, *names_in_batch(SUPPORT))
+MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, ROUTED_EXPERTS, *names_in_batch(SUPPORT))
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ def backward(
     """
     micros = in_whole_turns(micros, outputs.layout)
     is_last = ps.is_pipeline_last_stage(ignore_virtual=True)
-    of_loss = [name for name in micros[0].batch.columns if is_last and name not in MODEL_INPUTS]
+    of_loss = [name for name in micros[0].batch.columns if name not in MODEL_INPUTS]
+    of_loss = [*of_loss, SEGMENT_IDS] if is_last else []
     rows = Rows(micros, outputs.layout, device, of_loss)
     references = _references(reference, rows, outputs)
     trained: list[Any] = model  # each wrapped for training
@@ -243,7 +245,11 @@ def backward(
         found = outputs(model[-1], rows[i], output, batch.columns, references[i])
         if notes and not micros[i].is_dummy:
             noted[i] = {name: found[name].detach() for name in notes}
-        result = loss_fn(replace(batch, columns=rows[i].columns), found)
+        spoilt: list[Tensor] = []
+        result = loss_fn(replace(batch, columns=dict(rows[i].columns)), _Spoilt.of(found, spoilt))
+        rows[i].columns.clear()
+        if result.unread is not None:
+            spoilt.append(result.unread.is_bad)
         losses.append(result.loss.detach().double())
         if result.unread is not None and not micros[i].is_dummy:
             unread[i] = result.unread
@@ -255,6 +261,31 @@ def backward(
     stats, bad = _read(unread, micros)
     loss = torch.stack(losses).sum() if losses else None
     return Gradient(stats, loss, bad, [noted[i] for i in sorted(noted)])
+
+
+class _Spoilt(torch.autograd.Function):
+    """Outputs as they are.  Their gradient is NaN if the loss has met a number that is not finite.
+
+    A loss of NaN is not enough: where a clip or a maximum lets no gradient through, none comes of it.
+    """
+
+    @staticmethod
+    def of(outputs: Columns, spoilt: list[Tensor]) -> Columns:
+        """`spoilt`: gets the loss's [] bool before the backward pass."""
+        learnt = {name: column for name, column in outputs.items() if column.requires_grad}
+        return outputs | dict(zip(learnt, _Spoilt.apply(spoilt, *learnt.values()), strict=True)) if learnt else outputs
+
+    @staticmethod
+    def forward(ctx: Any, spoilt: list[Tensor], *columns: Tensor) -> tuple[Tensor, ...]:
+        ctx.spoilt = spoilt
+        ctx.set_materialize_grads(False)
+        return tuple(column.view_as(column) for column in columns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.spoilt:
+            return None, *grads
+        return None, *(None if grad is None else torch.where(ctx.spoilt[0], math.nan, grad) for grad in grads)
 
 
 def _read(unread: Mapping[int, Unread], micros: list[MicroBatch]) -> tuple[Stats, NonFiniteError | None]:

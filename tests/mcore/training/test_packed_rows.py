@@ -15,10 +15,10 @@ from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
     PackedRow,
     Rows,
+    in_one_block,
     in_whole_turns,
     make_row,
     micro_batches,
-    on_device,
     own_positions,
     padded_lengths,
     where_gathered,
@@ -67,7 +67,7 @@ def test_two_sequences_by_hand() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["uint8", "int32", "int64", "float32", "bool"]), st.integers(0, 9))))
 def test_tensors_that_travel_in_one_block_arrive_as_they_were(drawn: list[tuple[str, int]]) -> None:
     tensors = [torch.arange(size).to(getattr(torch, dtype)).view(1, size) for dtype, size in drawn]
-    for got, tensor in zip(on_device(tensors, CPU, pinned=False), tensors, strict=True):
+    for got, tensor in zip(in_one_block(tensors, CPU), tensors, strict=True):
         assert torch.equal(got, tensor) and got.dtype == tensor.dtype
 
 
