@@ -35,27 +35,26 @@ class Field(NamedTuple):
         words = ", ".join(str(value).lower() for value in self.values)
         if self.kind is list:
             return f"[some of {words}]"
-        names = {bool: "true or false", int: "a whole number", float: "a number"}
+        names = {bool: "true or false", int: "a whole number above 0", float: "a number"}
         return words if self.values else names[self.kind]
 
     def fits(self, value: Any) -> bool:
         """Can the field have this value?"""
         if self.kind is list:
-            return isinstance(value, list) and bool(value) and set(value) <= set(self.values)
-        if self.values:
-            return value in self.values
-        return type(value) is self.kind or (self.kind is float and type(value) is int)
+            return isinstance(value, list) and bool(value) and all(one in self.values for one in value)
+        if self.kind is float:
+            return type(value) in (int, float)
+        if self.kind is int:
+            return type(value) is int and value > 0
+        return type(value) is self.kind and (not self.values or value in self.values)
 
 
 FUSIONS = ("bias_activation_fusion", "gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion")
-# Each was run, and gives the same gradient (test_override_fields.py); those of the optimizer need a GPU.  A field that
-# nobody has run may fail late, or train something else.
+# Each was run, and gives the same gradient (test_override_fields.py, tests/te); those of the optimizer need a GPU.  A
+# field that nobody has run may fail late, or train something else.
 TRIED: dict[str, dict[str, Field]] = {
     TRANSFORMER: {
         "batch_p2p_sync": Field("false: stages do not wait for the device behind each exchange"),
-        "clone_scatter_output_in_embedding": Field("false: a rank's part of the embeddings is not copied"),
-        "distribute_saved_activations": Field("tensor-parallel ranks share what recompute_granularity=full keeps"),
-        "moe_shared_expert_overlap": Field("shared experts compute while tokens travel to the others"),
         RECOMPUTED: Field(
             "what recompute_granularity=selective computes again, in place of the core attention",
             list,
@@ -72,10 +71,7 @@ TRIED: dict[str, dict[str, Field]] = {
     OPTIMIZER: {
         CPU_OFFLOAD: Field("Adam runs on the host, in Megatron's HybridDeviceOptimizer"),
         OFFLOAD_FRACTION: Field("how much of it", float),
-        "use_torch_optimizer_for_cpu_offload": Field("torch's Adam on the GPU too"),
         "overlap_cpu_optimizer_d2h_h2d": Field("copies go on while Adam computes"),
-        "pin_cpu_grads": Field("false: gradients on the host in memory that is not pinned"),
-        "pin_cpu_params": Field("false: weights on the host in memory that is not pinned"),
     },
 }
 # Other fields -> by which key they are set, or why they are not.

@@ -60,10 +60,11 @@ def test_a_field_reaches_megatrons_configuration() -> None:
         (f"{TRANSFORMER}.tensor_model_parallel_size=2", "expected actor.megatron.tensor_model_parallel_size"),
         (f"{TRANSFORMER}.recompute_modules=[attn]", "expected [some of core_attn, layernorm, mla_up_proj, mlp, moe, "),
         (f"{TRANSFORMER}.recompute_modules=[mlp]", "expected actor.megatron.recompute_granularity=selective with it"),
-        (f"{WRAPPER}.bucket_size=1.5", "expected a whole number"),
+        (f"{TRANSFORMER}.recompute_modules=[[mlp]]", "expected [some of core_attn, "),
+        (f"{WRAPPER}.bucket_size=0", "expected a whole number above 0"),
         (f"{WRAPPER}.grad_reduce_in_fp32=false", "gradients are always summed in float32"),
         (f"{OPTIMIZER}.optimizer_cpu_ofload=true", "did you mean optimizer_cpu_offload?"),
-        (f"{OPTIMIZER}.pin_cpu_grads=3", "expected true or false"),
+        (f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=3", "expected true or false"),
         (f"{OPTIMIZER}.lr=0.1", "expected actor.optim"),
         (f"{OPTIMIZER}.clip_grad=0.5", "expected actor.max_grad_norm"),
     ],
@@ -72,6 +73,18 @@ def test_a_field_that_cannot_be_set_or_not_so_is_refused(word: str, told: str) -
     word = f"actor.{'optim' if word.startswith(OPTIMIZER) else 'megatron'}.{word}"
     said = refusal(word)
     assert said.startswith(f"{word}: ") and told in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("recompute_modules=[mla_up_proj]", "mla_up_proj is of latent attention, which the model has not"),
+        ("recompute_modules=[moe_act]", "only Transformer Engine's layers compute layernorm and moe_act again"),
+    ],
+)
+def test_what_the_layers_of_a_run_do_not_compute_again_is_refused_before_it(words: str, told: str) -> None:
+    selective = "actor.megatron.recompute_granularity=selective"
+    assert told in refusal("model=qwen3_moe_mini", selective, f"actor.megatron.{TRANSFORMER}.{words}")
 
 
 def test_layers_that_only_transformer_engine_computes_again_are_refused_to_local_ones() -> None:

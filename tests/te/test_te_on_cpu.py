@@ -20,12 +20,27 @@ from tiny_models import write_model
 
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
+from megarl.megatron_fields import FUSIONS
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
 TE = ExecutionOptions(transformer_impl="transformer_engine")
 RECOMPUTED = replace(TE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 LOCAL = ExecutionOptions(transformer_impl="local")
+
+
+def selective(*modules: str) -> ExecutionOptions:
+    return replace(TE, recompute_granularity="selective", override_transformer_config={"recompute_modules": [*modules]})
+
+
+ENGINES: dict[str, ExecutionOptions] = {
+    "local": LOCAL,
+    "": TE,
+    "recomputed": RECOMPUTED,
+    "experts recomputed": selective("layernorm", "moe_act"),
+    "latents recomputed": selective("layernorm", "mla_up_proj", "mlp", "shared_experts"),
+    "without fusions": replace(TE, override_transformer_config=dict.fromkeys(FUSIONS, False)),
+}
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, Layout]] = {
     "one": (1, Layout()),
@@ -84,7 +99,7 @@ class Run:
 
     def __str__(self) -> str:
         parts = [self.family, "tied" * self.tied, self.layout, self.role, self.optim]
-        parts.append("local" if self.engine == LOCAL else "recomputed" * (self.engine == RECOMPUTED))
+        parts += [name for name, engine in ENGINES.items() if engine == self.engine]
         return " ".join(filter(None, parts))
 
 
@@ -94,7 +109,9 @@ RUNS += [Run("qwen3_moe", layout, tied=True) for layout in ("tp2+sp ep2 etp1", "
 RUNS += [Run("qwen3_moe", layout, optim="muon") for layout in ("one", "tp2+sp", "tp2+sp ep2 etp1", "ep2 etp2")]
 RUNS += [Run("qwen3_moe", layout, optim="adamw") for layout in ("one", "dp2 sharded", "tp2+sp sharded")]
 RUNS += [Run("qwen3_moe", layout, role="critic") for layout in ("one", "tp2+sp ep2 etp1")]
-RUNS += [Run("qwen3_moe", layout, engine=RECOMPUTED) for layout in ("one", "ep2")]
+for _engine in ("recomputed", "experts recomputed", "without fusions"):
+    RUNS += [Run("qwen3_moe", layout, engine=ENGINES[_engine]) for layout in ("one", "tp2+sp ep2 etp1")]
+RUNS += [Run("deepseek_v3", layout, engine=ENGINES["latents recomputed"]) for layout in ("one", "tp2+sp")]
 # Products of the two kinds of layers add in different orders.  Muon mixes all entries of a matrix.
 TOLERANCE = {"sgd": 2e-7, "adamw": 1e-6, "muon": 2e-5}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.config.validate.models import model_config
 from megarl.megatron_fields import CPU_OFFLOAD, OFFLOAD_FRACTION, OPTIMIZER, OVERRIDES, RECOMPUTED, fault
 
 
@@ -16,13 +17,29 @@ def invalid_overrides(config: Config, role: str) -> Iterator[str]:
         if role != "actor" and given == getattr(config.actor.megatron, group):
             continue
         for field, value in given.items():
-            if why := fault(group, field, value, role):
+            if (
+                (why := fault(group, field, value, role))
+                or field == RECOMPUTED
+                and (why := _not_recomputed(config, role, value))
+            ):
                 yield f"{role}.megatron.{group}.{field}={show(value)}: {why}"
-            elif field == RECOMPUTED and config.role(role).megatron.recompute_granularity != "selective":
-                how = f"expected {role}.megatron.recompute_granularity=selective with it"
-                yield f"{role}.megatron.{group}.{field}={show(value)}: {how}"
     if role in ("actor", "critic"):
         yield from _of_optimizer(config, role)
+
+
+def _not_recomputed(config: Config, role: str, modules: Sequence[str]) -> str:
+    """Why a role's layers cannot compute these again, as far as it is known before a start; "" if they can."""
+    megatron = config.role(role).megatron
+    if megatron.recompute_granularity != "selective":
+        return f"expected {role}.megatron.recompute_granularity=selective with it"
+    if "mla_up_proj" in modules and "kv_lora_rank" not in model_config(config, role):
+        return "mla_up_proj is of latent attention, which the model has not"
+    adapts = role == "actor" and config.actor.lora.rank > 0
+    if {"layernorm", "moe_act"} & {*modules} and (
+        megatron.transformer_impl == "local" or config.model.dtype == "float32" or adapts
+    ):
+        return "only Transformer Engine's layers compute layernorm and moe_act again, and these are local"
+    return ""
 
 
 def _of_optimizer(config: Config, role: str) -> Iterator[str]:
