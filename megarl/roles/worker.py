@@ -243,7 +243,7 @@ class Worker:
         return {name: _on_host([columns[name] for columns in found]) for name in names}
 
     def _peaks(self) -> dict[str, list[Any]]:
-        """GPU memory in GiB: the most of this process since its start, and what no process has of the GPU now."""
+        """GPU memory in GiB: the most of this process since its start, and what is free now."""
         if self.device.type != "cuda":
             return {}
         sizes = {

@@ -55,7 +55,13 @@ def test_gradients_norms_and_clipped_steps_are_as_near_to_float32_as_those_of_on
     if torch.cuda.device_count() < size:
         pytest.skip(f"{size} GPUs are needed")
     exact, one, got = (found[f"{family}/{case}"][0] for case in ("exact", "one", name))
-    assert got["grad_norms"] == pytest.approx(exact["grad_norms"], rel=0.02), "a norm without some ranks is another one"
+    assert got["grad_norms"] == pytest.approx(exact["grad_norms"], rel=0.02)
+    for is_of_expert in (False, True) if got["gradient"] and family == "qwen3_moe" else ():  # these are far smaller
+        parts = [
+            {"gradient": {n: g.cpu() for n, g in of["gradient"].items() if (".experts." in n) is is_of_expert}}
+            for of in (got, one, exact)
+        ]
+        assert gradient_error(parts[0], parts[2]) < 1.5 * gradient_error(parts[1], parts[2])
     if got["gradient"]:
         assert gradient_error(got, exact) < 1.5 * gradient_error(one, exact)
     for weight, expected in exact["after"].items():
