@@ -2,6 +2,7 @@
 
     python benchmarks/bench_step.py --device cpu          a step of seconds
     python benchmarks/bench_step.py --device cuda         one GPU, a model of a billion parameters
+    python benchmarks/bench_step.py --device cuda --wide  six layers of the width of a model of 8 billion parameters
 
 Both loops stand in one process and step in turns.  The ratio is ours / bare in tokens per second, the median of three
 measurements; the goal is 0.97.  On a CPU it waits for a quiet machine, ten minutes at most, else it says so.
@@ -15,6 +16,7 @@ import os
 import random
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import page
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 from machine import matmul_rate
 from step_loops import Bare, Ours, Work, cross_entropy_of, make_work
+from torch.profiler import profile, supported_activities
 
 from megarl.layout import Layout
 from megarl.mcore import cpu
@@ -40,10 +43,32 @@ LEGEND = (
 )
 # With about the share of arithmetic in the vocabulary head that a model of 8 billion parameters has.
 SIZES: dict[str, dict[str, Any]] = {
-    "quick": {"hidden": 64, "layers": 2, "ffn": 128, "vocab": 512, "tokens": 256, "longest": 64, "row": 128},
-    "cpu": {"hidden": 512, "layers": 4, "ffn": 1536, "vocab": 2048, "tokens": 4096, "longest": 512, "row": 2048},
+    "quick": {
+        "hidden": 64,
+        "heads": 2,
+        "head": 32,
+        "layers": 2,
+        "ffn": 128,
+        "vocab": 512,
+        "tokens": 256,
+        "longest": 64,
+        "row": 128,
+    },
+    "cpu": {
+        "hidden": 512,
+        "heads": 16,
+        "head": 32,
+        "layers": 4,
+        "ffn": 1536,
+        "vocab": 2048,
+        "tokens": 4096,
+        "longest": 512,
+        "row": 2048,
+    },
     "cuda": {
         "hidden": 2048,
+        "heads": 64,
+        "head": 64,
         "layers": 16,
         "ffn": 6144,
         "vocab": 32768,
@@ -52,6 +77,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "row": 16384,
     },
 }
+WIDE = {"hidden": 4096, "heads": 32, "head": 128, "layers": 6, "ffn": 14336}
 
 
 def measure(options: argparse.Namespace) -> page.Result:
@@ -70,6 +96,8 @@ def measure(options: argparse.Namespace) -> page.Result:
         norms = {name: loop.step() for name, loop in loops.items()}
         check_alike(norms, dtype)
         times = in_turns(loops, options.repeats or (2 if options.quick else 9), device)
+        if options.trace:
+            traces(loops, options.out, device)
     finally:
         destroy_groups()
         dist.destroy_process_group()
@@ -96,6 +124,15 @@ def in_turns(loops: dict[str, Any], repeats: int, device: torch.device) -> dict[
             _wait(device)
             times[name].append((time.perf_counter() - begun, time.process_time() - busy))
     return times
+
+
+def traces(loops: dict[str, Any], out: Path, device: torch.device) -> None:
+    """Write the timeline of one step of each loop, step_LOOP.json.gz; Perfetto and chrome://tracing open it."""
+    for name, loop in loops.items():
+        with profile(activities=supported_activities()) as timeline:
+            loop.step()
+            _wait(device)
+        timeline.export_chrome_trace(str(out / f"step_{name}.json.gz"))
 
 
 def result(
@@ -165,9 +202,9 @@ def model_config(size: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": size["hidden"],
         "intermediate_size": size["ffn"],
         "num_hidden_layers": size["layers"],
-        "num_attention_heads": size["hidden"] // 32,
-        "num_key_value_heads": size["hidden"] // 64,
-        "head_dim": 32 if size["hidden"] < 1024 else 64,
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["heads"] // 2,
+        "head_dim": size["head"],
         "hidden_act": "silu",
         "vocab_size": size["vocab"],
         "rms_norm_eps": 1e-6,
@@ -210,15 +247,15 @@ def _layer_weights(size: dict[str, Any]) -> int:
 
 
 def _size(options: argparse.Namespace) -> dict[str, Any]:
-    size = dict(SIZES["quick" if options.quick else options.device])
+    size = SIZES["quick" if options.quick else options.device] | (WIDE if options.wide else {})
     size |= {key: getattr(options, key) for key in size if getattr(options, key) is not None}
     if size["longest"] > size["row"] or size["longest"] > size["tokens"]:
         raise ValueError(
             f"--longest {size['longest']}: expected at most --row {size['row']} and --tokens {size['tokens']}"
         )
-    if size["hidden"] % 64 or min(size.values()) < 1 or size["longest"] < 8:
+    if size["heads"] % 2 or min(size.values()) < 1 or size["longest"] < 8:
         raise ValueError(
-            f"--hidden {size['hidden']}, --longest {size['longest']}: expected a multiple of 64, and at least 8"
+            f"--heads {size['heads']}, --longest {size['longest']}: expected an even number, and at least 8"
         )
     return size
 
@@ -230,9 +267,16 @@ def _wait(device: torch.device) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = page.arguments(argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]))
-    about = {"row": "tokens of a packed row", "tokens": "of a step", "longest": "of a sequence"}
+    about = {
+        "row": "tokens of a packed row",
+        "tokens": "of a step",
+        "longest": "of a sequence",
+        "head": "numbers of a head",
+    }
     for key in SIZES["quick"]:
         made.add_argument(f"--{key}", type=int, help=about.get(key, "of the model"))
+    made.add_argument("--wide", action="store_true", help=f"the model is {WIDE}")
+    made.add_argument("--trace", action="store_true", help="also the timeline of one step of each loop")
     made.add_argument("--repeats", type=int, help="timed steps of each loop (9; 2 with --quick)")
     made.add_argument("--threads", type=int, help="CPU threads (all cores)")
     return page.with_rounds(made)

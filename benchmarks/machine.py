@@ -53,13 +53,13 @@ def copy_bandwidth(device: str, repeats: int = 7) -> float:
     source = torch.ones(COPY_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)  # the first one also maps the memory
-    return source.numel() / statistics.median(_timed(lambda: target.copy_(source), device) for _ in range(repeats))
+    return source.numel() / statistics.median(timed(lambda: target.copy_(source), device) for _ in range(repeats))
 
 
 def hash_bandwidth(num_bytes: int = 64 << 20) -> float:
     """Bytes a second of sha256 on one core: what a digest of CPU weights cannot be faster than."""
     data = bytes(num_bytes)
-    return num_bytes / statistics.median(_timed(lambda: hashlib.sha256(data).digest(), "cpu") for _ in range(3))
+    return num_bytes / statistics.median(timed(lambda: hashlib.sha256(data).digest(), "cpu") for _ in range(3))
 
 
 def matmul_rate(
@@ -70,7 +70,7 @@ def matmul_rate(
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
     try:
-        seconds = [_timed(lambda: left @ right, device) for _ in range(1 + repeats)]
+        seconds = [timed(lambda: left @ right, device) for _ in range(1 + repeats)]
     finally:
         torch.set_num_threads(before)
     return 2 * size**3 / min(seconds)
@@ -91,7 +91,8 @@ def commit() -> str:
         return "unknown"
 
 
-def _timed(work: Callable[[], object], device: str) -> float:
+def timed(work: Callable[[], object], device: str) -> float:
+    """Seconds until `work()` is done on the device too."""
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()

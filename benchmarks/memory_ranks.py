@@ -102,11 +102,11 @@ def _parts(memory: Memory) -> dict[str, int]:
 def gradients(case: Case, layout: Layout, model: Model) -> None:
     """One forward and backward pass."""
     outputs, loss = Outputs(layout, case.hf["vocab_size"]), ActorLoss("ppo")
-    backward(model, _micros(case), outputs, loss, num_tokens=_count(case), device=device_for(case.device))
+    backward(model, micros_of(case), outputs, loss, num_tokens=_count(case), device=device_for(case.device))
 
 
 def _stepper(case: Case, layout: Layout, model: Model, optimizer: Optimizer, moments: OffloadBuffer) -> Any:
-    outputs, loss, micros = Outputs(layout, case.hf["vocab_size"]), ActorLoss("ppo"), _micros(case)
+    outputs, loss, micros = Outputs(layout, case.hf["vocab_size"]), ActorLoss("ppo"), micros_of(case)
     how: dict[str, Any] = {"num_tokens": _count(case), "device": device_for(case.device), "before_step": moments.wait}
 
     def step() -> None:
@@ -115,7 +115,7 @@ def _stepper(case: Case, layout: Layout, model: Model, optimizer: Optimizer, mom
     return step
 
 
-def _micros(case: Case) -> list[MicroBatch]:
+def micros_of(case: Case) -> list[MicroBatch]:
     return [_micro(case, seed) for seed in range(case.micro_batches)]
 
 
