@@ -266,7 +266,7 @@ def test_the_files_of_a_command_exist() -> None:
 
 @pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if "benchmarks/" in " ".join(words)])
 def test_a_benchmark_takes_its_options(name: str) -> None:
-    _, script, *words = COMMANDS[name]
+    script, *words = COMMANDS[name][COMMANDS[name].index("python") + 1 :]
     options = importlib.import_module(Path(script).stem).parser().parse_intermixed_args(words)
     assert options.device == "cuda"
     assert str(options.out) == "/out"
@@ -309,11 +309,20 @@ def test_every_file_of_gpu_tests_is_in_a_rung_for_one_gpu_but_that_of_layouts() 
     assert len(files) > 5 and files - named["one_gpu"] == layouts <= named["eight_gpus"]
 
 
-def test_what_the_hf_engine_does_on_one_gpu_is_checked_before_benchmarks_and_without_sglang() -> None:
-    rungs = LADDERS["one_gpu"]
-    first = next(i for i, rung in enumerate(rungs) if rung.name.startswith("bench_"))
-    early = {rung.name: rung for rung in rungs[:first]}
-    assert not early["hf_server"].needs and not early["hf_ring"].needs
+def test_what_the_hf_engine_does_on_one_gpu_is_checked_before_its_benchmarks_and_without_sglang() -> None:
+    rungs = {rung.name: rung for rung in LADDERS["one_gpu"]}
+    names = list(rungs)
+    first = min(names.index(name) for name in ("bench_rollout", "bench_push"))
+    assert all(names.index(name) < first and not rungs[name].needs for name in ("hf_server", "hf_ring"))
+
+
+def test_each_part_for_twelve_minutes_on_one_gpu_can_take_its_limit_and_the_last_still_begins() -> None:
+    """In this order; the rungs behind them are run in what is left of more minutes."""
+    limits = {rung.name: rung.seconds for rung in LADDERS["one_gpu"]}
+    parts = [name for name in limits if name.startswith(("part_", "bench_step"))]
+    first = list(limits)[: list(limits).index("fragmentation") + 1]
+    assert first == ["versions", "prefix_sharing", *parts, "float32", "fragmentation"]
+    assert sum(limits[name] for name in first[:-1]) < 12 * 60
 
 
 def test_a_rung_names_its_files_of_tests_of_which_one_that_cannot_be_imported_stops_no_other() -> None:
