@@ -48,7 +48,7 @@ from megarl.mcore import cpu
 from megarl.mcore.logprobs.main_grad import add_product_
 from megarl.mcore.models.attention import PackedParams, SDPAttention, pad_plan
 from megarl.mcore.models.model import build_model
-from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.mcore.setup import backend_of, destroy_groups, make_groups
 from megarl.mcore.training import copies, host_memory
 from megarl.mcore.training.execution import ExecutionOptions, has_transformer_engine
 from megarl.mcore.training.offload import OffloadBuffer
@@ -309,7 +309,7 @@ def fragmentation(options: argparse.Namespace) -> page.Result:
         lengths, sizes = lengths + of_row, [*sizes, len(of_row)]
     dtype = "bfloat16" if on_gpu else "float32"
     cpu.activate()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group(backend_of(options.device), store=dist.HashStore(), rank=0, world_size=1)
     try:
         make_groups(Layout())
         work = make_work(model_config(size), lengths, sum(lengths), dtype, torch.device(options.device))
