@@ -108,7 +108,8 @@ def attention(options: argparse.Namespace) -> page.Result:
     """One packed row of 16 sequences, forward, and forward and backward."""
     draw = random.Random(0)
     lengths = [draw.randint(*((2, 12) if options.quick else (256, 1792))) for _ in range(16)]
-    plan = pad_plan(lengths, device=torch.device(options.device))
+    plan = pad_plan(lengths)
+    plan = replace(plan, slots=plan.slots.to(options.device))
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=options.device)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     config = SimpleNamespace(
