@@ -9,7 +9,7 @@ from megarl.layout import Layout, padded_vocab_size
 from megarl.plan.job import Role
 from megarl.plan.memory.count import whole
 from megarl.plan.memory.gpu_budget import gpu_budgets, work_of
-from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES, of_push
+from megarl.plan.memory.memory import COMMUNICATOR_BYTES, RESERVE_BYTES, SERVER_BYTES, communicator_bytes, of_push
 from megarl.plan.predict import STAGES, predict, step_time
 from megarl.plan.time.constants import CONSTANTS
 from megarl.plan.time.serving import rollout, step_ahead
@@ -101,6 +101,28 @@ def test_every_part_of_every_rank_is_told():
     }  # fmt: skip
     for budget in found.values():
         assert budget["total"] == sum(size for part, size in budget.items() if part != "total")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "has_experts", "groups"),
+    [
+        (Layout(), 1, False, 0),
+        (Layout(tp=8, pp=2), 64, False, 4),  # all, tp, pp, and those with the same part of the model
+        (Layout(tp=2, cp=2), 8, False, 5),  # also cp, and tp with cp
+        (Layout(tp=2, pp=2, ep=8, etp=1), 64, True, 6),  # also those that share experts, and those with the same ones
+    ],
+)
+def test_each_group_with_several_ranks_has_a_communicator(layout, ranks, has_experts, groups):
+    assert communicator_bytes(layout, ranks, has_experts=has_experts) == groups * COMMUNICATOR_BYTES
+
+
+def test_a_sharded_optimizer_begins_with_two_copies_of_the_weights():
+    found = gpu_budgets(own(layout=Layout(use_distributed_optimizer=True), num_ranks=4))
+    assert found["start"] == {
+        "weights": 2 * 2 * whole(HF), "gradients": 4 * whole(HF), "communicators": 2 * COMMUNICATOR_BYTES,
+        "reserve": RESERVE_BYTES, "total": 8 * whole(HF) + 2 * COMMUNICATOR_BYTES + RESERVE_BYTES,
+    }  # fmt: skip
+    assert "start" not in gpu_budgets(own(num_ranks=4))
 
 
 def test_a_push_is_the_rule_of_memory():
