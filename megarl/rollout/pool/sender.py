@@ -140,9 +140,10 @@ class Sender:
         adapter, version = server.adapter, server.newest if self._salted else None
         # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers; but what the
         # completion itself began with is.  On a server that has older weights yet it gets their salt: under each salt
-        # no server holds KV of weights before that version.
-        if version is not None and began is not None:
-            version = min(version, began)
+        # no server holds KV of weights before that version.  Salts from before a fence are not used again: what was
+        # written under them, perhaps by weights that failed their check, may be in the cache still.
+        if version is not None and began is not None and server.trusted:
+            version = max(min(version, began), min(server.trusted))
         salt = None if version is None else f"{self._name}.{version}"
         rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
         ask.rid = rid

@@ -239,10 +239,20 @@ class Caching(Writer):
 
 async def test_what_goes_on_keeps_the_salt_with_which_it_began_except_where_weights_are_older():
     """Otherwise KV of the older weights would be found there under the newer salt, after the next push."""
-    async with pool_of(Writer("9"), trusts=9, salted=True) as (pool, _, seen):
+    async with pool_of(Writer("9"), trusts=7, salted=True) as (pool, urls, seen):
+        pool.trust(urls[0], 9)
         for began in (None, 7, 9, 10):
             await pool.generate([3], PARAMS, began=began)
         assert [body["cache_salt"].split(".")[1] for body in seen[0]] == ["9", "7", "9", "9"]
+
+
+async def test_no_salt_from_before_a_fence_is_used_again():
+    """A server whose canary failed has resumed before: KV of the bad weights is in its cache, under the old salt."""
+    async with pool_of(Writer("6"), trusts=5, salted=True) as (pool, urls, seen):
+        pool.fence(urls[0])
+        pool.trust(urls[0], 6)
+        await pool.generate([3], PARAMS, began=5)
+        assert [body["cache_salt"].split(".")[1] for body in seen[0]] == ["6"]
 
 
 async def test_a_stale_prefix_is_asked_again_at_last_with_a_salt_of_its_own():
