@@ -62,16 +62,18 @@ def check_one_nccl(server: Path, trainer: Path = Path(sys.executable)) -> None:
         )
 
 
-def paired_variables() -> dict[str, str | None]:
-    """The variables of NCCL in this process that its partners need alike; None: not set."""
-    return {name: os.environ.get(name) for name in PAIRED}
+def paired_variables(backend: str) -> dict[str, str | None]:
+    """The variables in this process that its partners in a group of this backend need alike; None: not set."""
+    return {name: os.environ.get(name) for name in PAIRED} if backend == "nccl" else {}
 
 
-def check_one_environment(trainer: Mapping[str, str | None]) -> None:
-    """Raises ValueError if this server's process cannot join a trainer of these `paired_variables`."""
-    for name, ours in paired_variables().items():
-        if ours != (theirs := trainer.get(name)):
+def check_one_environment(
+    one: str, its: Mapping[str, str | None], other: str, theirs: Mapping[str, str | None]
+) -> None:
+    """Raises ValueError unless both processes, named `one` and `other`, have the same `paired_variables`."""
+    for name, value in its.items():
+        if value != theirs.get(name):
             raise ValueError(
-                f"{name}: the server has {ours or 'none'} and the trainer {theirs or 'none'}, with which NCCL hangs "
+                f"{name}: {one} has {value or 'none'} and {other} {theirs.get(name) or 'none'}, with which NCCL hangs "
                 "between them; expected one value, exported where both are started"
             )

@@ -28,12 +28,13 @@ from megarl.mcore.training.step import Outputs, forward_only
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import tensor_digest
 from megarl.servers.launch import TOKEN_VARIABLE
-from megarl.servers.nccl import VARIABLES
+from megarl.servers.nccl import VARIABLES, paired_variables
 from megarl.servers.supervisor import free_ports
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.hf.load import load_hf
 from megarl.weights.push import routes, sharded
+from megarl.weights.push import servers as push_servers
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.push import Canary, Pusher
 from megarl.weights.push.report import PushError
@@ -374,6 +375,12 @@ def _set(assignment: str) -> list[Any]:
     return [mock.patch.dict(os.environ, [assignment.split("=")])]
 
 
+def _set_for_nccl(assignment: str) -> list[Any]:
+    """The same, and the servers are asked as where groups are made over NCCL."""
+    asked = lambda _: paired_variables("nccl")  # noqa: E731
+    return [*_set(assignment), mock.patch.object(push_servers, "paired_variables", asked)]
+
+
 FAULTS: dict[str, Callable[[str], list[Any]]] = {
     "corrupt-in-flight": _corrupt_in_flight,
     "corrupt-in-server": _corrupt_in_server,
@@ -390,4 +397,5 @@ FAULTS: dict[str, Callable[[str], list[Any]]] = {
     "freeze": _signal(signal.SIGSTOP),
     "misroute": _misroute,
     "set": _set,
+    "set-for-nccl": _set_for_nccl,
 }

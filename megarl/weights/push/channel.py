@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from megarl.network.sockets import listen
@@ -19,6 +20,11 @@ from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 
 _numbers = itertools.count()  # group names are never reused: a broken group keeps its name until the process ends
+
+
+def backend() -> str:
+    """Of the groups of this process with servers."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megarl.weights.mapping.families import tied
 from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.buckets import Bucket, Sizes
+from megarl.weights.push.channel import backend
 from megarl.weights.push.gpu_handles import take
 from megarl.weights.push.report import one_line
 from megarl.weights.push.servers import Server, Spent
@@ -56,9 +57,8 @@ class BucketRound:
                 self._sums[layout] = [
                     RankDigests(table, coordinate, dtypes, layout.hashes) for coordinate in layout.coordinates
                 ]
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
         with self._targets.clock("join"):
-            self._targets.attempt(lambda server: server.join(backend), self._of("gathered"))
+            self._targets.attempt(lambda server: server.join(backend()), self._of("gathered"))
         with self._targets.clock("pause"):
             self._targets.attempt(Server.open, self.urls)
 

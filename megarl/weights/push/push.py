@@ -204,10 +204,6 @@ class Pusher:
             targets.each(Server.probe)
             on_gpu, is_cut = torch.cuda.is_available(), _ranks_of_copy() > 1
             targets.choose(self._transport, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            targets.each(
-                lambda s: s.join(backend), [u for u, transport in targets.waiting().items() if transport == "gathered"]
-            )
         with targets.clock("pause"):
             targets.each(lambda server: server.pause(self._pause_mode))
             targets.each(Server.open)

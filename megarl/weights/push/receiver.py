@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.servers.nccl import check_one_environment
+from megarl.servers.nccl import check_one_environment, paired_variables
 from megarl.servers.weight_group import join_weight_group, leave_weight_group
 from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, receive
@@ -33,6 +33,8 @@ from megarl.weights.verify.digests import Kind
 logger = logging.getLogger("megarl.receiver")
 
 _UNLIKE = "0" * 64  # not a real fingerprint: tells the others that this rank cannot take part
+
+_ERROR_BYTES = 1024  # of an error that the ranks of a server tell each other
 
 _groups: dict[str, dist.ProcessGroup] = {}  # name -> group; only the group in use
 
@@ -61,24 +63,47 @@ def _open(deserialize: Callable[..., Any], *arguments: Any) -> Any:
         return _Unopened(f"cannot open what was sent: {type(error).__name__}: {error}")
 
 
+def _agreed(error: str) -> str:
+    """The error of the first rank of this server that has one, with its rank; an empty string: no rank has one.
+
+    A collective of the server's ranks: SGLang hears only the first rank of each attention group.  Gathers tensors, so
+    that nothing is unpickled.
+    """
+    group = import_module("sglang.srt.distributed").get_tp_group().cpu_group
+    mine = torch.frombuffer(bytearray(error.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES)), dtype=torch.uint8)
+    said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(said, mine, group=group)
+    errors = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in said]
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(errors) if each), "")
+
+
 def _refuse(update: Callable[..., tuple[bool, str]], *arguments: Any, **named: Any) -> tuple[bool, str]:
     try:
-        return update(*arguments, **named)
+        is_done, text = update(*arguments, **named)
     except Exception as error:  # nothing else catches it: SGLang's event loop would end
         logger.exception("an update of the weights failed")
-        return False, f"{type(error).__name__}: {error}"
+        is_done, text = False, f"{type(error).__name__}: {error}"
+    error = _agreed("" if is_done else text)
+    return not error, error or text
 
 
 def _refuse_adapter(load: Callable[..., Any], worker: Any, request: Any) -> Any:
     """The ranks whose own payload is empty read that of the first rank."""
-    first, *others = request.serialized_named_tensors
-    request.serialized_named_tensors = [first, *(other or first for other in others)]
+    result = None
     try:
-        return load(worker, request)
+        first, *others = request.serialized_named_tensors
+        request.serialized_named_tensors = [first, *(other or first for other in others)]
+        result = load(worker, request)
+        failure = "" if result.success else str(result.error_message)
     except Exception as error:
         logger.exception("an adapter was not loaded")
-        reply = import_module("sglang.srt.managers.io_struct").LoRAUpdateOutput
-        return reply(success=False, error_message=f"{type(error).__name__}: {error}")
+        failure = f"{type(error).__name__}: {error}"
+    if not (agreed := _agreed(failure)):
+        return result
+    if not failure:  # another rank lacks it, and the first request for it would end the server
+        worker.model_runner.unload_lora_adapter(request.to_ref())
+    reply = import_module("sglang.srt.managers.io_struct").LoRAUpdateOutput
+    return reply(success=False, error_message=agreed)
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
@@ -98,7 +123,8 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     ((text, _),) = named_tensors
     told = json.loads(text)
     if "nccl" in told:  # a greeting, before any rank waits for this one in a group
-        check_one_environment(told["nccl"])
+        if told["nccl"]:  # it will be a group over NCCL
+            check_one_environment("the server", paired_variables("nccl"), "the trainer", told["nccl"])
         return
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from megarl.mcore.models.layers import layers_per_chunk
 from megarl.mcore.models.model import Model, unwrap
+from megarl.servers.nccl import check_one_environment, paired_variables
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import table_for
@@ -18,6 +19,7 @@ from megarl.weights.mapping.names import some_names
 from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.buckets import Sizes
+from megarl.weights.push.channel import backend
 from megarl.weights.push.report import one_line
 from megarl.weights.reshard.describe import to_json
 from megarl.weights.reshard.plan import Plan
@@ -54,6 +56,7 @@ class Claim(NamedTuple):
     error: str  # why it cannot take part
     fingerprint: str
     sends: bool
+    variables: dict[str, str | None]  # of NCCL, see paired_variables
 
 
 def message_bytes_of(bucket_bytes: int) -> int:
@@ -78,9 +81,9 @@ class Routes:
         route: Route | None = None
         try:
             route = self._route(layout, model, sizes, message_bytes)
-            claim = Claim("", route.fingerprint, bool(route.messages))
+            claim = Claim("", route.fingerprint, bool(route.messages), paired_variables(backend()))
         except ValueError as error:
-            claim = Claim(one_line(error), "", False)
+            claim = Claim(one_line(error), "", False, {})
         members = members_of([Claim(*one) for one in gather_json(claim)])
         assert route is not None, "a rank without one has said why"
         self._known[layout] = replace(route, members=members)
@@ -110,6 +113,9 @@ def members_of(claims: Sequence[Claim]) -> dict[int, int]:
             "than rank 0: expected one version of megarl and one layout on all ranks"
         )
     joining = [rank for rank, claim in enumerate(claims) if claim.sends or rank == 0]
+    for rank in joining:  # on other machines they may have others than rank 0, of which the servers are told
+        one, other = claims[rank].variables, claims[0].variables
+        check_one_environment(f"rank {rank} of the trainer", one, "rank 0", other)
     return {rank: i for i, rank in enumerate(joining)}
 
 

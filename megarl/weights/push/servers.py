@@ -168,7 +168,7 @@ class Server:
         if self._group is not None:
             return
         if self.nature.has_receiver:
-            self.greet()
+            self.greet(backend)
         meeting, listener = Meeting.host(self.url, 1 + len(self.nature.coordinates), backend, self._timeout_s)
         self._group = meet(meeting, listener, lambda: self.invite(meeting, rank_offset=1))
         self._group_name = meeting.name
@@ -224,13 +224,13 @@ class Server:
         finally:
             engine.close()
 
-    def greet(self) -> None:
-        """Call its receiver on each rank: it can be called, and NCCL has the same variables there as here.
+    def greet(self, backend: str) -> None:
+        """Call its receiver on each rank: it can be called, and NCCL, if it is the backend, has the same variables.
 
         Done before any rank waits for it in a group, which would hang.
         """
         self.open()  # a failed faster transport has closed the update
-        hello = message(json.dumps({"nccl": paired_variables()}))
+        hello = message(json.dumps({"nccl": paired_variables(backend)}))
         self.engine.update_from_tensor([hello] * len(self.nature.coordinates), load_format=RECEIVER, flush_cache=False)
 
     def leave(self) -> None:

@@ -36,7 +36,7 @@ from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.names import some_names
 from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.buckets import Sizes
-from megarl.weights.push.channel import Meeting, own_address
+from megarl.weights.push.channel import Meeting, backend, own_address
 from megarl.weights.push.report import Clock, one_line
 from megarl.weights.push.routes import Layout, Route, Routes
 from megarl.weights.push.servers import Server
@@ -83,11 +83,11 @@ class ShardedSender:
             if started != targets.left[url].nature.started:
                 new.append(url)
         with targets.clock("join"):
-            ready = targets.attempt(Server.greet, new)
+            ready = targets.attempt(lambda server: server.greet(backend()), new)
         for url in ready:
             self._forget_listener(url)
             try:
-                meeting, self._listeners[url] = Meeting.host(url, 0, _backend(), self._timeout_s, _address(url))
+                meeting, self._listeners[url] = Meeting.host(url, 0, backend(), self._timeout_s, _address(url))
             except OSError as error:
                 targets.fall_back(url, one_line(error))
                 continue
@@ -311,10 +311,6 @@ def _address(url: str) -> str:
     """An address of this machine that the server and all ranks of the trainer can reach."""
     address = own_address(url)
     return own_address(f"http://{os.environ['MASTER_ADDR']}") if address.startswith("127.") else address
-
-
-def _backend() -> str:
-    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _device() -> torch.device:

@@ -104,20 +104,21 @@ MB = 1 << 20
 
 
 def test_rank_0_and_those_that_send_meet_the_server() -> None:
-    claims = [Claim("", "f", sends) for sends in (False, True, False, True)]
+    claims = [Claim("", "f", sends, {}) for sends in (False, True, False, True)]
     assert members_of(claims) == {0: 0, 1: 1, 3: 2}
 
 
 @pytest.mark.parametrize(
     ("odd", "sentence"),
     [
-        (Claim("no such layer", "", False), "^no such layer$"),
-        (Claim("", "g", False), "rank 2 of the trainer describes"),
+        (Claim("no such layer", "", False, {}), "^no such layer$"),
+        (Claim("", "g", False, {}), "rank 2 of the trainer describes"),
+        (Claim("", "f", True, {"NCCL_NET": "IB"}), "NCCL_NET: rank 2 of the trainer has IB and rank 0 none, with"),
     ],
 )
 def test_nobody_sends_where_one_rank_cannot_or_has_another_plan(odd: Claim, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        members_of([Claim("", "f", True), Claim("", "f", True), odd])
+        members_of([Claim("", "f", True, {}), Claim("", "f", True, {}), odd])
 
 
 @pytest.mark.parametrize(("bucket_mb", "message_mb"), [(1, 0.5), (64, 32), (128, 64), (1024, 64)])
