@@ -1,6 +1,8 @@
 """Adapters of a model on Megatron shards, pushed into a real SGLang that runs the base."""
 
+import itertools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.step import forward_only
 from megarl.network.http_calls import Caller
 from megarl.projections import projections_of
-from megarl.rollout.client import ServerClient
+from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import Route
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
@@ -31,6 +33,7 @@ from megarl.weights.hf.export import save_hf
 from megarl.weights.push import adapter_push
 from megarl.weights.push.adapter_push import AdapterPusher, Encoded, give_adapter
 from megarl.weights.push.report import PushError
+from megarl.weights.push.shared import payload, shared_buffer
 from megarl.weights.verify.canary import Canary
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
@@ -149,13 +152,27 @@ def test_an_adapter_travels_at_most_once_for_two_ranks(pushed: dict[str, Any]) -
 
 
 def test_an_adapter_that_arrives_otherwise_than_it_was_sent_is_refused_and_the_server_lives(server: str) -> None:
-    tensors = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(RANK, 64)}
-    adapter = Encoded.of(tensors, peft_config(LoraSettings(RANK, ALPHA), "base", ["q_proj"]))
+    rows, tensors = {"q_proj": 64, "k_proj": 32, "v_proj": 32}, {}
+    for layer, name in itertools.product(range(2), rows):
+        place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        tensors[f"{place}.lora_A.weight"] = torch.ones(RANK, 64)
+        tensors[f"{place}.lora_B.weight"] = torch.ones(rows[name], RANK)
+    adapter = Encoded.of(tensors, peft_config(LoraSettings(RANK, ALPHA), "base", list(rows)))
     other = replace(adapter, digests=dict.fromkeys(adapter.digests, "0" * 64))
     engine = ServerClient(server, TOKEN, timeout_s=60)
     with pytest.raises(PushError, match="did not take the adapter wrong: .*MISMATCH"):
         give_adapter(engine, "wrong", other)
-    assert "wrong" not in engine.adapters()
+    gone = replace(adapter, bucket=replace(adapter.bucket, data=shared_buffer(len(adapter.bucket.data))))
+    dead = payload(gone.bucket)
+    Path(f"/dev/shm{os.fsdecode(gone.bucket.data.untyped_storage()._share_filename_cpu_()[1])}").unlink()
+    for name in ("half", "again"):  # what the first rank had loaded is dropped
+        with pytest.raises(ServerError, match="rank 1: .*cannot open what was sent"):
+            engine.load_adapter(name, adapter.config, [payload(adapter.bucket), dead], adapter.digests)
+        with pytest.raises(ServerError, match="(?i)not loaded|never been loaded"):
+            served(server, name)
+    give_adapter(engine, "half", adapter)
+    engine.unload_adapter("half")
+    assert not {"wrong", "half", "again"} & set(engine.adapters())
     engine.close()
 
 
