@@ -58,6 +58,13 @@ def pushes_over_nccl(config: Config) -> bool:
     return any(not set(gpus) <= set(seats["trainer"]) for gpus in seats["servers"].values())
 
 
+def joins_servers(config: Config) -> bool:
+    """Whether the actor's ranks may join groups with servers, also with those that this run does not start."""
+    by_adapter = config.actor.lora.rank > 0 and config.actor.lora.push == "adapter"
+    elsewhere = bool(config.rollout.urls) or config.rollout.join is not None
+    return not by_adapter and (elsewhere or pushes_over_nccl(config))
+
+
 def check_shared_seats(config: Config) -> None:
     """With placement=shared, a server on GPUs of the actor gets its weights through memory that both processes map.
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from megarl.algo.finite import BadNumber
 from megarl.config import Config, layout_of, to_yaml
-from megarl.config.placement import pushes_over_nccl
+from megarl.config.placement import joins_servers, pushes_over_nccl
 from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
@@ -338,7 +338,7 @@ class Run:
         if world not in self._groups:
             nodes, name = self._infrastructure.nodes, f"ranks_{len(self._groups)}"
             address = "127.0.0.1" if nodes else ranks_address(self.config)
-            group = make_group(self.config, role, name, nodes=nodes, address=address, joins=True)
+            group = make_group(self.config, role, name, nodes=nodes, address=address, joins=joins_servers(self.config))
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_config
-from megarl.config.placement import pushes_over_nccl
+from megarl.config.placement import joins_servers, pushes_over_nccl
 from megarl.doctor import versions
 from megarl.doctor.finding import FAIL, NOTE, OK
 from megarl.servers import nccl
@@ -74,18 +74,20 @@ def test_a_python_that_does_not_run_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "over_nccl"),
+    ("words", "over_nccl", "joins"),
     [
-        (["rollout.placement=separate"], True),
-        (["rollout.placement=separate", "rollout.push=gathered"], True),
-        (["rollout.placement=shared"], False),
-        (["rollout.placement=shared", "rollout.num_servers=2", "actor.num_ranks=1"], True),  # server 1 beside the actor
-        (["rollout.placement=separate", "actor.lora.rank=4", "actor.lora.push=adapter"], False),
-        (["rollout.placement=separate", "rollout.urls=[https://10.0.0.1:30000]"], False),  # not started by this run
+        (["rollout.placement=separate"], True, True),
+        (["rollout.placement=separate", "rollout.push=gathered"], True, True),
+        (["rollout.placement=shared"], False, False),
+        (["rollout.placement=shared", "rollout.num_servers=2", "actor.num_ranks=1"], True, True),  # 1 beside the actor
+        (["rollout.placement=separate", "actor.lora.rank=4", "actor.lora.push=adapter"], False, False),
+        # not started by this run
+        (["rollout.placement=separate", "rollout.urls=[https://10.0.0.1:30000]"], False, True),
     ],
 )
-def test_a_push_goes_over_nccl_to_servers_on_other_gpus(words: list[str], over_nccl: bool) -> None:
-    assert pushes_over_nccl(load("trainer.n_gpus_per_node=2", *words)) is over_nccl
+def test_a_push_goes_over_nccl_to_servers_on_other_gpus(words: list[str], over_nccl: bool, joins: bool) -> None:
+    config = load("trainer.n_gpus_per_node=2", *words)
+    assert (pushes_over_nccl(config), joins_servers(config)) == (over_nccl, joins)
 
 
 def test_a_run_whose_push_needs_one_nccl_does_not_start_with_two(

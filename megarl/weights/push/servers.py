@@ -68,6 +68,8 @@ class Nature:
             and next(untried(info), None) is None
             # Otherwise the head is cut over all ranks although attention is data parallel.
             and (attention_dp == 1 or bool(info.get("enable_dp_lm_head")))
+            # Otherwise SGLang makes the shared expert one more of the others.
+            and not (on_gpu and hf_config.get("n_shared_experts") and not info.get("disable_shared_experts_fusion"))
             and not (is_stacked and engine == "sglang")
             and (on_gpu or not is_enlarged(engine, hf_config, tp)),
             has_receiver=RECEIVER in (info.get("custom_weight_loader") or ()),

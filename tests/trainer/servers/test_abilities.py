@@ -113,19 +113,27 @@ def test_servers_that_do_not_tell_from_which_tokens_they_drew_are_found_at_the_s
         check_tells_support({GOOD: ours, BAD: info}, config)
 
 
+USUAL = {field: option.tried[0] for field, option in TRIED.items()} | {"version": "0.5.23", "quantization": None}
+
+
 def test_a_server_with_an_option_that_was_not_tried_is_found_at_the_start() -> None:
     """Whoever gave it, and where SGLang chose it, as it does for experts on Blackwell."""
-    usual = {field: option.tried[0] for field, option in TRIED.items()} | {"version": "0.5.23", "quantization": None}
     other = {"moe_runner_backend": "flashinfer_trtllm", "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE"}
-    check_tried({GOOD: usual, "http://ours": {"version": "megarl-hf"}})
-    check_tried({GOOD: usual | {"quantization": "fp8", "load_format": "flash_rl"}})
+    check_tried({GOOD: USUAL, "http://ours": {"version": "megarl-hf"}})
+    check_tried({GOOD: USUAL | {"quantization": "fp8", "load_format": "flash_rl"}})
     for field, option in TRIED.items():
         value = other.get(field, 2)
         said = f"^rollout.urls: {BAD} runs with {option.names[0]}={value}: {option.why}; expected {option.expected}$"
         with pytest.raises(ValueError, match=said):
-            check_tried({GOOD: usual, BAD: usual | {field: value}})
+            check_tried({GOOD: USUAL, BAD: USUAL | {field: value}})
+        unsaid = {name: told for name, told in USUAL.items() if name != field}
+        if not option.is_new:
+            with pytest.raises(ValueError, match=f"^rollout.urls: {BAD} runs with an unknown {option.names[0]}: "):
+                check_tried({BAD: unsaid})
+        else:
+            check_tried({GOOD: unsaid})
     with pytest.raises(ValueError, match=f"^rollout.urls: {BAD} holds weights in fp8, and would quantize the first"):
-        check_tried({BAD: usual | {"quantization": "fp8", "load_format": "auto"}})
+        check_tried({BAD: USUAL | {"quantization": "fp8", "load_format": "auto"}})
 
 
 def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> None:
@@ -156,7 +164,7 @@ def test_requests_may_name_data_parallel_ranks_that_every_server_has() -> None:
     assert dp_ranks_of({GOOD: groups, BAD: {}}) == dp_ranks_of({GOOD: {}}) == 1
 
     config = load()
-    with serving_in_a_thread(Telling(Route.SERVER_INFO, lambda: {"version": "0.5.23", **groups})) as ([url], _):
+    with serving_in_a_thread(Telling(Route.SERVER_INFO, lambda: USUAL | groups)) as ([url], _):
         for dp_ranks in (4, 1):
             check_newcomer(url, config, "", drains=True, salted=False, dp_ranks=dp_ranks)
         with pytest.raises(ValueError, match=f"^{url} has 4 data-parallel ranks: expected 2, as the run's servers$"):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.tried import TRIED
 from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.push.gpu_handles import gpus_of, take, wanted_handles
 from megarl.weights.push.report import PushError
@@ -30,7 +31,8 @@ def test_a_tied_tensor_may_be_listed_twice_when_it_is_the_same() -> None:
 
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
-ON_GPU = {"version": "0.5.23", "tp_size": 2, "device": "cuda", "base_gpu_id": 4, "startup_time": {"s": 1.5}}
+TOLD = {field: option.tried[0] for field, option in TRIED.items()}
+ON_GPU = TOLD | {"version": "0.5.23", "tp_size": 2, "device": "cuda", "base_gpu_id": 4, "startup_time": {"s": 1.5}}
 
 
 def test_what_a_server_says_of_itself() -> None:
@@ -72,6 +74,12 @@ def test_attention_groups_are_read_from_the_server() -> None:
 )
 def test_servers_that_hold_tensors_in_a_way_of_their_own_are_told_apart(change: dict[str, object]) -> None:
     assert not Nature.read(ON_GPU | change, CONFIG).is_plain
+
+
+def test_a_server_that_fuses_shared_experts_or_does_not_say_what_it_does_is_told_apart() -> None:
+    shared, unsaid = {**CONFIG, "n_shared_experts": 1}, {key: ON_GPU[key] for key in ON_GPU if key != "pp_size"}
+    fusion = [Nature.read(ON_GPU | {"disable_shared_experts_fusion": off}, shared).is_plain for off in (True, False)]
+    assert fusion == [True, False] and not Nature.read(unsaid, CONFIG).is_plain
 
 
 # gpu_handles: on which GPUs the ranks of servers stand, and whose handles they are given
