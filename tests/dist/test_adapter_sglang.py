@@ -161,7 +161,7 @@ def test_an_adapter_that_arrives_otherwise_than_it_was_sent_is_refused_and_the_s
     other = replace(adapter, digests=dict.fromkeys(adapter.digests, "0" * 64))
     engine = ServerClient(server, TOKEN, timeout_s=60)
     with pytest.raises(PushError, match="did not take the adapter wrong: .*MISMATCH"):
-        give_adapter(engine, "wrong", other)
+        give_adapter(engine, "wrong", other, set())
     gone = replace(adapter, bucket=replace(adapter.bucket, data=shared_buffer(len(adapter.bucket.data))))
     dead = payload(gone.bucket)
     Path(f"/dev/shm{os.fsdecode(gone.bucket.data.untyped_storage()._share_filename_cpu_()[1])}").unlink()
@@ -170,7 +170,7 @@ def test_an_adapter_that_arrives_otherwise_than_it_was_sent_is_refused_and_the_s
             engine.load_adapter(name, adapter.config, [payload(adapter.bucket), dead], adapter.digests)
         with pytest.raises(ServerError, match="(?i)not loaded|never been loaded"):
             served(server, name)
-    give_adapter(engine, "half", adapter)
+    give_adapter(engine, "half", adapter, set())
     engine.unload_adapter("half")
     assert not {"wrong", "half", "again"} & set(engine.adapters())
     engine.close()

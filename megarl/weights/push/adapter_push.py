@@ -31,7 +31,7 @@ from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.channel import is_here
 from megarl.weights.push.report import Clock, PushError, PushReport, one_line
 from megarl.weights.push.servers import RECEIVER
-from megarl.weights.push.shared import copied, payload, shared_buffer
+from megarl.weights.push.shared import copied, forget, payload, shared_buffer
 from megarl.weights.verify.canary import Canary, disagreement
 
 logger = logging.getLogger("megarl.push")
@@ -93,6 +93,7 @@ class AdapterPusher:
         # A server may hold adapters of earlier ranks and refuses a name that it has: each life has its own names.
         self._life = f"{OURS}{life}-"
         self._own = f"{self._life}{uuid.uuid4().hex[:8]}-"
+        self._unmapped: set[str] = set()  # urls of servers on this machine that cannot map its memory
         self._num_pushes = 0
 
     def push(
@@ -132,7 +133,11 @@ class AdapterPusher:
         name = f"{self._own}{self._num_pushes:08d}-v{version}"  # sorted by name they are sorted by age
         with clock("convert"):
             adapter = Encoded.of(tensors, config)
-        failed = self._give(urls, name, adapter, canary, clock)
+        try:
+            failed = self._give(urls, name, adapter, canary, clock)
+        finally:
+            if adapter.bucket.data.is_shared():
+                forget(adapter.bucket.data)
         transports = {url: "adapter" for url in urls if url not in failed}
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         verified = len(tensors) * len(transports)
@@ -160,7 +165,7 @@ class AdapterPusher:
             try:
                 for old in outdated(engine.adapters(), self._life, self._own, self._keep - 1):
                     unload(engine, old)
-                give_adapter(engine, name, adapter)
+                give_adapter(engine, name, adapter, self._unmapped)
                 if canary is not None:
                     heard[url] = engine.prompt_log_probs(canary.prompt_ids, adapter=name)
             except (PushError, ServerError) as error:
@@ -194,16 +199,22 @@ def unload(engine: ServerClient, name: str) -> None:
         unloading.result()
 
 
-def give_adapter(engine: ServerClient, name: str, adapter: Encoded) -> None:
-    """Load a complete adapter into one server; PushError if the server refuses it."""
+def give_adapter(engine: ServerClient, name: str, adapter: Encoded, unmapped: set[str]) -> None:
+    """Load a complete adapter into one server; PushError if the server refuses it.
+
+    `unmapped`: urls to which it is sent although they are here; one that only takes what is sent is added.
+    """
     try:
         info = engine.server_info()
         tp_size, is_ours = int(info.get("tp_size", 1)), RECEIVER in (info.get("custom_weight_loader") or ())
-        maps = is_ours and adapter.bucket.data.is_shared() and info.get("nnodes", 1) == 1 and is_here(engine.url)
+        may_map = is_ours and engine.url not in unmapped and adapter.bucket.data.is_shared()
+        maps = may_map and info.get("nnodes", 1) == 1 and is_here(engine.url)
         if maps and _maps(engine, name, adapter, tp_size):
             return
         others = "" if is_ours else adapter.text
         engine.load_adapter(name, adapter.config, [adapter.text, *[others] * (tp_size - 1)], adapter.digests)
+        if maps:
+            unmapped.add(engine.url)
     except ServerError as error:
         if error.status == 404:
             raise PushError(_refusal(error)) from error

@@ -21,7 +21,7 @@ from megarl.weights.push.channel import backend
 from megarl.weights.push.gpu_handles import take
 from megarl.weights.push.report import one_line
 from megarl.weights.push.servers import Server, Spent
-from megarl.weights.push.shared import payload, shared_buffer
+from megarl.weights.push.shared import forget, payload, shared_buffer
 from megarl.weights.push.targets import Lead
 from megarl.weights.verify.digests import Kind, RankDigests
 
@@ -47,6 +47,7 @@ class BucketRound:
             url: transport for url, transport in self._targets.waiting().items() if transport != "sharded"
         }
         self._sums: dict[_Layout, list[RankDigests]] = {}
+        self._shared: list[Tensor] = []  # buffers
         self._orders: dict[str, Future[Spent]] = {}  # of the bucket that is under way
         self._sent_at = 0.0  # when it was started
         dtypes = {name: dtype for name, (_, dtype) in sizes.items()}
@@ -73,7 +74,8 @@ class BucketRound:
         shared = [url for url in self.urls if self._transports[url] == "shared"]
         if shared and device.type == "cpu":
             try:
-                return shared_buffer(num_bytes)
+                self._shared.append(shared_buffer(num_bytes))
+                return self._shared[-1]
             except OSError as error:
                 for url in shared:
                     self._targets.fall_back(url, f"no shared memory of {num_bytes} bytes: {one_line(error)}")
@@ -108,6 +110,11 @@ class BucketRound:
         waited = time.perf_counter() - began
         sending = max((self._sent_at + s.send - began for s in spent), default=0.0)  # of the wait, until bytes had left
         targets.clock.split("load", of="send", seconds=max(0.0, waited - max(0.0, sending)))
+
+    def close(self) -> None:
+        """No server opens a bucket any more."""
+        for buffer in self._shared:
+            forget(buffer)
 
     def _of(self, transport: str) -> list[str]:
         return [url for url in self.urls if self._transports[url] == transport]

@@ -156,6 +156,7 @@ class Pusher:
         clock, bucket_bytes = lead.targets.clock if lead else Clock(), max(1, self._bucket_bytes // 2)
         at_once = min(bucket_bytes, _GATHERED_BYTES)
         stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=at_once, clock=clock)
+        round_: BucketRound | None = None
         try:
             if not handles and lead is None:
                 return
@@ -172,6 +173,8 @@ class Pusher:
                 round_.settle()
                 round_.verify()
         finally:
+            if round_:
+                round_.close()
             deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
 
     def _export(self, model: Model, folder: str, lead: Lead | None) -> None:

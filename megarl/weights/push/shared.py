@@ -15,6 +15,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +31,8 @@ _CUDA_DEVICE = 6  # index of the device among the arguments of torch's rebuild_c
 def shared_buffer(num_bytes: int) -> Tensor:
     """[num_bytes] uint8 that `payload` shares without a copy; OSError if shared memory has no room for it.
 
-    The file is deleted when the last process releases it.  If a process dies before it opens a payload, the reference
-    count stays too high and the file is deleted when this process ends.
+    The file is deleted when the last process releases it, or by `forget`: each payload that is never opened keeps the
+    reference count too high.
     """
     try:
         storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
@@ -41,6 +42,14 @@ def shared_buffer(num_bytes: int) -> Tensor:
     with open(f"/dev/shm{name}", "r+b") as file:  # without this, a full /dev/shm causes SIGBUS at the first write
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def forget(buffer: Tensor) -> None:
+    """Delete the file of a `shared_buffer`; its memory stays for the processes that have opened it, and no others."""
+    storage = buffer.untyped_storage()
+    storage._shared_incref()  # so that no process counts down to zero and misses the file
+    with suppress(FileNotFoundError):
+        os.unlink(f"/dev/shm{os.fsdecode(storage._share_filename_cpu_()[1])}")
 
 
 def payload(bucket: Bucket) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def tensors_in(text: str) -> dict[str, torch.Tensor]:
 )
 def test_an_adapter_travels_once_or_not_at_all(info: dict[str, Any], maps: bool, copies: int) -> None:
     engine, config = TwoRanks(maps=maps, **info), peft_config(LoraSettings(4, 8.0), "base", ["q_proj"])
-    give_adapter(engine, "actor-7", Encoded.of(TENSORS, config))
+    give_adapter(engine, "actor-7", Encoded.of(TENSORS, config), set())
     body = engine.bodies[-1]
     assert (body["lora_name"], body["config_dict"], body["load_format"]) == ("actor-7", config, "flattened_bucket")
     payloads = body["serialized_named_tensors"]
@@ -157,7 +158,7 @@ def test_an_adapter_travels_once_or_not_at_all(info: dict[str, Any], maps: bool,
 )
 def test_a_server_that_refuses_is_named(status: int, sentence: str) -> None:
     with pytest.raises(PushError, match=sentence):
-        give_adapter(TwoRanks(status), "actor-7", Encoded.of({"a": torch.ones(2)}, {}))
+        give_adapter(TwoRanks(status), "actor-7", Encoded.of({"a": torch.ones(2)}, {}), set())
 
 
 CONFIG: Any = {}
@@ -169,6 +170,18 @@ def pusher_of(urls: list[str], keep: int = 2, timeout_s: float = 60.0, life: str
 
 async def push(pusher: AdapterPusher, urls: list[str], version: int) -> PushReport:
     return await asyncio.to_thread(pusher.deliver, urls, version, {"a": torch.ones(2)}, CONFIG, None, Clock())
+
+
+def test_memory_that_nobody_maps_is_not_left_and_not_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle that nobody opens keeps its reference."""
+    engine, before = TwoRanks(maps=False, **OURS), set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
+    monkeypatch.setattr(engine, "adapters", list, raising=False)
+    pusher = pusher_of([])
+    pusher._engines[engine.url] = engine
+    for version in range(2):
+        assert pusher.deliver([engine.url], version, TENSORS, CONFIG, None, Clock()).failed == {}
+    assert [len(body["serialized_named_tensors"][0]) > NUM_BYTES for body in engine.bodies] == [False, True, True]
+    assert set(Path("/dev/shm").glob(f"torch_{os.getpid()}_*")) <= before
 
 
 def test_a_pushers_oldest_and_all_of_other_lives_are_outdated() -> None:
