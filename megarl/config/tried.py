@@ -81,14 +81,17 @@ _CONFIG = "--config"
 _NAMES = (*_BY_NAME, *_KEYS, _CONFIG)
 
 
-def refused(args: Sequence[str]) -> Iterator[str]:
-    """Of `rollout.sglang.args`, a sentence for each option with a value that was not tried."""
+def refused(args: Sequence[str], *, pushes: bool = True) -> Iterator[str]:
+    """Of `rollout.sglang.args`, a sentence for each option that a key sets, or with a value that was not tried.
+
+    `pushes`: whether weights are pushed to the servers; what would move them counts only then.
+    """
     for name, value in options_of(args):
         given = f"rollout.sglang.args={name}{f'={value}' if value else ''}"
         name = _meant(name)
         if key := _KEYS.get(name):
             yield f"{given}: servers are placed and get their weights by {key}; expected that key"
-        option = _BY_NAME.get(name)
+        option = _BY_NAME.get(name) if pushes else None
         if option is not None and value not in map(str, option.tried):
             yield f"{given}: {option.why}; expected {option.expected}"
         if name == _CONFIG:
@@ -96,8 +99,8 @@ def refused(args: Sequence[str]) -> Iterator[str]:
 
 
 def _meant(name: str) -> str:
-    """The first name of ours that this one begins: SGLang's parser takes abbreviations too."""
-    return name if name in _NAMES else next((each for each in _NAMES if each.startswith(name)), name)
+    """The first name of ours that this one begins: SGLang's parser takes abbreviations too, but --model is a name."""
+    return name if name in (*_NAMES, "--model") else next((each for each in _NAMES if each.startswith(name)), name)
 
 
 def untried(info: Mapping[str, Any]) -> Iterator[tuple[str, Option]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.network.http_calls import Answer, Caller, CallFailed
 from megarl.network.tls import authority_certificate
-from megarl.rollout.protocol import auth_headers, error_message
+from megarl.rollout.protocol import ROUTING_KEY, auth_headers, error_message
 from megarl.rollout.reply_sizes import ORDER_BYTES
 from megarl.rollout.trust import Trusts
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
@@ -40,9 +40,12 @@ class RouterError(RuntimeError):
 def smg_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     """The command of the router; it uses host, port, group_port (for its metrics), python and args of the launch."""
     python = sglang_python(launch.python)
-    options = {"--host": launch.host, "--port": launch.port, "--log-level": "warn", "--policy": "consistent_hashing"}
+    options = {"--host": launch.host, "--port": launch.port, "--log-level": "warn"}
+    # A new key goes to the server with the fewest requests, which the router counts itself, and stays there.
+    options |= {"--policy": "least_load", "--assignment-mode": "min_load", "--routing-key-headers": ROUTING_KEY}
     options |= {"--prometheus-host": launch.host, "--prometheus-port": launch.group_port}  # else on every interface
-    argv = [str(python), "-m", "megarl.servers.router_server", str(os.getpid()), *flags(options), *launch.args]
+    argv = [str(python), "-m", "megarl.servers.router_server", str(os.getpid()), *flags(options)]
+    argv += ["--routing-key-override", *launch.args]
     # SIGKILL: on SIGTERM it waits for 5 s, and it has nothing to save.
     return ServerCommand(argv, foreign_environment(python, folder, launch.host), stop_signal=signal.SIGKILL)
 

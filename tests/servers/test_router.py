@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,23 @@ def test_both_servers_work_and_a_removed_one_does_not(router, servers):
     router.add(servers.urls[0])  # nothing to add
     assert router.urls == sorted(servers.urls)
     assert set(writers(router)) == {0, 1}
+
+
+@sglang
+def test_new_sessions_go_to_the_server_with_less_load(router):
+    """Chance, or a hash of their keys, would send six of eight to one in every third of these rounds."""
+
+    async def ask():
+        async with EnginePool([router.url], TOKEN, timeout_s=30) as pool:
+
+            async def one(prompt):
+                with pool.session(1) as (_, affinity):
+                    return await pool.generate(prompt, replace(PARAMS, max_new_tokens=64), affinity=affinity)
+
+            return [await asyncio.gather(*(one([5, 6 + i]) for i in range(8))) for _ in range(10)]
+
+    rounds = [Counter(piece.completion.versions[0].version for piece in pieces) for pieces in asyncio.run(ask())]
+    assert all(min(found[0], found[1]) >= 3 for found in rounds), rounds
 
 
 @sglang

@@ -51,8 +51,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if rollout.quantization == "fp8":
         yield from _fp8(config)
     yield from _gpt_oss(config)
-    if command != "evaluate":  # which pushes nothing
-        yield from tried.refused(rollout.sglang.args)
+    yield from tried.refused(rollout.sglang.args, pushes=command != "evaluate")
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"
         yield f"rollout.sglang.args={given}: {once}; expected {FP8}"

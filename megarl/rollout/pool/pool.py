@@ -125,6 +125,7 @@ class EnginePool:
         # By so many requests a preferred server may be busier than others.
         self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
         self._counts: Counter[str] = Counter()
+        self._moves: Counter[str] = Counter()  # failed requests of each open session, by its key
         self._gone: dict[str, float] = {"busy_s": 0.0, "servers_s": 0.0}  # of servers that have left
 
     async def __aenter__(self) -> EnginePool:
@@ -201,6 +202,7 @@ class EnginePool:
             yield Session(home.url, Affinity(rank, key))
         finally:
             home.sessions[rank] -= num_completions
+            del self._moves[key]
 
     async def generate(
         self,
@@ -226,14 +228,14 @@ class EnginePool:
         failed: set[PoolServer] = set()
         refused: list[tuple[PoolServer, Refused]] = []
         waiting = waiting or Waiting()
-        num_stale = num_failed = 0
+        num_stale = 0
         while len(reasons) <= self._retries:
             with waiting:
                 server = await self._pick(failed, prefer)
             try:
                 how: dict[str, Any] = {"alone": num_stale > 1, "num_known": num_known, "began": began}
                 # A router would send the same key to the same server, which has failed.
-                how["affinity"] = affinity and affinity._replace(key=f"{affinity.key}.{num_failed}")
+                how["affinity"] = affinity and affinity._replace(key=f"{affinity.key}.{self._moves[affinity.key]}")
                 completion, is_stale = await self._ask(server, prompt_ids, params, **how)
             except TakenOut:
                 continue
@@ -241,7 +243,7 @@ class EnginePool:
                 if server in failed:
                     reasons.append(f"{server.url}: {error}")
                 failed.add(server)
-                num_failed += 1
+                self._moves[affinity.key if affinity else ""] += 1
                 continue
             except Refused as error:  # one other server is asked, because the fault may be the server's
                 refused.append((server, error))
@@ -255,7 +257,7 @@ class EnginePool:
                 self._blame(server, error)
                 if isinstance(error, ServerFailed):
                     reasons.append(f"{server.url}: {error}")
-                num_failed += 1
+                self._moves[affinity.key if affinity else ""] += 1
                 continue
             if is_stale:
                 # Once more, since by now the pool knows the version that wrote this; then with a salt of its own.

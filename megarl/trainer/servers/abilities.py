@@ -151,10 +151,10 @@ def check_tried(told: Told) -> None:
     """
     for url, info in told.items():
         for given, option in untried(info):
-            raise ValueError(f"rollout.urls: {url} runs with {given}: {option.why}; expected {option.expected}")
+            raise ValueError(f"{url} runs with {given}: {option.why}; expected {option.expected}")
         if info.get("quantization") is not None and info.get("load_format") != "flash_rl":
             raise ValueError(
-                f"rollout.urls: {url} holds weights in {info['quantization']}, and would quantize the first ones only; "
+                f"{url} holds weights in {info['quantization']}, and would quantize the first ones only; "
                 "expected a server that `megarl serve` started, with rollout.quantization"
             )
 

@@ -225,7 +225,7 @@ def test_sessions_are_spread_over_the_data_parallel_ranks_of_each_server():
         assert len({affinity.key for _, affinity in homes}) == len(homes)
 
 
-async def test_requests_of_a_session_have_one_key_for_the_router_except_after_a_failure():
+async def test_requests_of_a_session_have_one_key_for_the_router_and_another_one_after_a_failure():
     keys = []
 
     async def fails_once(request):
@@ -238,7 +238,7 @@ async def test_requests_of_a_session_have_one_key_for_the_router_except_after_a_
                 await pool.generate([3], PARAMS, prefer=url, affinity=affinity)
             await pool.generate([3], PARAMS, prefer=url, affinity=other)
     first, second, again, third, of_other = keys
-    assert first == second == third and len({first, again, of_other}) == 3
+    assert first == second and again == third and len({first, again, of_other}) == 3
 
 
 async def test_requests_name_the_data_parallel_rank_of_their_session_where_a_server_has_several():

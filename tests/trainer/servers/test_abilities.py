@@ -123,16 +123,16 @@ def test_a_server_with_an_option_that_was_not_tried_is_found_at_the_start() -> N
     check_tried({GOOD: USUAL | {"quantization": "fp8", "load_format": "flash_rl"}})
     for field, option in TRIED.items():
         value = other.get(field, 2)
-        said = f"^rollout.urls: {BAD} runs with {option.names[0]}={value}: {option.why}; expected {option.expected}$"
+        said = f"^{BAD} runs with {option.names[0]}={value}: {option.why}; expected {option.expected}$"
         with pytest.raises(ValueError, match=said):
             check_tried({GOOD: USUAL, BAD: USUAL | {field: value}})
         unsaid = {name: told for name, told in USUAL.items() if name != field}
         if not option.is_new:
-            with pytest.raises(ValueError, match=f"^rollout.urls: {BAD} runs with an unknown {option.names[0]}: "):
+            with pytest.raises(ValueError, match=f"^{BAD} runs with an unknown {option.names[0]}: "):
                 check_tried({BAD: unsaid})
         else:
             check_tried({GOOD: unsaid})
-    with pytest.raises(ValueError, match=f"^rollout.urls: {BAD} holds weights in fp8, and would quantize the first"):
+    with pytest.raises(ValueError, match=f"^{BAD} holds weights in fp8, and would quantize the first"):
         check_tried({BAD: USUAL | {"quantization": "fp8", "load_format": "auto"}})
 
 
