@@ -173,9 +173,9 @@ def test_options_of_sglang_that_were_not_tried_are_refused_with_the_reason() -> 
 
 def test_without_pushes_only_options_that_keys_set_are_refused() -> None:
     """`megarl evaluate` places its servers by the keys too."""
-    words = "rollout.engine=sglang", "rollout.sglang.args=['--cpu-offload-gb=1','--tp-size=2']"
+    words = "rollout.engine=sglang", "data.val_files=[y]", "rollout.sglang.args=['--cpu-offload-gb=1','--tp-size=2']"
     assert refusals(*words, command="evaluate")[0].startswith("rollout.sglang.args=--tp-size=2: servers are placed")
-    load(*words[:1], "rollout.sglang.args=['--cpu-offload-gb=1']", command="evaluate")
+    load(*words[:2], "rollout.sglang.args=['--cpu-offload-gb=1']", command="evaluate")
 
 
 FP8 = ("rollout.quantization=fp8", "model.dtype=bfloat16")

@@ -116,14 +116,15 @@ class EnginePool:
         self._servers = {url.rstrip("/"): self._new_server(url.rstrip("/")) for url in urls}
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this pool, of its sessions
         self.slots = Slots(max_in_flight)
+        # By so many requests a preferred server may be busier than others.
+        self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
         how: dict[str, Any] = {"salted": salted, "columns": columns, "num_ids": num_ids, "joins": joins}
+        how["slack"] = max(1, self._slack // dp_ranks)
         self._sender = Sender(token, timeout_s, is_crowded=lambda: self.slots.are_awaited, **how)
         self._timeout_s, self._on_unfit = timeout_s, on_unfit
         self._slow_factor = None if on_unfit is None else slow_factor
         self._watcher: asyncio.Task[None] | None = None
         self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
-        # By so many requests a preferred server may be busier than others.
-        self._slack = max(1, max_in_flight // (8 * max(1, len(self._servers))))
         self._counts: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()  # failed requests of each open session, by its key
         self._gone: dict[str, float] = {"busy_s": 0.0, "servers_s": 0.0}  # of servers that have left

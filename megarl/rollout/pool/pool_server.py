@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple
@@ -172,6 +173,17 @@ class PoolServer:
         self.resting_until = now + rest_s
         self.failures += 1
 
+    def rank_for(self, affinity: Affinity | None, slack: int) -> int | None:
+        """The data-parallel rank of a session's next request; None: the server chooses, or that rank is too busy.
+
+        `slack`: by so many running requests a rank may be busier than the least busy one.
+        """
+        if affinity is None or len(self.sessions) == 1:
+            return None
+        running = Counter(ask.dp_rank for ask in self.asks)
+        least = min(running[rank] for rank in range(len(self.sessions)))
+        return affinity.dp_rank if running[affinity.dp_rank] - least <= slack else None
+
     def begin(self, ask: Ask) -> None:
         self.asks.add(ask)
         self._count()
@@ -213,6 +225,7 @@ class Ask:
         self.done: Done | None = None  # its reply
         self._loads, self._pauses = server.loads.read(), server.pauses.read()
         self.begun = time.monotonic()
+        self.dp_rank: int | None = None  # that it names
         self.rid = ""  # of the request; empty: not sent yet
         self.timer: asyncio.TimerHandle | None = None
         self.is_overdue = False

@@ -76,7 +76,7 @@ class Sender:
     `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
     travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.  `joins`: short
     answers that are asked for at once travel in one request, see `Joined`; of our own server only.  `is_crowded`:
-    whether requests wait for their turn.
+    whether requests wait for their turn.  `slack`: see PoolServer.rank_for.
     """
 
     def __init__(
@@ -89,8 +89,10 @@ class Sender:
         num_ids: int | None = None,
         joins: bool = False,
         is_crowded: Callable[[], bool] = lambda: False,
+        slack: int = 1,
     ) -> None:
         self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
+        self._slack = slack
         self._num_ids, self._joined = num_ids, Joined(self._post, is_crowded) if joins else None
         self.changed = TrustChanged()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
@@ -149,7 +151,7 @@ class Sender:
         ask.rid = rid
         salt = f"{salt}.{rid}" if salt and alone else salt
         columns = [column for column in self._columns if column.is_of(params.temperature, params.top_p, params.top_k)]
-        rank = affinity.dp_rank if affinity is not None and len(server.sessions) > 1 else None
+        ask.dp_rank = rank = server.rank_for(affinity, self._slack)
         key = "" if affinity is None else affinity.key
         body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known, dp_rank=rank)
         if adapter is not None:

@@ -83,8 +83,8 @@ def _refuse(update: Callable[..., tuple[bool, str]], *arguments: Any, **named: A
     except Exception as error:  # nothing else catches it: SGLang's event loop would end
         logger.exception("an update of the weights failed")
         is_done, text = False, f"{type(error).__name__}: {error}"
-    error = _agreed("" if is_done else text)
-    return not error, error or text
+    agreed = _agreed("" if is_done else text)
+    return not agreed, agreed or text
 
 
 def _refuse_adapter(load: Callable[..., Any], worker: Any, request: Any) -> Any:

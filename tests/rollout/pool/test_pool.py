@@ -252,6 +252,20 @@ async def test_requests_name_the_data_parallel_rank_of_their_session_where_a_ser
         assert "routed_dp_rank" not in seen[0][-1] and "routed_dp_rank" not in seen_by_one[0][-1]
 
 
+async def test_a_data_parallel_rank_that_is_much_busier_than_another_one_is_not_named():
+    """max_in_flight 32 / 8 / 2 ranks: up to 2 more than the least busy one."""
+    writer = Writer(stops_after=0)
+    async with pool_of(writer, dp_ranks=2, max_in_flight=32) as (pool, _, seen):
+        with pool.session(1) as (url, affinity):
+            asked = []
+            for number in range(1, 6):
+                asked.append(asyncio.create_task(pool.generate([3], SEEDED, prefer=url, affinity=affinity)))
+                await until(lambda number=number: len(seen[0]) == number)
+            writer.go.set()
+            await asyncio.gather(*asked)
+    assert [body.get("routed_dp_rank") for body in seen[0]] == [0, 0, 0, None, None]
+
+
 async def test_what_a_cut_off_request_wrote_is_estimated_and_counted_by_its_cause():
     writer = Writer()
     async with pool_of(writer) as (pool, urls, _):
