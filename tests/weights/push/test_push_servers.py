@@ -7,10 +7,11 @@ import pytest
 
 from megarl.config.tried import TRIED
 from megarl.weights.mapping.names import ShardCoordinate
+from megarl.weights.push import push
 from megarl.weights.push.gpu_handles import gpus_of, take, wanted_handles
 from megarl.weights.push.report import PushError
 from megarl.weights.push.routes import Claim, members_of, message_bytes_of
-from megarl.weights.push.servers import RECEIVER, Nature, check_digests
+from megarl.weights.push.servers import RECEIVER, Nature, Server, check_digests
 
 SENT = {"embed": "1", "norm": "2"}
 
@@ -80,6 +81,29 @@ def test_a_server_that_fuses_shared_experts_or_does_not_say_what_it_does_is_told
     shared, unsaid = {**CONFIG, "n_shared_experts": 1}, {key: ON_GPU[key] for key in ON_GPU if key != "pp_size"}
     fusion = [Nature.read(ON_GPU | {"disable_shared_experts_fusion": off}, shared).is_plain for off in (True, False)]
     assert fusion == [True, False] and not Nature.read(unsaid, CONFIG).is_plain
+
+
+def test_a_server_is_paused_before_an_update_of_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that gets broadcasts, and so joins a group: that begins with a greeting in an update."""
+    calls: list[str] = []
+
+    class Noting(Server):
+        def probe(self) -> None:
+            self.nature = Nature.read(TOLD | {"version": "0.5.23", "custom_weight_loader": [RECEIVER]}, CONFIG)
+
+        def pause(self, mode: str) -> None:
+            calls.append("pause")
+
+        def open(self) -> None:
+            calls.append("open")
+
+        def join(self, backend: str) -> None:
+            calls.append("join")
+
+    monkeypatch.setattr(push, "Server", Noting)
+    monkeypatch.setattr(push, "_ranks_of_copy", lambda: 1)
+    lead = push.Pusher(["http://127.0.0.1:9"], "token", CONFIG, transport="gathered")._begin(["http://127.0.0.1:9"], 1)
+    assert lead.targets.waiting() == {"http://127.0.0.1:9": "gathered"} and calls == ["pause", "open"]
 
 
 # gpu_handles: on which GPUs the ranks of servers stand, and whose handles they are given
