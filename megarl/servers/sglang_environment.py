@@ -111,7 +111,10 @@ def preload_faults(python: Path) -> list[str]:
     if not libraries:
         return [f"torch_memory_saver for {_CUDA}"]
     environment = with_cuda_libraries(python, os.environ)
-    told = subprocess.run(["ldd", str(libraries[0])], env=environment, capture_output=True, text=True, check=False)
+    try:
+        told = subprocess.run(["ldd", str(libraries[0])], env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []  # this machine has no ldd, which tells it
     return [line.split()[0] for line in told.stdout.splitlines() if line.endswith("not found")] or (
         [told.stderr.strip()] if told.returncode else []
     )
@@ -119,7 +122,8 @@ def preload_faults(python: Path) -> list[str]:
 
 def _packages(python: Path, pattern: str) -> list[Path]:
     """What is so called among the packages of that Python's environment."""
-    return sorted(python.parents[1].glob(f"lib/python3*/site-packages/{pattern}"))
+    # Debian calls them dist-packages
+    return sorted(python.parents[1].glob(f"lib/python3*/*-packages/{pattern}"))
 
 
 def _importable(folder: Path, plugins: str) -> Path:
