@@ -213,7 +213,7 @@ def test_the_router_shows_itself_on_its_own_interface_only(tmp_path):
     launch = EngineLaunch("smg", "", port=5, group_port=6, python=sys.executable)
     command = smg_command(launch, tmp_path)
     assert option(command, "--host") == option(command, "--prometheus-host") == "127.0.0.1"
-    assert not any("key" in word for word in command.argv)
+    assert not any("api-key" in word for word in command.argv)
 
 
 def test_python_is_the_configured_one_or_the_variables_or_the_default(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def test_a_run_without_a_checkpoint_begins_with_a_new_ledger() -> None:
 
 @pytest.mark.parametrize("typed", [(), ("actor.optim.lr=1", "rollout.ahead=2")])
 def test_with_the_same_settings_of_groups_the_finished_groups_are_used(tmp_path: Path, typed: tuple[str, ...]) -> None:
-    begun = ("rollout.n=2", "rollout.sglang.args=[--a,--b]")
+    begun = ("rollout.n=2", "rollout.sglang.args=[--log-level,warning]")
     before, now = (generated_with(load(*begun, *more), greedy=False) for more in ((), typed))
     ledger, used, said = taken_over(tmp_path, before, now)
     assert (used, said, ledger.issue(2)) == ([2], [], [1, 3])
