@@ -84,7 +84,7 @@ for _family, _layout in FAMILIES.items():
     }
 FAST = (
     *("one/actor", "tp2+sp/actor", "pp2 vpp2/critic"),
-    *("narrowed", "distributed optimizer", "fsdp", "gspo dp2", "adapters tp2+sp"),
+    *("narrowed", "distributed optimizer", "untied fsdp", "gspo dp2", "adapters tp2+sp"),
 )
 
 
