@@ -83,7 +83,7 @@ def _refuse(update: Callable[..., tuple[bool, str]], *arguments: Any, **named: A
     except Exception as error:  # nothing else catches it: SGLang's event loop would end
         logger.exception("an update of the weights failed")
         is_done, text = False, f"{type(error).__name__}: {error}"
-    agreed = _agreed("" if is_done else text)
+    agreed = _agreed("" if is_done else text or "it was refused")
     return not agreed, agreed or text
 
 
