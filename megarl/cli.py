@@ -26,6 +26,7 @@ from megarl.commands.this_machine import placed
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml, used_roles
 from megarl.config.describe import Description, described
 from megarl.config.validate.models import missing_folders
+from megarl.config.verl import files
 from megarl.convert import request as convert_request
 from megarl.data.readers import missing
 from megarl.doctor import request as doctor_request
@@ -299,22 +300,21 @@ def _work_of(command: Command) -> Callable[..., int]:
 
 
 def _overrides(words: list[str]) -> list[str]:
-    """Replace `--config FILE` and `--config=FILE` by `recipe=FILE`; all other words are key=value already."""
+    """Replace `--config FILE` and `--config=FILE` by `recipe=FILE`, and write `--option value` of verl as one word."""
     out: list[str] = []
     rest = iter(words)
     for word in rest:
         option, equals, value = word.partition("=")
-        if option != "--config":
-            if word.startswith("--"):
-                raise ValueError(
-                    f"there is no option {option}; expected --config FILE, -m, --debug, --help or key=value"
-                )
+        if option not in ("--config", files.NAME, files.FOLDER):
             out.append(word)
             continue
-        path = value if equals else next(rest, "")
-        if not path.endswith((".yaml", ".yml")):
-            raise ValueError(f"--config {path}: expected the path of a YAML file")
-        quoted = path.replace("'", "\\'")
+        value = value if equals else next(rest, "")
+        if option != "--config":
+            out.append(f"{option}={value}")
+            continue
+        if not value.endswith((".yaml", ".yml")):
+            raise ValueError(f"--config {value}: expected the path of a YAML file")
+        quoted = value.replace("'", "\\'")
         out.append(f"recipe='{quoted}'")
     return out
 

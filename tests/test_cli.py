@@ -57,7 +57,7 @@ def test_a_command_gets_the_configuration_and_gives_the_exit_code(train):
 
 def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
     assert call("train", "recipe=quickstart", "actor.use_dynamic_bsz=true") == 0
-    assert "warning: actor.use_dynamic_bsz has no meaning here" in capsys.readouterr().err
+    assert "warning: actor.use_dynamic_bsz=true: sequences are always packed" in capsys.readouterr().err
     assert train.config is not None
 
 

@@ -1,7 +1,7 @@
 """Spellings of other frameworks that a command line or YAML file may contain, such as verl's.
 
-Tables only: prefixes that are dropped, renamed keys, renamed values, and keys without a meaning here, each with its
-replacement.  All other keys keep their names, so that an unknown key is still refused.
+Tables only: prefixes that are dropped, renamed keys and renamed values; the rules for single words are in `verl`.  All
+other keys keep their names, so that an unknown key is still refused.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from megarl.config.verl import models, rewards, rollouts, runs
-from megarl.config.verl.taken import Command, Rule, Taken
+from megarl.config.verl import distillation, models, rewards, rollouts, runs, written
+from megarl.config.verl.taken import Command, Rule, Taken, asks
 
 # "actor_rollout.ref." is a widely copied misprint of the first prefix.
 PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
@@ -31,11 +31,6 @@ RENAMED: dict[str, tuple[str, int | str | None]] = {
     "critic.optim.beta1": ("critic.optim.betas", 0),
     "critic.optim.beta2": ("critic.optim.betas", 1),
 }
-RENAMED |= {
-    f"actor.policy_loss.{name}": ("algorithm.policy_loss_args", name)
-    for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef")
-}
-RENAMED |= {f"actor.{name}": ("algorithm.policy_loss_args", name) for name in ("tau_pos", "tau_neg")}
 RENAMED |= {
     f"{group}.overlong_buffer.{name}": (f"algorithm.overlong_buffer.{name}", None)
     for group in ("reward", "reward_model")
@@ -60,8 +55,14 @@ RENAMED |= {
     for name in names
 }
 RENAMED |= {
-    f"{place}.fsdp_config.{name}": (f"{place.removesuffix('.model')}.megatron.{name}", None)
-    for place in ("actor", "critic", "critic.model", "ref")
+    f"{place}.{name}": (f"{place.partition('.')[0]}.megatron.{name}", None)
+    for place in (
+        "actor.fsdp_config",
+        "critic.fsdp_config",
+        "critic.fsdp",
+        "critic.model.fsdp_config",
+        "ref.fsdp_config",
+    )
     for name in ("param_offload", "optimizer_offload")
 }
 RENAMED |= {
@@ -80,18 +81,6 @@ SWITCHES: dict[str, dict[bool, tuple[str, bool]]] = {
     "data.filter_overlong_prompts": {True: ("filter", True), False: ("error", False)},
 }
 
-WITHOUT_MEANING = {
-    "*.fsdp_config.*": "strategy=fsdp shards everything over all data-parallel ranks",
-    "*.megatron.grad_offload": "gradients go where parameters go, with param_offload",
-    "*.megatron.use_mbridge": "weights are always read from and written to Hugging Face folders",
-    "*.megatron.vanilla_mbridge": "weights are always read from and written to Hugging Face folders",
-    "*.megatron.use_dist_checkpointing": "checkpoints are always written shard by shard",
-    "*.overlong_buffer.log": "the penalty is always logged, as reward/overlong_penalty",
-    "*use_dynamic_bsz": "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]",
-    "data.filter_overlong_prompts_workers": "the prompts of a file are always encoded together",
-    "rollout.free_cache_engine": "rollout.placement=shared makes servers sleep while the trainer works",
-}
-
 # Keys that exist elsewhere and cannot be offered -> why.
 REFUSED = {
     f"rollout.{name}": "a server would draw from other logits than those of which the trainer computes log-probs"
@@ -101,8 +90,10 @@ REFUSED = {
 }
 
 
-_RULES: dict[str, Rule] = models.RULES | rewards.RULES | rollouts.RULES | runs.RULES
-_SFT_RULES: dict[str, Rule] = runs.SFT_RULES | models.RULES
+_RULES: dict[str, Rule] = (
+    written.RULES | models.RULES | distillation.RULES | rewards.RULES | rollouts.RULES | runs.RULES
+)
+_SFT_RULES: dict[str, Rule] = _RULES | runs.SFT_RULES
 
 
 class Canonical(NamedTuple):
@@ -120,31 +111,31 @@ def without_prefix(key: str) -> str:
     return key
 
 
-def converted(key: str, value: Any, command: Command, *, is_sft: bool = False) -> Taken | None:
+def converted(key: str, value: Any, command: Command) -> Taken | None:
     """What a rule makes of a key without its prefix and its value; None if there is no rule for the key."""
-    of_verls_sft = is_sft and not command.has("sft.")
-    if of_verls_sft and key in runs.SFT_RENAMED:
-        return Taken(((runs.SFT_RENAMED[key], value),))
-    rules = _SFT_RULES if of_verls_sft else _RULES
-    if key in RENAMED and key not in rules:  # a pattern of the rules may match it
+    pattern = _pattern(key, rules := _SFT_RULES if command.is_sft else _RULES)
+    if pattern is None:
         return None
-    rule = _rule(key, rules)
     try:
-        return rule(key, value, command) if rule else None
+        taken = rules[pattern](key, value, command)
     except (TypeError, ValueError, OverflowError):  # a rule computes with what is no number
         return Taken(refusal="expected a number")
+    is_for_a_group = "*" in pattern.rpartition(".")[2]
+    if is_for_a_group and taken.note and not taken.settings and asks(value):  # nobody thought of this word
+        return Taken(refusal=f"expected it left out: nothing here does what it asks for ({taken.note})")
+    return taken
 
 
-def _rule(key: str, rules: dict[str, Rule]) -> Rule | None:
-    return rules.get(key) or next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
+def _pattern(key: str, rules: dict[str, Rule]) -> str | None:
+    """The key of the rule for `key`: the same, or a pattern."""
+    if key in rules:
+        return key
+    if key in RENAMED:  # a pattern of the rules may match it
+        return None
+    return next((pattern for pattern in rules if fnmatchcase(key, pattern)), None)
 
 
-def canonical(key: str) -> Canonical | str:
-    """Our name of another document's key; for a key without a meaning here, a sentence that says why."""
+def canonical(key: str) -> Canonical:
+    """Our name of another document's key."""
     key = without_prefix(key)
-    if key in RENAMED:
-        return Canonical(*RENAMED[key])
-    for pattern, instead in WITHOUT_MEANING.items():
-        if fnmatchcase(key, pattern):
-            return f"{key} has no meaning here: {instead}"
-    return Canonical(key)
+    return Canonical(*RENAMED[key]) if key in RENAMED else Canonical(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
@@ -29,8 +30,58 @@ FREE = (
 )
 NAME = "NAME"  # stands for any name in a key of a mapping whose entries are groups of keys, such as teachers.NAME.coef
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
-_ALMOST_EQUAL = 0.87  # share of matching characters: a typing error
-_ALIKE = 0.7  # of the whole key and of its last name: below this a suggestion would confuse
+_SLIP = 2  # characters that a typing error changes at most
+_ALIKE = 0.7  # share of matching characters of keys in two groups; where less is alike, a suggestion would confuse
+# The last name of a key that other trainers have, TRL's foremost -> ours.
+ELSEWHERE = {
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_tokens"), "data.max_response_length"),
+    **dict.fromkeys(("train_dataset", "dataset_name"), "data.train_files"),
+    "eval_dataset": "data.val_files",
+    "model_name_or_path": "model.path",
+    "processing_class": "model.tokenizer_path",
+    "chat_template_kwargs": "data.apply_chat_template_kwargs",
+    "shuffle_dataset": "data.shuffle",
+    "generation_batch_size": "data.train_batch_size",
+    "gradient_accumulation_steps": "actor.ppo_mini_batch_size",
+    "per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
+    "num_generations": "rollout.n",
+    "num_generations_eval": "rollout.val_kwargs.n",
+    "num_iterations": "actor.ppo_epochs",
+    "num_train_epochs": "trainer.total_epochs",
+    "max_steps": "trainer.total_training_steps",
+    "beta": "actor.kl_loss_coef",
+    "use_bias_correction_kl": "actor.kl_importance",
+    "epsilon": "actor.clip_ratio_low",
+    "epsilon_high": "actor.clip_ratio_high",
+    "delta": "actor.clip_ratio_c",
+    "entropy_coef": "actor.entropy_coeff",
+    "loss_type": "actor.loss_agg_mode",
+    "importance_sampling_level": "algorithm.policy_loss_fn",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "mask_truncated_completions": "algorithm.overlong_filtering",
+    "reward_funcs": "reward.fn",
+    "learning_rate": "actor.optim.lr",
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "actor.optim.betas"),
+    "lr_scheduler_type": "actor.optim.lr_decay_style",
+    "warmup_steps": "actor.optim.lr_warmup_steps",
+    "bf16": "model.dtype",
+    "gradient_checkpointing": "actor.megatron.recompute_granularity",
+    "use_vllm": "rollout.engine",
+    "vllm_mode": "rollout.placement",
+    "vllm_server_base_url": "rollout.urls",
+    "vllm_gpu_memory_utilization": "rollout.memory_fraction",
+    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "vllm_importance_sampling_mode": "algorithm.rollout_correction.level",
+    "max_staleness": "rollout.ahead",
+    "max_tool_calling_iterations": "agent.max_turns",
+    "output_dir": "trainer.default_local_dir",
+    "run_name": "trainer.experiment_name",
+    "report_to": "trainer.logger",
+    "save_steps": "trainer.save_freq",
+    "save_total_limit": "trainer.max_checkpoints_to_keep",
+    "resume_from_checkpoint": "trainer.resume_mode",
+    "eval_steps": "trainer.test_freq",
+}
 
 
 @cache
@@ -148,16 +199,31 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
     own = [] if general(key) == key else [entry.replace(NAME, key.split(".")[1], 1) for entry in entry_types()]
     known = [*leaf_types(), *own] if candidates is None else candidates
     leaf = key.rpartition(".")[2]
+    slips = [other for other in known if _is_slip(key, other)]
+    if not slips and candidates is None and leaf in ELSEWHERE:
+        return ELSEWHERE[leaf]
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
-    if len(same_leaf) > 1 and "." in key:  # path, enable: several groups have one
+    if "." in key and (len(same_leaf) > 1 or (key.count(".") > 1 and "_" not in leaf)):  # path, type: no one group's
         same_leaf = [other for other in same_leaf if other.partition(".")[0] == key.partition(".")[0]]
-    alike = [other for other in known if _is_alike(other.rpartition(".")[2], leaf)]
-    guesses = get_close_matches(key, known, 1, _ALMOST_EQUAL) or same_leaf or get_close_matches(key, alike, 1, _ALIKE)
+    shorter = [other for other in known if "." in key and _words(key) < _words(other)]
+    alike = [
+        other for other in known if other.count(".") == key.count(".") and _is_slip(leaf, other.rpartition(".")[2])
+    ]
+    guesses = get_close_matches(key, slips, 1, 0) or same_leaf or get_close_matches(key, shorter or alike, 1, _ALIKE)
     return guesses[0] if guesses else None
 
 
-def _is_alike(name: str, other: str) -> bool:
-    return name.startswith(other) or SequenceMatcher(None, name, other).ratio() >= _ALIKE
+def _words(key: str) -> set[str]:
+    return set(re.split(r"[._]", key))
+
+
+def _is_slip(typed: str, key: str) -> bool:
+    """Is it the key with a typing error?  Letters that are alike by chance are none."""
+    if abs(len(key) - len(typed)) > _SLIP:
+        return False
+    blocks = SequenceMatcher(None, typed, key, autojunk=False).get_opcodes()
+    edits, leaf = sum(max(b - a, d - c) for kind, a, b, c, d in blocks if kind != "equal"), typed.rpartition(".")[2]
+    return edits <= _SLIP and (edits < len(leaf) or not leaf)
 
 
 def _parses(value: float | str, number: type) -> bool:

@@ -17,7 +17,11 @@ LOSSES_WITHOUT_RATIO = tuple(name for name, loss in _LOSSES.items() if not loss.
 LOSSES_WITHOUT_OLD = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_old", True))
 LOSSES_WITH_SELECTION = tuple(name for name, loss in _LOSSES.items() if "selected" in loss.inputs)
 AGG_MODE_OF_LOSS = {name: loss.options["agg_mode"] for name, loss in _LOSSES.items() if "agg_mode" in loss.options}
-_CLIPS = constant("algo/hyperparameters.py", "CLIP_KEYS")
+_CLIPS: dict[str, str] = constant("algo/hyperparameters.py", "CLIP_KEYS")
+CLIPS_OF_LOSS: dict[str, dict[str, float]] = {  # loss -> {the last name of the key of a clip that it has: its default}
+    name: {key: loss.settings[clip] for clip, key in _CLIPS.items() if clip in loss.settings}
+    for name, loss in _LOSSES.items()
+}
 POLICY_LOSS_ARGS: dict[str, dict[str, bool]] = {  # loss -> {its entry of algorithm.policy_loss_args: has it a default?}
     name: {key: default != REQUIRED for key, default in loss.settings.items() if key not in _CLIPS}
     for name, loss in _LOSSES.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +17,8 @@ from yaml import YAMLError
 
 from megarl.config.aliases import PREFIXES, REFUSED, SWITCHES, canonical, converted, without_prefix
 from megarl.config.keys import FREE, fits, followed, general, groups, mapping_of, nearest, type_name, type_of
+from megarl.config.verl.files import unknown_option, with_file
+from megarl.config.verl.runs import HF_MODEL, in_sft_places, sft_place
 from megarl.config.verl.taken import Command
 
 # Words that name a file, or a part of a file, below all other settings; `model` and `model.preset` are the same.
@@ -118,10 +120,14 @@ def show(value: object) -> str:
 def from_command_line(overrides: list[str], *, command: str = "train") -> Layer:
     """`key=value` words, in Hydra's grammar; `+key=value` and `++key=value` are the same as `key=value`."""
     faults, written = Faults(), []
-    for word in overrides:
+    words, lines = with_file(overrides)
+    for word in words:
         with faults.collect():
+            if word.startswith("--"):
+                raise ConfigError(unknown_option(word))
             written.append((word, *_parse(word)))
-    return _layer(written, faults, is_sft=command == "sft")
+    layer = _layer(written, faults, is_sft=command == "sft")
+    return replace(layer, warnings=(*lines, *layer.warnings))
 
 
 def from_file(path: Path) -> Layer:
@@ -188,20 +194,18 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
     warnings: list[str] = []
     words: dict[str, str] = {}
     leaves = [(text, *leaf) for text, name, value in written for leaf in _flat({name: value}, "")]
-    command = _command(leaves)
-    for text, key, leaf in leaves:
-        taken = converted(without_prefix(key), leaf, command, is_sft=is_sft)
+    command = _command(leaves, is_sft=is_sft)
+    for text, typed, leaf in leaves:
+        key = sft_place(typed, command) if command.is_sft else without_prefix(typed)
+        taken = converted(key, leaf, command)
         if taken is not None:
-            warnings += [f"{without_prefix(key)}={show(leaf)}: {taken.note}"] if taken.note else []
+            warnings += [f"{without_prefix(typed)}={show(leaf)}: {taken.note}"] if taken.note else []
             faults.sentences += [f"{text}: {taken.refusal}"] if taken.refusal else []
             for ours, value in taken.settings:
                 with faults.collect():
                     ranked.append((0, _checked(Setting(ours, value, text))))
             continue
         found = canonical(key)
-        if isinstance(found, str):
-            warnings.append(found)
-            continue
         with faults.collect():
             if found.key in (*WORDS, PRESET):
                 _add_word(words, text, found.key, leaf)
@@ -215,11 +219,17 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
     return Layer(settings, words, tuple(warnings), tuple(faults.sentences), command)
 
 
-def _command(leaves: list[tuple[str, str, Any]]) -> Command:
+def _command(leaves: list[tuple[str, str, Any]], *, is_sft: bool) -> Command:
     """All words; they are a whole run of verl if they name its model as verl does and build on nothing of ours."""
-    keys = {key for _, key, _ in leaves}
-    is_whole = any(f"{prefix}model.path" in keys for prefix in PREFIXES) and not keys & WORDS.keys()
-    return Command({without_prefix(key): value for _, key, value in leaves}, is_whole)
+    words = {without_prefix(key): value for _, key, value in leaves}
+    typed = {key for _, key, _ in leaves}
+    is_verls_sft = is_sft and not any(key.startswith("sft.") for key in typed)
+    is_verls = (
+        "data.train_files" in typed if is_verls_sft else any(f"{prefix}model.path" in typed for prefix in PREFIXES)
+    )
+    builds = {key for key in WORDS if key in words and words[key] != HF_MODEL}
+    command = Command(words, is_verls and not builds, is_verls_sft)
+    return command._replace(words=in_sft_places(command)) if is_verls_sft else command
 
 
 def _switched(key: str, value: Any) -> tuple[Any, int]:

@@ -82,8 +82,7 @@ def _choices(word: str) -> list[_Choice]:
     """The words that a word expands to: itself, or key=value for each of its values."""
     override = parse_override(word)
     found = canonical(override.key_or_group)
-    place = "" if isinstance(found, str) or found.place is None else f".{found.place}"
-    key = override.key_or_group if isinstance(found, str) else f"{found.key}{place}"
+    key = found.key if found.place is None else f"{found.key}.{found.place}"
     if not override.is_sweep_override():
         return [_Choice(word, key)]
     texts = _values(word, override)

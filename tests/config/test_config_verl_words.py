@@ -15,8 +15,8 @@ algorithm.overlong_buffer.len | 64
 reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=64 \
 reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 | algorithm.overlong_buffer.penalty_factor | 0.5
 reward.fn=code reward.sandbox_fusion.url=http://h:1/run_code | reward.sandbox | url:http://h:1
-reward.fn=code reward.sandbox_fusion.memory_limit_mb=64 | reward.memory_mb | 64
-reward.fn=code reward.sandbox_fusion.max_concurrent=3 | reward.num_workers | 3
+reward.fn=code reward.sandbox_fusion.memory_limit_mb=64 | reward.memory_mb | 8192
+reward.fn=code reward.sandbox_fusion.max_concurrent=3 | reward.num_workers | 1
 reward.reward_model.enable=True reward.reward_model.model_path=m reward.model.first_gpu=7 | reward.fn | [model]
 reward.reward_model.enable=True reward.reward_model.model_path=m reward.model.first_gpu=7 \
 reward.reward_model.rollout.gpu_memory_utilization=0.8 | reward.model.memory_fraction | 0.8
@@ -28,8 +28,8 @@ rollout.engine_kwargs.sglang.attention_backend=fa3 rollout.engine_kwargs.sglang.
 rollout.engine_kwargs.sglang.disable_radix_cache=True rollout.engine_kwargs.sglang.page_size=null | \
 rollout.sglang.args | ['--attention-backend', fa3, '--cuda-graph-bs', '1', '2', '--disable-radix-cache']
 agent.command=[sh] rollout.multi_turn.use_inference_chat_template=True | agent.history | rendered
-rollout.val_kwargs.do_sample=False rollout.val_kwargs.temperature=1.0 | rollout.val_kwargs.temperature | 0
-rollout.val_kwargs.temperature=1.0 rollout.val_kwargs.do_sample=False | rollout.val_kwargs.temperature | 0
+rollout.val_kwargs.do_sample=False rollout.val_kwargs.temperature=1.0 | rollout.val_kwargs.temperature | 1
+rollout.val_kwargs.do_sample=False | rollout.val_kwargs.temperature | 0
 rollout.val_kwargs.do_sample=True rollout.val_kwargs.temperature=1.0 | rollout.val_kwargs.temperature | 1
 actor.fsdp_config.dtype=bfloat16 | model.dtype | bfloat16
 actor.fsdp_config.model_dtype=bf16 | model.dtype | bfloat16
@@ -143,7 +143,7 @@ rollout.agent.agent_loop_manager_class=null | there is no loop
 rollout.skip_rollout=False | always generated
 reward_model.use_reward_loop=True | while others generate
 model.mtp.enable=False | one token is predicted
-model.tiled_mlp.enabled=False | changes memory only
+model.tiled_mlp.enabled=False | changes time and memory only
 actor.qat.enable=False | are not quantized
 actor.fsdp_config.full_determinism=False | nothing asks for it
 actor.fsdp_config.seed=3 | trainer.seed
@@ -151,7 +151,9 @@ actor.checkpoint.load_contents=[model,optimizer,extra] | a resume loads all of a
 actor.checkpoint.load_contents=[model] trainer.resume_mode=disable | nothing is resumed
 actor.use_dynamic_bsz=True actor.ppo_micro_batch_size_per_gpu=4 | micro-batches are cut by tokens, verl's default \
 actor.ppo_max_token_len_per_gpu=16384
-rollout.val_kwargs.do_sample=False rollout.val_kwargs.temperature=1.0 | do_sample=false is greedy
+rollout.val_kwargs.do_sample=False rollout.val_kwargs.temperature=1.0 | do_sample=false: not read, as in verl: \
+evaluation draws at temperature=1.0
+reward.sandbox_fusion.max_concurrent=128 | max_concurrent=128: each of reward.num_workers processes asks one at a time
 actor_rollout_ref.model.lora_rank=64 | actor.strategy=megatron, where verl's default is fsdp: adapters train by \
 Megatron, not by FSDP
 actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.actor.strategy=fsdp | actor.strategy=megatron: adapters train \

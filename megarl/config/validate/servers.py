@@ -78,7 +78,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
 def _fp8(config: Config) -> Iterator[str]:
     rollout, family = config.rollout, models.model_config(config, "actor").get("model_type")
     if rollout.engine != "sglang":
-        yield f"{FP8}: rollout.engine={rollout.engine} does not quantize; expected none"
+        yield f"{FP8}: rollout.engine={rollout.engine} does not quantize; expected none, or rollout.engine=sglang"
     if config.trainer.device == "cpu":
         yield f"{FP8}: SGLang quantizes on GPUs only, and trainer.device=cpu; expected none"
     if family is not None and family not in FAMILIES_WITH_FP8:

@@ -8,17 +8,38 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megarl.config.verl.models import ADAPTERS, has_adapters
+from megarl.config import names
+from megarl.config.verl.models import (
+    ADAPTERS,
+    BATCH,
+    BY_SEQUENCE,
+    DEFAULT_SIZES,
+    SEQUENCES,
+    by_megatron,
+    has_adapters,
+    policy_loss,
+)
+from megarl.config.verl.rollouts import nodes_of_servers, prompts_of_a_sync
+from megarl.config.verl.runs import ALL_OF_THEM
 from megarl.config.verl.taken import Command
 
 _SIZES = {
-    "data.train_batch_size": 1024,
+    **DEFAULT_SIZES,
     "data.max_prompt_length": 512,
-    "actor.ppo_mini_batch_size": 256,
     "rollout.tensor_model_parallel_size": 2,
+    "rollout.max_running_requests": 256,
     "trainer.n_gpus_per_node": 8,
     "trainer.total_epochs": 30,
+    "trainer.max_checkpoints_to_keep": ALL_OF_THEM,
 }
+_SIZES_OF_SFT = {
+    "sft.batch_size": 256,
+    "sft.max_length": 1024,
+    "sft.epochs": 4,
+    "actor.optim.lr": 1e-3,
+    "trainer.max_checkpoints_to_keep": ALL_OF_THEM,
+}
+_CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 _LOCAL = "megatron.tensor_model_parallel_size"
 
 
@@ -26,11 +47,18 @@ def defaults(command: Command, known: Collection[str]) -> dict[str, Any]:
     """Our key -> verl's default, without those that are `known`, set by the command; {} for a command of our own."""
     if not command.is_whole:
         return {}
-    found = {key: value for key, value in (*_SIZES.items(), *_computation(command)) if key not in known}
-    batch = command.get("data.train_batch_size")
+    sizes = _SIZES_OF_SFT if command.is_sft else _SIZES
+    found = {key: value for key, value in (*sizes.items(), *_computation(command)) if key not in known}
+    if command.is_sft:
+        return found
+    found |= {key: value for key, value in _learning(command) if key not in known}
+    if command.has("async_training.") and BATCH in found:
+        found[BATCH] = prompts_of_a_sync(command) or found[BATCH]
+    batch = command.get(BATCH)
     if "actor.ppo_mini_batch_size" in found and isinstance(batch, int) and batch > 0:
         found["actor.ppo_mini_batch_size"] = min(batch, found["actor.ppo_mini_batch_size"])
-    if found.get("rollout.placement") == "shared" and "rollout.num_servers" not in known:
+    placement = found.get("rollout.placement", command.get("rollout.placement", "shared"))
+    if placement == "shared" and "rollout.num_servers" not in known and not nodes_of_servers(command):
         found["rollout.num_servers"] = _servers_on_all(command)
     return found
 
@@ -52,17 +80,35 @@ def _servers_on_all(command: Command) -> int:
     return max(1, nodes * gpus // size) if whole else 1
 
 
+def _learning(command: Command) -> Iterator[tuple[str, Any]]:
+    """Of the loss and of adapters.  verl has one default of a clip for all losses, and it covers clip_ratio."""
+    loss = policy_loss(command)
+    for name, default in names.CLIPS_OF_LOSS.get(loss, {}).items():
+        if default != _CLIPS[name] or command.get("actor.clip_ratio") is not None:
+            yield f"actor.{name}", _CLIPS[name]
+    if "dppo_ratio_cap" in names.POLICY_LOSS_ARGS.get(loss, ()):
+        yield "algorithm.policy_loss_args", {"dppo_ratio_cap": _CLIPS["clip_ratio_c"]}
+    if loss in BY_SEQUENCE:
+        yield "actor.loss_agg_mode", SEQUENCES
+        yield "critic.loss_agg_mode", command.get("actor.loss_agg_mode", "token-mean")
+    if command.get("model.lora_rank"):
+        yield "actor.lora.alpha", 16.0
+    if command.is_on("algorithm.filter_groups.enable"):
+        yield "algorithm.filter_groups.max_num_gen_batches", ALL_OF_THEM
+
+
 def _computation(command: Command) -> Iterator[tuple[str, Any]]:
     """How models are computed: by FSDP unless the command lays them out for Megatron; in bfloat16, in turns."""
-    by_megatron = command.get("model_engine") == "megatron" or any(".megatron." in key for key in command.words)
-    if by_megatron or not has_adapters(command):  # else megatron, our own default: see `differing`
-        yield "actor.strategy", "megatron" if by_megatron else "fsdp"
+    megatron = by_megatron(command)
+    if megatron or not has_adapters(command):  # else megatron, our own default: see `differing`
+        yield "actor.strategy", "megatron" if megatron else "fsdp"
     yield "model.dtype", "bfloat16"
-    yield "rollout.memory_fraction", 0.5
-    yield "rollout.placement", "separate" if command.get("hybrid_engine") is False else "shared"
-    if by_megatron:
+    if not command.is_sft:
+        yield "rollout.memory_fraction", 0.5
+        yield "rollout.placement", "separate" if nodes_of_servers(command) else "shared"
+    if megatron:
         yield "actor.megatron.use_distributed_optimizer", True
-        for role in ("actor", "critic", "ref"):
+        for role in ("actor",) if command.is_sft else ("actor", "critic", "ref"):
             size = command.get(f"{role}.{_LOCAL}", command.get(f"actor.{_LOCAL}", 1))
             yield f"{role}.megatron.sequence_parallel", size != 1
     else:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
+from megarl.config import names
 from megarl.config.verl import dtypes
-from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+from megarl.config.verl.taken import (
+    Command,
+    Rule,
+    Taken,
+    each,
+    harmless,
+    named,
+    nothing,
+    refused,
+    set_to,
+    switch,
+    unless,
+)
+from megarl.projections import ALL, LINEARS
 
 DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
 DEFAULT_TOKENS = {"actor": 16384, "critic": 32768}  # verl's, of a micro-batch; the reference has the actor's
+BATCH, MINI_BATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
+DEFAULT_SIZES = {BATCH: 1024, MINI_BATCH: 256}
+CORRECTION = "algorithm.rollout_correction"
+BY_SEQUENCE, SEQUENCES = ("geo_mean", "gmpo", "sapo"), "seq-mean-token-mean"  # verl's losses with an own aggregation
+_CAP = "dppo_ratio_cap"  # of DPPO, which verl reads from clip_ratio_c
 ADAPTERS = "adapters train by Megatron, not by FSDP"
 FUSED = "Megatron's fused kernels are used wherever this machine has them"
 
@@ -23,6 +43,7 @@ def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
     role = key.partition(".")[0]
     tokens = f"{role}.{_kind(key)}_max_token_len_per_gpu"
     limit = DEFAULT_TOKENS.get(role) or command.get("actor.ppo_max_token_len_per_gpu") or DEFAULT_TOKENS["actor"]
+    limit *= _context_size(role, command)
     return Taken(((tokens, limit),), f"{note}, verl's default {tokens}={limit}")
 
 
@@ -32,7 +53,22 @@ def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
     is_verls = command.is_whole or any(word.endswith("use_dynamic_bsz") for word in command.words)
     if is_verls and not _is_dynamic(key, command) and any(count is not None for count in counted):
         return Taken(note="use_dynamic_bsz=false: micro-batches are cut by sequences")
-    return Taken(((key, value),))
+    size = _context_size(key.partition(".")[0], command)
+    if size == 1 or not isinstance(value, int):
+        return Taken(((key, value),))
+    whole = f"verl counts the share of one of {size} ranks of context parallelism, here whole sequences count"
+    return Taken(((key, value * size),), f"{key}={value * size}: {whole}")
+
+
+def _context_size(role: str, command: Command) -> int:
+    """The ranks over which verl divides a sequence, and by which it multiplies the tokens of a micro-batch."""
+    places = (
+        "megatron.context_parallel_size",
+        "ulysses_sequence_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+    )
+    found = [command.get(f"{who}.{place}") for who in (role, "actor") for place in places]
+    return next((size for size in found if isinstance(size, int) and size > 0), 1) if command.is_whole else 1
 
 
 def _other(key: str, name: str, command: Command) -> Any:
@@ -57,34 +93,145 @@ def _min_lr(key: str, value: Any, command: Command) -> Taken:
     return Taken(((f"{role}.optim.min_lr", value * command.get(f"{role}.optim.lr", DEFAULT_LR[role])),))
 
 
-def _warmup(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    return Taken(((key, 0 if value in (-1, None) else value),))
+def _in_optimizer_steps(name: str, unset: int | None) -> Rule:
+    """A number of steps of a schedule: verl moves it once an iteration, and here every optimizer step does."""
+
+    def rule(key: str, value: Any, command: Command) -> Taken:
+        role = key.partition(".")[0]
+        ours, times = f"{role}.optim.{name}", _steps_of_an_iteration(role, command)
+        if value in (-1, None) or times == 1 or not isinstance(value, int):
+            return Taken(((ours, unset if value in (-1, None) else value),))
+        return Taken(
+            ((ours, value * times),), f"{ours}={value * times}: verl counts iterations, of {times} optimizer steps each"
+        )
+
+    return rule
 
 
-def _decay_steps(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    role = key.partition(".")[0]
-    return Taken(((f"{role}.optim.lr_decay_steps", None if value in (-1, None) else value),))
+def _steps_of_an_iteration(role: str, command: Command) -> int:
+    """Optimizer steps of verl between two steps of its schedule; 1 for a command of our own."""
+    epochs = command.get(f"{role}.ppo_epochs", command.get("actor.ppo_epochs", 1))
+    mini = command.get(f"{role}.ppo_mini_batch_size", command.get(MINI_BATCH, DEFAULT_SIZES[MINI_BATCH]))
+    batch = command.get(BATCH, DEFAULT_SIZES[BATCH])
+    if command.has("async_training."):  # its trainer takes so many mini-batches at a time
+        mini, batch = 1, command.get("async_training.require_batches", 1)
+    sizes = (epochs, mini, batch)
+    if not command.is_whole or command.is_sft or not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 1
+    return epochs * ceil(batch / mini)
 
 
-def _checkpointing(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    """verl's switch recomputes whole layers."""
+def _checkpointing(key: str, value: Any, command: Command) -> Taken:
+    """verl's switch recomputes whole layers, and its Megatron engine does not read it."""
+    if command.is_whole and by_megatron(command):
+        return Taken(note="verl's Megatron engine recomputes what override_transformer_config.recompute_* says")
     group = "critic.megatron" if key.startswith("critic.") else "actor.megatron"
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return Taken(tuple((f"{group}.{name}", choice if value else None) for name, choice in full.items()))
 
 
+def by_megatron(command: Command) -> bool:
+    """Does the command lay its models out for Megatron?"""
+    words = ("model_engine", "engine", "actor.strategy")
+    return "megatron" in map(command.get, words) or any(".megatron." in key for key in command.words)
+
+
+def policy_loss(command: Command) -> str:
+    """The loss that verl computes: with bypass_mode that of loss_type, whatever loss_mode says."""
+    if command.is_on(f"{CORRECTION}.bypass_mode"):
+        return "reinforce" if command.get(f"{CORRECTION}.loss_type") == "reinforce" else "ppo"
+    return str(command.get("actor.policy_loss.loss_mode", command.get("algorithm.policy_loss_fn", "ppo")))
+
+
 def _loss_mode(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     """verl sets bypass_mode itself; rollout_correction.loss_type is then the loss."""
-    if value != "bypass_mode":
-        return Taken((("algorithm.policy_loss_fn", value),))
-    if command.is_on("algorithm.rollout_correction.bypass_mode"):
-        return Taken(note="algorithm.rollout_correction.bypass_mode and its loss_type say so")
-    return Taken(refusal="expected algorithm.rollout_correction.bypass_mode=true, and its loss_type")
+    bypass = command.is_on(f"{CORRECTION}.bypass_mode")
+    if value == "bypass_mode" or (bypass and command.is_whole):
+        said = f"{CORRECTION}.bypass_mode and its loss_type say so: {policy_loss(command)}"
+        return (
+            Taken(note=said) if bypass else Taken(refusal=f"expected {CORRECTION}.bypass_mode=true, and its loss_type")
+        )
+    return Taken((("algorithm.policy_loss_fn", value),))
+
+
+def _clip(key: str, value: Any, command: Command) -> Taken:
+    """A clip of a loss that has it; verl's losses do not read the others."""
+    loss, name = policy_loss(command), key.partition(".")[2]
+    if not command.is_whole or loss not in names.POLICY_LOSSES:
+        return Taken(((key, value),))
+    if name == "clip_ratio_c" and _CAP in names.POLICY_LOSS_ARGS[loss]:
+        return Taken(((f"algorithm.policy_loss_args.{_CAP}", value),))
+    if not any(clip.startswith(name) for clip in names.CLIPS_OF_LOSS[loss]):
+        return Taken(note=f"the loss {loss} has no such clip")
+    if name == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
+        return Taken(((key, 1.0),), f"{key}=1: a ratio is positive, so that neither bounds it from below")
+    return Taken(((key, value),))
+
+
+def _loss_arg(name: str) -> Rule:
+    """A setting of one loss."""
+
+    def rule(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+        loss = policy_loss(command)
+        if command.is_whole and (value is None or name not in names.POLICY_LOSS_ARGS.get(loss, (name,))):
+            return Taken(note=f"the loss {loss} does not read it")
+        return Taken(((f"algorithm.policy_loss_args.{name}", value),))
+
+    return rule
+
+
+def _aggregation(key: str, value: Any, command: Command) -> Taken:
+    """How verl aggregates, which some of its losses decide themselves."""
+    forced = SEQUENCES if command.is_whole and policy_loss(command) in BY_SEQUENCE else value
+    told = f"{key}={forced}: verl's loss {policy_loss(command)} reads no other" if forced != value else ""
+    return Taken(((key, forced),), told)
 
 
 def has_adapters(command: Command) -> bool:
     """Does the command ask for LoRA?"""
     return any(command.get(key) for key in ("actor.lora.rank", "model.lora_rank", "model.lora.rank"))
+
+
+def _if_adapters(rule: Rule) -> Rule:
+    """Without a rank, what adapters would be counts for nothing."""
+
+    def chosen(key: str, value: Any, command: Command) -> Taken:
+        off = command.is_whole and not has_adapters(command)
+        return Taken(note="there are no adapters: all weights are trained") if off else rule(key, value, command)
+
+    return chosen
+
+
+def _targets(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """Megatron's names of linears as those of the projections in them."""
+    linears = value if isinstance(value, list) else [value]
+    everything = set(linears) >= {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+    projections = [projection for linear in linears for projection in LINEARS.get(linear, (linear,))]
+    return Taken((("actor.lora.targets", [ALL] if everything else projections),))
+
+
+def _sequence_parallel(key: str, value: Any, command: Command) -> Taken:
+    """verl's default is true, and counts with tensor parallelism only."""
+    size = "tensor_model_parallel_size"
+    sizes = [command.get(f"{role}.megatron.{size}") for role in (key.partition(".")[0], "actor")]
+    if value is not True or not command.is_whole or next((found for found in sizes if found is not None), 1) != 1:
+        return Taken(((key, value),))
+    return Taken(((key, False),), f"{key}=false: {size} is 1")
+
+
+def _recomputed(key: str, value: Any, command: Command) -> Taken:
+    """Modules that verl's default lists, also where nothing or whole layers are recomputed."""
+    granularity = command.get(f"{key.rpartition('.')[0]}.recompute_granularity")
+    if command.is_whole and granularity != "selective":
+        return Taken(note="recompute_granularity is not selective")
+    return Taken(((key, value),))
+
+
+def _seed(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """Of a role; a run here has one seed."""
+    if command.get("trainer.seed") is not None:
+        return Taken(note="trainer.seed seeds every role")
+    return Taken((("trainer.seed", value),), f"trainer.seed={value} seeds every role")
 
 
 def _strategy(key: str, value: Any, command: Command) -> Taken:
@@ -121,6 +268,22 @@ def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken(note=FUSED) if value is True else Taken(((key, value),))
 
 
+_LOSS_ARGS = {
+    **{f"actor.{name}": name for name in ("tau_pos", "tau_neg")},
+    **{
+        f"actor.policy_loss.{name}": name
+        for name in (
+            "tau_pos",
+            "tau_neg",
+            "clip_cov_ratio",
+            "clip_cov_lb",
+            "clip_cov_ub",
+            "kl_cov_ratio",
+            "ppo_kl_coef",
+        )
+    },
+    "actor.policy_loss.dro_beta": "beta",
+}
 _ROLE_KEYS = ["actor", "critic", "ref"]
 _FUSIONS = (
     *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
@@ -133,8 +296,11 @@ _ROUTER_LOSSES: dict[str, tuple[Any, ...]] = {
     "moe_z_loss_coeff": (0, 0.0, None),
 }
 _SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
-_NOT_QUANTIZED = "weights in training are not quantized"
-_NO_CODE = "no code of a model's folder is run: expected false, and a family of models that is known here"
+NO_CODE = "no code of a model's folder is run, and the families that are known here need none"
+_NO_DROPOUT = harmless(0, 0.0, why="there is no dropout", otherwise="expected 0")
+_REPLAYS = {"disabled": "off", "R2": "old", "R3": "rollout"}
+_FSDP = "*.fsdp_config *.fsdp"
+_NO_ADAPTER = "expected model.path of a folder into which the adapter is merged"
 
 RULES: dict[str, Rule] = {
     # micro-batches
@@ -142,17 +308,13 @@ RULES: dict[str, Rule] = {
     **{f"{role}.ppo_max_token_len_per_gpu": _cut_by_tokens for role in DEFAULT_LR},
     **{f"ref.log_prob_micro_batch_size{end}": _cut_by_count for end in ("", "_per_gpu")},
     "ref.log_prob_max_token_len_per_gpu": _cut_by_tokens,
-    "critic.forward_*": nothing("values are computed with the micro-batches of the critic's training"),
     # losses
-    "actor.use_torch_compile": nothing("changes time only"),
-    "ref.use_torch_compile": nothing("changes time only"),
     "*.use_fused_kernels": nothing("log-probs and entropies never exist for the whole vocabulary at once, in any case"),
-    "*.fused_kernel_options.*": nothing("log-probs and entropies are always computed by parts of the vocabulary"),
-    "*.entropy_from_logits_with_chunking": nothing("entropies are always computed by parts of the vocabulary"),
-    "*.entropy_checkpointing": nothing("entropies are always computed by parts of the vocabulary"),
     "actor.calculate_entropy": nothing("the entropy is always computed"),
-    "actor.*sum_pi_squared*": nothing("computed by parts of the vocabulary, where algorithm.adv_estimator reads it"),
     "actor.policy_loss.loss_mode": _loss_mode,
+    "actor.loss_agg_mode": _aggregation,
+    **each("actor", "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c", _clip),
+    **{key: _loss_arg(name) for key, name in _LOSS_ARGS.items()},
     **{
         f"{role}.shuffle": harmless(False, why="mini-batches keep the order of prompts", otherwise="expected false")
         for role in DEFAULT_LR
@@ -169,46 +331,53 @@ RULES: dict[str, Rule] = {
             )
         )
     ),
-    "actor.router_replay.mode": named("actor.router_replay", {"disabled": "off", "R2": "old", "R3": "rollout"}),
+    **each("actor actor.megatron", "router_replay.mode", named("actor.router_replay", _REPLAYS)),
     "critic.enable": nothing("whether there is a critic follows from algorithm.adv_estimator"),
     "critic.rollout_n": nothing("the critic learns all completions"),
     **{f"{role}.strategy": _strategy for role in _ROLE_KEYS},
     # optimizers
-    "*.optim.lr_warmup_steps": _warmup,
+    "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0),
     "*.optim.lr_warmup_steps_ratio": harmless(
         0, 0.0, None, why="there is no warm-up", otherwise="expected optim.lr_warmup_steps=STEPS, in optimizer steps"
     ),
-    "*.optim.warmup_style": named("{role}.optim.lr_decay_style", {}),
+    "*.optim.override_optimizer_config": lambda key, value, command: (  # noqa: ARG005
+        Taken(note="it is empty") if value is None else Taken(((key, value),))
+    ),
+    "*.optim.warmup_style": unless((None,), "lr_scheduler_type says it", named("{role}.optim.lr_decay_style", {})),
     "*.optim.lr_scheduler_type": named("{role}.optim.lr_decay_style", {}),
     "*.optim.min_lr_ratio": _min_lr,
-    "*.optim.total_training_steps": _decay_steps,
-    "*.optim.lr_warmup_init": harmless(0, 0.0, why="the warm-up begins at 0", otherwise="expected 0"),
-    "*.optim.weight_decay_incr_style": harmless("constant", why="it never changes", otherwise="expected constant"),
-    "*.optim.lr_wsd_*": nothing("no schedule here reads it"),
+    "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None),
+    "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None),
     "*.optim.use_checkpoint_opt_param_scheduler": nothing("the schedule is that of the command, at the step reached"),
-    "*.optim.num_cycles": harmless(0.5, why="cosine is half a period", otherwise="expected 0.5"),
     "*.optim.optimizer": named("{role}.optim.name", {"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"}),
-    "*.optim.optimizer_impl": harmless("torch.optim", why="Megatron's optimizer", otherwise="expected torch.optim"),
-    "*.optim.override_optimizer_config.use_precision_aware_optimizer": nothing(
-        "master weights and moments are float32, as its defaults are"
+    **each(
+        "*.optim *.optim.override_optimizer_config",
+        "use_precision_aware_optimizer",
+        nothing("master weights and moments are float32, as its defaults are"),
     ),
     # layout
     **dtypes.RULES,
-    "*.fsdp_config.offload_policy": _offload_policy,
-    "*.fsdp_config.seed": nothing("trainer.seed seeds every role"),
-    "*.fsdp_config.strategy": nothing("actor.strategy says so"),
-    "*.fsdp_config.full_determinism": harmless(False, why="nothing asks for it", otherwise="expected false"),
-    "*.fsdp_config.forward_only": nothing("follows from the role"),
-    "*.fsdp_config.use_torch_compile": nothing("changes time only"),
-    "*.megatron.seed": nothing("trainer.seed seeds every role"),
-    "*.megatron.forward_only": nothing("follows from the role"),
+    **each(_FSDP, "offload_policy", _offload_policy),
+    **each(_FSDP, "strategy", nothing("actor.strategy says so")),
+    **each(_FSDP, "full_determinism", harmless(False, why="nothing asks for it", otherwise="expected false")),
+    **each(f"{_FSDP} *.megatron", "forward_only", nothing("follows from the role")),
+    **each("actor.fsdp_config actor.megatron", "seed", _seed),
+    **each(f"{_FSDP} *.megatron", "seed", nothing("trainer.seed seeds every role")),
+    **each("actor critic ref", "megatron.sequence_parallel", _sequence_parallel),
+    "*.megatron.use_megatron_fsdp": switch(
+        set_to(("actor.strategy", "fsdp"), note="actor.strategy=fsdp"), nothing("actor.strategy says so")
+    ),
     "*.megatron.dist_checkpointing_path": unless(
-        (None,), "weights come from model.path", refused("weights come from Hugging Face folders: expected model.path")
+        (None, ""),
+        "weights come from model.path",
+        refused("weights come from Hugging Face folders: expected model.path"),
     ),
     "*.megatron.dist_checkpointing_prefix": nothing("weights come from model.path"),
     "*.megatron.override_mcore_model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*.override_transformer_config.attention_backend": nothing("attention takes the fastest kernel of this machine"),
     "*.override_transformer_config.deallocate_pipeline_outputs": nothing("a stage frees on GPUs what it has sent"),
+    "*.override_transformer_config.recompute_modules": _recomputed,
+    **each("*.override_transformer_config", "attention_dropout hidden_dropout", _NO_DROPOUT),
     "*.override_transformer_config.moe_enable_deepep": nothing("moe_token_dispatcher_type=flex sends by DeepEP"),
     "*.override_transformer_config.moe_router_dtype": harmless(
         "fp32", why="routers compute in float32", otherwise="routers compute in float32: expected fp32"
@@ -225,10 +394,7 @@ RULES: dict[str, Rule] = {
     "critic.model.enable_gradient_checkpointing": _checkpointing,
     "*model.enable_activation_offload": nothing("activations are recomputed, not offloaded"),
     "*model.use_shm": nothing("the folder is read where it is"),
-    "*model.use_remove_padding": nothing("sequences are always packed and never padded"),
-    "*megatron.use_remove_padding": nothing("sequences are always packed and never padded"),
-    "*model.use_liger": nothing("changes time only"),
-    "*model.trust_remote_code": harmless(False, why=_NO_CODE.split(":")[0], otherwise=_NO_CODE),
+    "*model.trust_remote_code": nothing(NO_CODE),
     "*model.external_lib": unless((None,), "there is none", named("algorithm.plugins", {})),
     "*model.hf_config_path": unless((None,), "the model's own config.json", refused(_SAME_WEIGHTS)),
     "*model.custom_chat_template": unless(
@@ -237,32 +403,47 @@ RULES: dict[str, Rule] = {
     "critic.model.tokenizer_path": nothing("the critic reads the actor's tokens"),
     "*model.override_config*.max_position_embeddings": nothing("positions are rotary: no table of them has to grow"),
     "*model.override_config*.attn_implementation": nothing("attention takes the fastest kernel of this machine"),
-    "*model.override_config*.*_dropout": harmless(0, 0.0, why="there is no dropout", otherwise="expected 0"),
+    **each("*model.override_config*", "attention_dropout hidden_dropout resid_dropout embd_dropout", _NO_DROPOUT),
     "*model.override_config*.moe_config.freeze_moe_router": harmless(
         False, why="routers are trained", otherwise="routers are always trained: expected false"
     ),
     "*model.override_config.model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*model.override_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
     "*model.override_config.*": refused(_SAME_WEIGHTS),
-    "model.tiled_mlp.*": nothing("changes memory only"),
-    "*.mtp.enable": harmless(False, why="one token is predicted", otherwise="one token is predicted: expected false"),
-    "*.mtp.*": nothing("one token is predicted"),
-    "actor.qat.enable": harmless(False, why=_NOT_QUANTIZED, otherwise=f"{_NOT_QUANTIZED}: expected false"),
-    "actor.qat.*": nothing(_NOT_QUANTIZED),
-    "model.lora_adapter_path": unless(
-        (None,), "adapters begin at zero", refused("expected model.path of a folder into which the adapter is merged")
+    # adapters
+    **each(
+        "model", "lora_adapter_path lora.adapter_path", unless((None,), "adapters begin at zero", refused(_NO_ADAPTER))
     ),
-    "*model.exclude_modules": unless((None,), "none", refused("expected the others in actor.lora.targets")),
-    "critic.model.lora_*": harmless(0, why="the critic is trained whole", otherwise="only the actor has adapters"),
+    **each(
+        "model",
+        "exclude_modules lora.exclude_modules",
+        unless((None, []), "none", refused("expected the others in actor.lora.targets")),
+    ),
+    **each("model", "lora_alpha lora.alpha", _if_adapters(named("actor.lora.alpha", {}))),
+    **each("model", "target_modules lora.target_modules", _if_adapters(_targets)),
+    "model.lora.type": _if_adapters(harmless("lora", why="LoRA", otherwise="adapters are LoRA's: expected lora")),
+    "model.lora.merge": nothing("actor.lora.push says what servers get"),
+    "model.lora.dropout": _if_adapters(_NO_DROPOUT),
+    **each(
+        "model.lora",
+        "dropout_position a2a_experimental dtype",
+        nothing("changes no result: adapters have no dropout, and model.dtype"),
+    ),
+    "model.lora.lora_A_init_method": nothing("the first matrix is drawn, the second one is 0"),
+    "model.lora.lora_B_init_method": harmless("zero", why="the second matrix begins at 0", otherwise="expected zero"),
+    **each(
+        "model.lora",
+        "freeze_vision_model freeze_vision_projection freeze_language_model",
+        nothing("adapters alone are trained, and only text is read"),
+    ),
     # saves and profiles
-    "*.checkpoint.async_save": named("trainer.async_save", {}),
-    "*.checkpoint.load_contents": load_contents,
-    "*.checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
-    "*.profiler.*": harmless(
-        *(False, None, [], {}),
-        why="nothing is profiled",
-        otherwise="expected trainer.profile.steps and trainer.profile.ranks",
+    "actor.checkpoint.async_save": lambda key, value, command: Taken(  # noqa: ARG005
+        (("trainer.async_save", value),), "" if value else "trainer.async_save=false: steps wait for a save"
     ),
+    "*.checkpoint.async_save": nothing("as the actor's"),
+    "*.checkpoint.load_contents": load_contents,
+    "*.profiler.*": refused("expected trainer.profile.steps and trainer.profile.ranks"),
+    **each(_FSDP, "*", nothing("strategy=fsdp shards everything over all data-parallel ranks")),
     "hybrid_engine": switch(set_to(("rollout.placement", "shared")), set_to(("rollout.placement", "separate"))),
     "nccl_timeout": named("trainer.call_timeout_s", {}),
 }
@@ -277,12 +458,12 @@ RENAMED: dict[str, tuple[str, int | str | None]] = {
     "model.lora_alpha": ("actor.lora.alpha", None),
     "model.lora.alpha": ("actor.lora.alpha", None),
     "model.target_modules": ("actor.lora.targets", None),
-    "actor.megatron.seed": ("trainer.seed", None),
+    **{key: ("algorithm.policy_loss_args", name) for key, name in _LOSS_ARGS.items()},
 }
 RENAMED |= {
     f"{role}{place}.ulysses_sequence_parallel_size": (f"{role}.megatron.context_parallel_size", None)
     for role in _ROLE_KEYS
-    for place in ("", ".fsdp_config")
+    for place in ("", ".fsdp_config", ".fsdp")
 }
 RENAMED |= {
     f"{role}.megatron.override_transformer_config.moe_token_dispatcher_type": (

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+from megarl.config.verl.taken import (
+    Command,
+    Rule,
+    Taken,
+    each,
+    harmless,
+    named,
+    nothing,
+    refused,
+    set_to,
+    switch,
+    unless,
+)
 
 _FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 _KWARGS = ("reward_model.reward_kwargs", "reward.reward_kwargs")
 _MODELS = ("reward_model", "reward.reward_model")
-_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion")
+_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion", "sandbox_fusion")
 _MODEL = "the server of the reward model decides"
+_OF_A_SANDBOX = "reward.memory_mb is of a process here, and not of a sandbox"
 _OWN_SERVER = "expected reward.model.first_gpu, or reward.model.url of a server that runs already"
 _OWN_FUNCTION = "expected reward.fn=FILE.py:function"
 _DEFAULTS = "expected defaults of the function's own parameters"
@@ -64,8 +77,12 @@ def _sandbox(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken((("reward.sandbox", f"url:{str(value).removesuffix('/run_code')}"),))
 
 
+def _workers(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    return Taken((("reward.num_workers", value),)) if value is not None else Taken(note="verl's default")
+
+
 _BY_DATA_SOURCE = unless(
-    ("naive", "dapo", "prime", "register"),
+    (None, "naive", "dapo", "prime", "register"),
     "a row's data_source chooses the reward, and algorithm.overlong_buffer adds DAPO's penalty",
     harmless("batch", why="a function of lists gets each answer as a list of one", otherwise=_OWN_FUNCTION),
 )
@@ -80,7 +97,6 @@ _OF_A_MODEL: dict[str, Rule] = {
     "nnodes": _if_enabled(_pool),
     "rollout.gpu_memory_utilization": _if_enabled(named("reward.model.memory_fraction", {})),
     "rollout.tensor_model_parallel_size": _if_enabled(_ONE_GPU),
-    "rollout.*": nothing(_MODEL),
 }
 
 RULES: dict[str, Rule] = {
@@ -90,18 +106,16 @@ RULES: dict[str, Rule] = {
     "reward.reward_manager.name": _BY_DATA_SOURCE,
     "reward.reward_manager.source": _BY_DATA_SOURCE,
     "reward.reward_manager.module.*": unless((None, "custom_reward_manager"), "there is none", refused(_OWN_FUNCTION)),
-    **{f"{group}.overlong_buffer_cfg.log": nothing("the penalty is always logged, as reward/overlong_penalty")
-       for group in _KWARGS},
     **{f"{group}.max_resp_len": _longest for group in _KWARGS},
     **{f"{group}.*": refused(f"{_OWN_FUNCTION}, with defaults of its own parameters") for group in _KWARGS},
     **{f"{group}.url": _sandbox for group in _SANDBOXES},
-    **{f"{group}.memory_limit_mb": named("reward.memory_mb", {}) for group in _SANDBOXES},
-    **{f"{group}.max_concurrent": named("reward.num_workers", {}) for group in _SANDBOXES},
+    **each(" ".join(_SANDBOXES), "memory_limit_mb", nothing(_OF_A_SANDBOX)),
+    **each(" ".join(_SANDBOXES), "max_concurrent", nothing("each of reward.num_workers processes asks one at a time")),
     **{f"{group}.{name}": rule for group in _MODELS for name, rule in _OF_A_MODEL.items()},
     "reward_model.model.path": _path,
     "reward.reward_model.model_path": _path,
     "reward_model.model.input_tokenizer": nothing("a reward model on a server reads text, with its own tokenizer"),
-    "reward_model.num_workers": named("reward.num_workers", {}),
+    **each("reward_model reward", "num_workers", _workers),
     "reward_model.use_reward_loop": nothing("rewards are always computed while others generate"),
     "reward_model.launch_reward_fn_async": nothing("rewards are always computed while others generate"),
     **{

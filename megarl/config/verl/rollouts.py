@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, set_to, switch, unless
+from megarl.config.verl.models import CORRECTION as _CORRECTION
+from megarl.config.verl.taken import (
+    Command,
+    Rule,
+    Taken,
+    each,
+    harmless,
+    named,
+    nothing,
+    refused,
+    set_to,
+    switch,
+    unless,
+)
 
-_CORRECTION = "algorithm.rollout_correction"
+MOST_GPUS = 16  # of any existing machine
 _ELSEWHERE = (
     "servers on machines of their own are started there by `megarl serve`, and the run finds them by rollout.urls or "
     "rollout.join; expected these instead"
@@ -18,7 +31,6 @@ _SERVERS = "expected rollout.urls of servers that run already"
 _METRICS = "expected prometheus in trainer.logger, and its trainer.prometheus_port"
 _GENERATED = "completions are always generated"
 _SHORTER = "what a tool returns is read whole: expected a tool that returns less"
-_PASS = "old log-probs are computed with the micro-batches of the actor's training"
 _REJECTIONS = {  # verl's name -> our measure and level
     "token_k1": ("ratio", "token"),
     "token_k2": ("k2", "token"),
@@ -40,15 +52,34 @@ def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 
 def _do_sample(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    if value:
-        return Taken(note="rollout.val_kwargs.temperature says how, and 0 is greedy")
-    return Taken((("rollout.val_kwargs.temperature", 0.0),))
+    """verl 0.9.1 does not read it."""
+    temperature = command.get("rollout.val_kwargs.temperature")
+    if value is False and temperature not in (None, 0):
+        return Taken(note=f"not read, as in verl: evaluation draws at temperature={temperature}, and 0 would be greedy")
+    return Taken(note="rollout.val_kwargs.temperature says how, and 0 is greedy")
 
 
-def _val_temperature(key: str, value: Any, command: Command) -> Taken:
-    if command.get("rollout.val_kwargs.do_sample") is False and value != 0:
-        return Taken(note="rollout.val_kwargs.do_sample=false is greedy")
-    return Taken(((key, value),))
+def nodes_of_servers(command: Command) -> int:
+    """Machines that verl's servers have for themselves; 0 = they share the trainer's GPUs."""
+    apart = command.get("hybrid_engine") is False or command.has("async_training.")
+    return command.get("rollout.nnodes") or int(apart)
+
+
+def _own_gpus(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """GPUs that only servers have.  On one machine they are those after the trainer's."""
+    nodes, gpus = nodes_of_servers(command), command.get("rollout.n_gpus_per_node", 8)
+    size = command.get("rollout.tensor_model_parallel_size", 2 if command.is_whole else 1)
+    trained = command.get("trainer.n_gpus_per_node", 8 if command.is_whole else 1)
+    if not nodes:
+        return Taken(note="servers are on the trainer's machines")
+    if nodes != 1 or command.get("trainer.nnodes", 1) != 1 or gpus + trained > MOST_GPUS:
+        return Taken(refusal=_ELSEWHERE)
+    servers = max(1, gpus // size)
+    fewer = f"a machine with fewer than {gpus + trained} needs `megarl serve` on another one"
+    return Taken(
+        (("rollout.num_servers", servers),),
+        f"rollout.num_servers={servers}, on the GPUs of this machine after the trainer's {trained}; {fewer}",
+    )
 
 
 def _sglang(key: str, value: Any, command: Command) -> Taken:
@@ -68,6 +99,10 @@ def _option(name: str, value: Any) -> list[str]:
         return []
     values = [] if value is True else value if isinstance(value, list) else [value]
     return [f"--{name.replace('_', '-')}", *map(str, values)]
+
+
+def _bucket(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    return Taken((("rollout.bucket_bytes", value * 2**20),), f"rollout.bucket_bytes={value * 2**20}")
 
 
 def _in_turns(rule: Rule) -> Rule:
@@ -175,7 +210,6 @@ def _staleness(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 RULES: dict[str, Rule] = {
     "rollout.name": _engine,
     "rollout.mode": nothing("servers always answer many requests at once"),
-    "rollout.log_prob_*": nothing(_PASS),
     "rollout.calculate_log_probs": nothing("every token carries the log-prob that the server computed"),
     "rollout.enforce_eager": nothing("changes time only; rollout.sglang.args has --disable-cuda-graph"),
     "rollout.cudagraph_capture_sizes": nothing("changes time only"),
@@ -201,16 +235,10 @@ RULES: dict[str, Rule] = {
     "rollout.agent.agent_loop_config_path": unless((None,), "there is no loop of one's own", refused(_AGENT)),
     "rollout.agent.agent_loop_manager_class": unless((None,), "there is no loop of one's own", refused(_AGENT)),
     "rollout.agent.custom_async_server.*": unless((None,), "servers are ours", refused(_SERVERS)),
-    "rollout.trace.*": nothing("answers of every step are kept in samples.jsonl"),
     "rollout.prometheus.enable": switch(refused(_METRICS), nothing("servers' metrics are not collected")),
-    "rollout.prometheus.*": nothing("prometheus in trainer.logger serves metrics, at trainer.prometheus_port"),
-    "rollout.skip.enable": harmless(False, why=_GENERATED, otherwise=f"{_GENERATED}: expected false"),
     "rollout.skip_rollout": harmless(False, why=_GENERATED, otherwise=f"{_GENERATED}: expected false"),
-    "rollout.skip_*dir": nothing(_GENERATED),
     "rollout.quantization": named("rollout.quantization", {None: "none"}),
-    "rollout.skip.*": nothing(_GENERATED),
     "rollout.agent.num_workers": nothing("rollout.num_collectors follows from the number of servers"),
-    "rollout.over_sample_rate": harmless(0, why="nothing is asked for in vain", otherwise="expected 0"),
     "rollout.do_sample": harmless(True, why="completions are always drawn", otherwise="expected true"),
     "rollout.ignore_eos": harmless(False, why="a completion ends with its end", otherwise="expected false"),
     **{
@@ -220,20 +248,18 @@ RULES: dict[str, Rule] = {
             ("pipeline_model", "expected 1, and rollout.tensor_model_parallel_size"),
         )
     },
-    "rollout.update_weights_bucket_megabytes": lambda key, value, command: (  # noqa: ARG005
-        Taken((("rollout.bucket_bytes", value * 2**20),))
-    ),
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": lambda key, value, command: (  # noqa: ARG005
-        Taken((("rollout.bucket_bytes", value * 2**20),))
-    ),
+    **each("rollout rollout.checkpoint_engine", "update_weights_bucket_megabytes", _bucket),
     "rollout.checkpoint_engine.*": nothing("rollout.push chooses how weights travel"),
     "rollout.val_kwargs.do_sample": _do_sample,
-    "rollout.val_kwargs.temperature": _val_temperature,
     "rollout.val_kwargs.top_k": harmless(
         *(-1, None), why="evaluation draws from all tokens", otherwise="evaluation has no top_k: expected -1"
     ),
     "rollout.multi_turn.enable": switch(refused(_TOOLS), nothing("completions are plain")),
-    "rollout.multi_turn.tool_config_path": unless((None,), "there are no tools", refused(_TOOLS)),
+    **each(
+        "rollout.multi_turn",
+        "tool_config_path function_tool_path",
+        unless((None,), "there are no tools", refused(_TOOLS)),
+    ),
     "rollout.multi_turn.interaction_config_path": unless((None,), "there are no agents", refused(_TOOLS)),
     "rollout.multi_turn.max_assistant_turns": unless(
         (None,), "agent.max_turns ends an episode", named("agent.max_turns", {})
@@ -250,8 +276,7 @@ RULES: dict[str, Rule] = {
     "rollout.multi_turn.use_inference_chat_template": _in_turns(
         named("agent.history", {False: "generated", True: "rendered"})
     ),
-    "rollout.nnodes": unless((0, None), "servers are on the trainer's machines", refused(_ELSEWHERE)),
-    "rollout.n_gpus_per_node": unless((0, None), "servers are on the trainer's machines", refused(_ELSEWHERE)),
+    **each("rollout", "nnodes n_gpus_per_node", _own_gpus),
     "rollout.total_epochs": named("trainer.total_epochs", {}),
     "rollout.test_freq": named("trainer.test_freq", {}),
     "rollout.total_rollout_steps": _total_steps,
@@ -262,7 +287,8 @@ RULES: dict[str, Rule] = {
     "async_training.partial_rollout": switch(
         set_to(("rollout.update", "in_place")), set_to(("rollout.update", "drain"))
     ),
-    "async_training.use_rollout_log_probs": named(f"{_CORRECTION}.bypass", {}),
+    **each("async_training actor", "use_rollout_log_probs", named(f"{_CORRECTION}.bypass", {})),
+    "rollout.standalone_gpu_memory_utilization": unless((None,), "unset", named("rollout.memory_fraction", {})),
     f"{_CORRECTION}.rollout_is": _level,
     f"{_CORRECTION}.rollout_is_threshold": _threshold,
     f"{_CORRECTION}.rollout_rs": _rejection,

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.verl import dtypes
-from megarl.config.verl.models import load_contents
-from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, nothing, refused, unless
+from megarl.config.verl.distillation import learns_from_teachers_alone
+from megarl.config.verl.models import NO_CODE, by_megatron
+from megarl.config.verl.taken import Command, Rule, Taken, each, harmless, named, nothing, refused, unless
 
-_TEXT = "only text is read"
+HF_MODEL = "hf_model"  # verl's word `model`, where ours is the name of a preset
 _NO_RAY = "there is no Ray"
-_ROWS = "expected rows of a prompt and a response"
-_WARMUP = "expected actor.optim.lr_warmup_steps=STEPS"
+_TOOLS = "expected agent.fn=tools:FILE.py:Class (docs/agents.md)"
+ALL_OF_THEM = 10**6  # verl's null or 0: no limit
+
+
+def _limit(ours: str, unlimited: tuple[Any, ...]) -> Rule:
+    """A number of which verl has a name for "all"."""
+
+    def rule(key: str, value: Any, command: Command) -> Taken:
+        if value in unlimited and (command.is_whole or key != ours):
+            return Taken(((ours, ALL_OF_THEM),), f"{ours}={ALL_OF_THEM}: no limit")
+        return Taken(((ours, value),))
+
+    return rule
+
+
+def _estimator(key: str, value: Any, command: Command) -> Taken:
+    if learns_from_teachers_alone(command):
+        return Taken(((key, "none"),), f"{key}=none: use_task_rewards=false, and only teachers teach")
+    return Taken(((key, value.removesuffix("_vectorized")),))
+
+
+def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value in ("fsdp", "megatron"):
+        return Taken((("actor.strategy", value),))
+    return Taken(refusal="expected fsdp or megatron")
 
 
 def _metric(key: str, value: Any, command: Command) -> Taken:
     """`acc` is a number of some rewards only; built-in ones with it give equal scores to answers of equal `acc`."""
+    if value is None:
+        return Taken(note="groups are compared by their score")
     own = command.has("custom_reward_function.path") or command.has("reward.custom_reward_function.path")
     if value == "acc" and command.is_whole and not own:
         return Taken(((key, "score"),), f"{key}=score, before anything is added to it: it differs where acc does")
@@ -59,9 +84,6 @@ RULES: dict[str, Rule] = {
     "data.return_raw_chat": nothing("rows keep their messages"),
     "data.return_raw_input_ids": nothing("rows keep their messages"),
     "data.return_full_prompt": nothing("samples.jsonl has the whole prompt"),
-    "data.return_multi_modal_inputs": nothing(_TEXT),
-    "data.image_*": nothing(_TEXT),
-    "data.video_key": nothing(_TEXT),
     "data.use_shm": nothing("files are read where they are"),
     "data.gen_batch_size": nothing("filter_groups asks for as many further prompts as groups were dropped"),
     "data.val_batch_size": nothing("the evaluation asks for all its prompts at once"),
@@ -72,26 +94,25 @@ RULES: dict[str, Rule] = {
     ),
     "data.train_max_samples": _train_rows,
     "data.val_max_samples": _all,
-    "data.trust_remote_code": harmless(False, why="no code of a folder is run", otherwise="expected false"),
+    "data.trust_remote_code": nothing(NO_CODE),
     "data.custom_cls.*": unless((None,), "the reader of rows is ours", refused("expected rows in JSONL or parquet")),
     "data.sampler.*": unless((None,), "prompts are shuffled by data.seed", refused("expected data.shuffle alone")),
     "data.datagen.*": unless((None,), "prompts come from files", refused("expected data.train_files")),
-    "data.tool_config_path": unless((None,), "there are no tools", refused("expected agent.fn")),
+    **each("data", "tool_config_path function_tool_path", unless((None,), "there are no tools", refused(_TOOLS))),
     # algorithm
-    "algorithm.adv_estimator": named(
-        "algorithm.adv_estimator", {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"}
-    ),
+    "algorithm.adv_estimator": _estimator,
+    "algorithm.filter_groups.max_num_gen_batches": _limit("algorithm.filter_groups.max_num_gen_batches", (0, None)),
     "algorithm.filter_groups.metric": _metric,
     "algorithm.rollout_correction.rollout_token_veto_threshold": unless(
         (None,), "no token vetoes its sequence", refused("no token vetoes its sequence: expected null")
     ),
     "algorithm.use_pf_ppo": harmless(False, why="samples count alike", otherwise="expected false"),
-    "algorithm.pf_ppo.*": nothing("samples are never drawn again"),
     # the run
     "trainer.log_val_generations": nothing("answers of evaluations are kept in samples.jsonl"),
     "trainer.rollout_data_dir": nothing("answers of every step are kept in samples.jsonl"),
     "trainer.validation_data_dir": nothing("answers of evaluations are kept in samples.jsonl"),
     "trainer.balance_batch": nothing("ranks always get equal shares of tokens"),
+    "trainer.max_actor_ckpt_to_keep": _limit("trainer.max_checkpoints_to_keep", (None,)),
     "trainer.max_critic_ckpt_to_keep": nothing("a save holds actor and critic"),
     "trainer.remove_previous_ckpt_in_save": harmless(
         False, why="earlier saves stay", otherwise="expected trainer.max_checkpoints_to_keep=1"
@@ -105,9 +126,9 @@ RULES: dict[str, Rule] = {
     "trainer.use_legacy_worker_impl": nothing("there is one implementation"),
     "trainer.use_v1": nothing("there is one trainer"),
     "trainer.val_only": harmless(False, why="it trains", otherwise="expected `megarl evaluate` with these words"),
-    "transfer_queue.*": nothing("changes no result: rows travel from the driver to the ranks"),
-    "ray_init.*": nothing(_NO_RAY),
-    "ray_kwargs.*": nothing(_NO_RAY),
+    "ray_*.env_vars.*": refused("expected it in the environment of the command"),
+    "transfer_queue.*": nothing("there is no transfer queue"),
+    "ray_*": nothing(_NO_RAY),
     "global_profiler.tool": _profiler,
     "global_profiler.steps": unless((None, []), "nothing is profiled", named("trainer.profile.steps", {})),
     "global_profiler.*": nothing("trainer.profile.* says what is profiled"),
@@ -116,11 +137,10 @@ RULES: dict[str, Rule] = {
 
 RENAMED: dict[str, tuple[str, int | str | None]] = {
     "data.tokenizer": ("model.tokenizer_path", None),
-    "trainer.max_actor_ckpt_to_keep": ("trainer.max_checkpoints_to_keep", None),
 }
 
-# `megarl sft`: words of verl's supervised trainers.  Here these keys are the prompts' of RL, which it does not read.
-SFT_RENAMED: dict[str, str] = {
+# `megarl sft`: words of verl's supervised trainers, in the places where those of its other trainers are.
+_SFT_PLACES: dict[str, str] = {
     "data.train_files": "sft.train_files",
     "data.val_files": "sft.val_files",
     "data.train_batch_size": "sft.batch_size",
@@ -130,33 +150,74 @@ SFT_RENAMED: dict[str, str] = {
     "data.micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
     "data.micro_batch_size": "actor.ppo_micro_batch_size",
     "data.max_token_len_per_gpu": "actor.ppo_max_token_len_per_gpu",
+    "data.use_dynamic_bsz": "actor.use_dynamic_bsz",
     "model.partial_pretrain": "model.path",
     "model.strategy": "actor.strategy",
+    "engine.strategy": "actor.strategy",
+    "optim.lr_scheduler": "actor.optim.lr_scheduler_type",
+    "optim.warmup_steps_ratio": "actor.optim.lr_warmup_steps_ratio",
     "trainer.total_epochs": "sft.epochs",
-    "ulysses_sequence_parallel_size": "actor.megatron.context_parallel_size",
-    "engine.tensor_model_parallel_size": "actor.megatron.tensor_model_parallel_size",
-    "engine.pipeline_model_parallel_size": "actor.megatron.pipeline_model_parallel_size",
-    "engine.context_parallel_size": "actor.megatron.context_parallel_size",
+    "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+    "use_remove_padding": "model.use_remove_padding",
+    "ulysses_sequence_parallel_size": "actor.ulysses_sequence_parallel_size",
 }
+_SFT_GROUPS = {
+    "optim.": "actor.optim.",
+    "checkpoint.": "actor.checkpoint.",
+    "profiler.": "actor.profiler.",
+    "model.fsdp_config.": "actor.fsdp_config.",
+}
+
+
+def sft_place(key: str, command: Command) -> str:
+    """A word of the supervised trainer as one of the actor: "engine.dtype" -> "actor.megatron.dtype"."""
+    if key in _SFT_PLACES:
+        return _SFT_PLACES[key]
+    layout = any(name.startswith("engine.") and "_model_parallel_size" in name for name in command.words)
+    engine = "megatron" if layout or by_megatron(command) else "fsdp_config"
+    for group, place in {**_SFT_GROUPS, "engine.": f"actor.{engine}."}.items():
+        if key.startswith(group):
+            return place + key.removeprefix(group)
+    return key
+
+
+def in_sft_places(command: Command) -> dict[str, Any]:
+    """All words of the supervised trainer in these places.  It cuts micro-batches by tokens unless told otherwise."""
+    words = {sft_place(key, command): value for key, value in command.words.items()}
+    return words if "model.partial_pretrain" in command.words else {"actor.use_dynamic_bsz": True} | words
+
+
 SFT_RULES: dict[str, Rule] = {
+    "engine": _engine,
+    "optim": nothing("the optimizer is Megatron's"),
+    "model": unless((HF_MODEL,), "there is one kind of model", named("model", {})),
     "data.truncation": harmless("error", why="a longer row is refused", otherwise="expected error"),
     "data.balance_dp_token": nothing("ranks always get equal shares of tokens"),
-    "data.use_dynamic_bsz": nothing("rows are always packed"),
-    "data.multiturn.enable": harmless(False, why="a row is a prompt and a response", otherwise=_ROWS),
-    "data.*_dict_keys": nothing("sft.prompt_key and sft.response_key name the fields"),
-    "use_remove_padding": nothing("sequences are always packed and never padded"),
-    "optim.lr": named("actor.optim.lr", {}),
-    "optim.weight_decay": named("actor.optim.weight_decay", {}),
-    "optim.betas": named("actor.optim.betas", {}),
-    "optim.clip_grad": named("actor.max_grad_norm", {}),
-    "optim.lr_scheduler": named("actor.optim.lr_decay_style", {}),
-    "optim.lr_scheduler_type": named("actor.optim.lr_decay_style", {}),
-    "optim.lr_warmup_steps": named("actor.optim.lr_warmup_steps", {-1: 0}),
-    "optim.warmup_steps_ratio": harmless(0, 0.0, why="there is no warm-up", otherwise=_WARMUP),
-    "optim.lr_warmup_steps_ratio": harmless(0, 0.0, why="there is no warm-up", otherwise=_WARMUP),
-    **dtypes.rules("model.fsdp_config", "engine"),
-    "model.fsdp_config.*": nothing("strategy=fsdp shards everything over all data-parallel ranks"),
-    "checkpoint.load_contents": load_contents,
-    "checkpoint.*": nothing("a save has weights, optimizer and all that an exact resume needs"),
-    "engine.*": nothing("actor.strategy and actor.megatron lay the model out"),
-}  # fmt: skip
+    "data.multiturn.enable": harmless(
+        False, why="a row says what it is", otherwise="expected the rows' messages alone"
+    ),
+    "data.messages_key": harmless(
+        "messages", why="the field of a row", otherwise="expected messages, the field of a row"
+    ),
+    "data.tools_key": harmless("tools", why="the field of a row", otherwise="expected tools, the field of a row"),
+    "data.enable_thinking_key": harmless(
+        "enable_thinking", why="a row has no choice of its own", otherwise="expected data.apply_chat_template_kwargs"
+    ),
+    "data.enable_thinking_default": harmless(
+        *("none", None), why="the template's own", otherwise="expected data.apply_chat_template_kwargs"
+    ),
+    "data.pad_mode": nothing("sequences are always packed and never padded"),
+    "data.num_workers": nothing("rows are encoded once, at the start"),
+    "data.ignore_input_ids_mismatch": nothing("what is learnt is found in the rendered text"),
+    **each(
+        "data", "prompt_dict_keys response_dict_keys", nothing("sft.prompt_key and sft.response_key name the fields")
+    ),
+    **each(
+        "data",
+        "train_max_samples val_max_samples",
+        harmless(-1, None, why="all rows", otherwise="all rows of a file are read: expected a file of fewer rows"),
+    ),
+    "trainer.profile_interval": harmless(
+        *([-1, -1], None), why="nothing is profiled", otherwise="expected trainer.profile.steps"
+    ),
+}

@@ -15,6 +15,7 @@ class Command(NamedTuple):
 
     words: Mapping[str, Any]
     is_whole: bool = False  # of a run as verl's scripts start it: defaults that nobody typed are verl's
+    is_sft: bool = False  # of verl's supervised trainer, with its words in the places of the actor's (`in_place`)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a word; the default if it is not there."""
@@ -27,6 +28,13 @@ class Command(NamedTuple):
     def has(self, prefix: str) -> bool:
         """Does any key begin so?"""
         return any(key.startswith(prefix) for key in self.words)
+
+
+def asks(value: Any) -> bool:
+    """Is it true, a number above 1, or a path: what switches something on, or gives it a size?"""
+    if isinstance(value, list):
+        return any(map(asks, value))
+    return value is True or (isinstance(value, int | float) and value > 1) or (isinstance(value, str) and "/" in value)
 
 
 class Taken(NamedTuple):
@@ -53,6 +61,11 @@ def harmless(*values: Any, why: str, otherwise: str) -> Rule:
 def refused(why: str) -> Rule:
     """No value of this key can be taken."""
     return lambda key, value, command: Taken(refusal=why)  # noqa: ARG005
+
+
+def each(groups: str, names: str, rule: Rule) -> dict[str, Rule]:
+    """The rule for each of these names in each of these groups.  Example: each("*.optim", "a b", nothing("c"))."""
+    return {f"{group}.{name}": rule for group in groups.split() for name in names.split()}
 
 
 def switch(on: Rule, off: Rule) -> Rule:

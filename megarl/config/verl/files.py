@@ -1,0 +1,59 @@
+"""The configuration files that verl's scripts name by --config-name, as the words by which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MEGATRON = ("model_engine=megatron",)
+_APART = ("rollout.nnodes=1", "rollout.n_gpus_per_node=8", "algorithm.rollout_correction.bypass_mode=True")
+_ASYNC = (
+    *_APART,
+    "rollout.total_rollout_steps=100",
+    "async_training.staleness_threshold=0.1",
+    "async_training.trigger_parameter_sync_step=4",
+    "async_training.require_batches=1",
+    "async_training.partial_rollout=True",
+)
+FILES: dict[str, tuple[str, ...]] = {
+    "ppo_trainer": (),
+    "ppo_megatron_trainer": _MEGATRON,
+    "sft_trainer_engine": (),
+    "fully_async_ppo_trainer": _ASYNC,
+    "fully_async_ppo_megatron_trainer": (*_MEGATRON, *_ASYNC),
+    "one_step_off_ppo_trainer": ("hybrid_engine=False", *_APART),
+    "one_step_off_ppo_megatron_trainer": ("hybrid_engine=False", *_MEGATRON, *_APART),
+}
+NAME, FOLDER = "--config-name", "--config-path"
+
+
+def with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words, after those of a file that --config-name names and no word sets; and lines about these options.
+
+    An unknown file stays among the words, to be refused with the others.
+    """
+    options = {
+        option: value for word in words for option, _, value in [word.partition("=")] if option in (NAME, FOLDER)
+    }
+    name = options.get(NAME, "").removesuffix(".yaml")
+    if name not in FILES:
+        return list(words), []
+    typed = {_key(word) for word in words}
+    of_the_file = [word for word in FILES[name] if _key(word) not in typed]
+    lines = [f"{NAME}={options[NAME]}: verl's file, which sets {', '.join(of_the_file) or 'nothing else here'}"]
+    if FOLDER in options:
+        lines.append(f"{FOLDER}={options[FOLDER]}: no file of this folder is read")
+    return of_the_file + [word for word in words if word.partition("=")[0] not in options], lines
+
+
+def unknown_option(word: str) -> str:
+    """The sentence for an option that no command has."""
+    option = word.partition("=")[0]
+    if option in (NAME, FOLDER):
+        return (
+            f"{word}: expected one of verl's files ({', '.join(FILES)}) in {NAME}, or a file of ours in --config FILE"
+        )
+    return f"there is no option {option}; expected --config FILE, -m, --debug, --help or key=value"
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0].removeprefix("actor_rollout_ref.")
