@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -162,7 +163,7 @@ def parse_override(word: str) -> Override:
     Raises: ConfigError for anything else.
     """
     try:
-        override = OverridesParser.create().parse_override(word)
+        override = _parser().parse_override(word)
     except HydraException:
         raise ConfigError(
             f"{word}: expected key=value, with quotes around a value that has special characters"
@@ -170,6 +171,11 @@ def parse_override(word: str) -> Override:
     if override.type == OverrideType.DEL:
         raise ConfigError(f"{word}: expected key=value, no key can be taken away")
     return override
+
+
+@cache
+def _parser() -> OverridesParser:
+    return OverridesParser.create()
 
 
 def _parse(word: str) -> tuple[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.aliases import without_prefix
 from megarl.config.settings import Setting, from_command_line
+from megarl.trainer.algorithm import make_algorithm
 
 PROPERTY = "verl_words"
 FOLDER = Path(__file__).parents[1] / "fixtures/verl_words"
@@ -40,7 +41,10 @@ def words_of(script: str) -> list[str]:
 
 
 def paste(script: str, *more: str) -> Pasted:
-    """Try a script as it is, then without the words that its errors name.  `more`: words for what it leaves out."""
+    """Try a script as `megarl train` and `megarl sft` do, then without the words that its errors name.
+
+    `more`: words for what it leaves out.
+    """
     words, command = words_of(script), "sft" if script.startswith("sft") else "train"
     refused: dict[str, str] = {}
     try:
@@ -51,6 +55,8 @@ def paste(script: str, *more: str) -> Pasted:
             assert named, f"{script}: no word of it is named by: {sentence}"
             refused |= dict.fromkeys(named, sentence)
         config, lines = load_config([*(word for word in words if word not in refused), *more], command=command)
+    if command == "train":
+        make_algorithm(config)  # refuses what the loss does not take, as the check and the run do
     settings: dict[str, list[Setting]] = {}
     for setting in from_command_line(words, command=command).settings:
         settings.setdefault(setting.text, []).append(setting)

@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from megarl.config.verl.models import CORRECTION as _CORRECTION
+from megarl.config.verl.models import DEFAULT_SIZES
+from megarl.config.verl.models import MINI_BATCH as _MINI
 from megarl.config.verl.taken import (
     Command,
     Rule,
@@ -41,7 +43,7 @@ _REJECTIONS = {  # verl's name -> our measure and level
     "seq_mean_k3": ("k3", "sequence"),
 }
 # Words that decide how much an iteration of verl's fully asynchronous trainer generates.
-_MINI, _BATCHES = "actor.ppo_mini_batch_size", "async_training.require_batches"
+_BATCHES = "async_training.require_batches"
 _SYNC = "async_training.trigger_parameter_sync_step"
 
 
@@ -99,6 +101,14 @@ def _option(name: str, value: Any) -> list[str]:
         return []
     values = [] if value is True else value if isinstance(value, list) else [value]
     return [f"--{name.replace('_', '-')}", *map(str, values)]
+
+
+def _length(key: str, value: Any, command: Command) -> Taken:
+    """verl's default is the limit of the data; another one would be the servers' own."""
+    limit = f"data.max_{key.partition('.')[2]}"
+    if value in (None, command.get(limit, 512 if command.is_whole else value)):
+        return Taken(note=f"{limit} counts")
+    return Taken(refusal=f"servers and data have one limit: expected it in {limit}")
 
 
 def _bucket(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
@@ -184,7 +194,8 @@ def _loss_type(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 def prompts_of_a_sync(command: Command) -> int:
     """Prompts between two pushes of the weights; 0 where the command does not say."""
-    mini, batches, steps = command.get(_MINI), command.get(_BATCHES, 1), command.get(_SYNC, 1)
+    default = DEFAULT_SIZES[_MINI] if command.is_whole else None
+    mini, batches, steps = command.get(_MINI, default), command.get(_BATCHES, 1), command.get(_SYNC, 1)
     whole = all(isinstance(number, int) for number in (mini, batches, steps))
     return mini * batches * steps if whole else 0
 
@@ -217,8 +228,7 @@ RULES: dict[str, Rule] = {
     "rollout.max_num_batched_tokens": nothing("changes time only; rollout.sglang.args has --chunked-prefill-size"),
     "rollout.enable_prefix_caching": nothing("changes time only: SGLang shares prefixes"),
     "rollout.max_model_len": nothing("follows from data.max_prompt_length and data.max_response_length"),
-    "rollout.prompt_length": nothing("data.max_prompt_length counts"),
-    "rollout.response_length": nothing("data.max_response_length counts"),
+    **each("rollout", "prompt_length response_length", _length),
     "rollout.load_format": nothing("servers get the trainer's weights before they answer"),
     "rollout.layered_summon": nothing("weights travel in buckets, never as a whole"),
     "rollout.disable_log_stats": nothing("logs of servers are in the run's folder"),

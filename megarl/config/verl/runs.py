@@ -9,6 +9,7 @@ from megarl.config.verl.models import NO_CODE, by_megatron
 from megarl.config.verl.taken import Command, Rule, Taken, each, harmless, named, nothing, refused, unless
 
 HF_MODEL = "hf_model"  # verl's word `model`, where ours is the name of a preset
+_MODEL_ENGINE = harmless("dp", "fsdp", "megatron", why="actor.strategy says so", otherwise="expected dp or megatron")
 _NO_RAY = "there is no Ray"
 _TOOLS = "expected agent.fn=tools:FILE.py:Class (docs/agents.md)"
 ALL_OF_THEM = 10**6  # verl's null or 0: no limit
@@ -26,6 +27,8 @@ def _limit(ours: str, unlimited: tuple[Any, ...]) -> Rule:
 
 
 def _estimator(key: str, value: Any, command: Command) -> Taken:
+    if value == "ppo":
+        return Taken(refusal="PPO's estimator is called gae: expected gae")
     if learns_from_teachers_alone(command):
         return Taken(((key, "none"),), f"{key}=none: use_task_rewards=false, and only teachers teach")
     return Taken(((key, value.removesuffix("_vectorized")),))
@@ -132,7 +135,7 @@ RULES: dict[str, Rule] = {
     "global_profiler.tool": _profiler,
     "global_profiler.steps": unless((None, []), "nothing is profiled", named("trainer.profile.steps", {})),
     "global_profiler.*": nothing("trainer.profile.* says what is profiled"),
-    "model_engine": nothing("actor.strategy chooses it"),
+    **dict.fromkeys(("model_engine", "actor.model_engine"), _MODEL_ENGINE),
 }  # fmt: skip
 
 RENAMED: dict[str, tuple[str, int | str | None]] = {

@@ -48,13 +48,12 @@ a save is read in any layout
 *.overlong_buffer *.overlong_buffer_cfg | log | the penalty is always logged, as reward/overlong_penalty
 actor | calculate_sum_pi_squared sum_pi_squared_checkpointing | \
 computed by parts of the vocabulary, where algorithm.adv_estimator reads it
-actor | model_engine | actor.strategy chooses it
 critic | forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu | \
 values are computed with the micro-batches of the critic's training
 critic | nccl_timeout | as the actor's
 rollout | log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu | \
 old log-probs are computed with the micro-batches of the actor's training
-rollout | scheduling_policy logprobs_mode moe_load_balance_metrics_interval | changes no result
+rollout | scheduling_policy moe_load_balance_metrics_interval | changes no result
 rollout | free_cache_engine | rollout.placement=shared makes servers sleep while the trainer works
 rollout.checkpoint_engine | backend engine_kwargs | rollout.push chooses how weights travel
 rollout.trace | project_name experiment_name backend token2text max_samples_per_step_per_worker | \
@@ -144,6 +143,7 @@ there is no Turbo here, and actor.megatron.* lays the model out
 critic.megatron.router_replay ref.megatron.router_replay | mode=disabled | actor.router_replay is for all roles
 rollout | full_determinism=false quantization_config_file=null router_config_path=null \
 multi_turn.num_repeat_rollouts=null over_sample_rate=0 | servers have no such setting
+rollout | logprobs_mode=processed_logprobs | log-probs are those of what was drawn from
 rollout.checkpoint_engine | custom_backend_module=null | rollout.push chooses how weights travel
 data | mm_processor_kwargs={{}} | only text is read
 reward.reward_model.rollout reward_model.rollout | temperature=1.0 top_k=-1 top_p=1 quantization=null \
