@@ -56,6 +56,7 @@ ELSEWHERE = {
     "delta": "actor.clip_ratio_c",
     "entropy_coef": "actor.entropy_coeff",
     "loss_type": "actor.loss_agg_mode",
+    "loss_mode": "algorithm.policy_loss_fn",
     "importance_sampling_level": "algorithm.policy_loss_fn",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "mask_truncated_completions": "algorithm.overlong_filtering",

@@ -5,7 +5,7 @@ They are laid under everything else, so that a pasted script trains what it trai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from megarl.config import names
@@ -19,7 +19,7 @@ from megarl.config.verl.models import (
     has_adapters,
     policy_loss,
 )
-from megarl.config.verl.rollouts import nodes_of_servers, prompts_of_a_sync
+from megarl.config.verl.rollouts import nodes_of_servers, prompts_of_a_sync, servers_apart
 from megarl.config.verl.runs import ALL_OF_THEM
 from megarl.config.verl.taken import Command
 
@@ -43,7 +43,7 @@ _CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 _LOCAL = "megatron.tensor_model_parallel_size"
 
 
-def defaults(command: Command, known: Collection[str]) -> dict[str, Any]:
+def defaults(command: Command, known: Set[str]) -> dict[str, Any]:
     """Our key -> verl's default, without those that are `known`, set by the command; {} for a command of our own."""
     if not command.is_whole:
         return {}
@@ -57,13 +57,13 @@ def defaults(command: Command, known: Collection[str]) -> dict[str, Any]:
     batch = command.get(BATCH)
     if "actor.ppo_mini_batch_size" in found and isinstance(batch, int) and batch > 0:
         found["actor.ppo_mini_batch_size"] = min(batch, found["actor.ppo_mini_batch_size"])
-    placement = found.get("rollout.placement", command.get("rollout.placement", "shared"))
-    if placement == "shared" and "rollout.num_servers" not in known and not nodes_of_servers(command):
-        found["rollout.num_servers"] = _servers_on_all(command)
+    apart = nodes_of_servers(command)
+    if not known & {"rollout.num_servers", "rollout.urls"} and command.get("rollout.placement") != "separate":
+        found["rollout.num_servers"] = servers_apart(command) or 1 if apart else _servers_on_all(command)
     return found
 
 
-def differing(command: Command, known: Collection[str]) -> Iterator[str]:
+def differing(command: Command, known: Set[str]) -> Iterator[str]:
     """A line for a default of verl that cannot be ours."""
     found = dict(_computation(command)) if command.is_whole else {}
     if found and "actor.strategy" not in (*found, *known):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _MEGATRON = ("model_engine=megatron",)
-_APART = ("rollout.nnodes=1", "rollout.n_gpus_per_node=8", "algorithm.rollout_correction.bypass_mode=True")
+_APART = ("hybrid_engine=False", "algorithm.rollout_correction.bypass_mode=True")  # servers have GPUs of their own
 _ASYNC = (
     *_APART,
     "rollout.total_rollout_steps=100",
@@ -20,8 +20,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "sft_trainer_engine": (),
     "fully_async_ppo_trainer": _ASYNC,
     "fully_async_ppo_megatron_trainer": (*_MEGATRON, *_ASYNC),
-    "one_step_off_ppo_trainer": ("hybrid_engine=False", *_APART),
-    "one_step_off_ppo_megatron_trainer": ("hybrid_engine=False", *_MEGATRON, *_APART),
+    "one_step_off_ppo_trainer": _APART,
+    "one_step_off_ppo_megatron_trainer": (*_MEGATRON, *_APART),
 }
 NAME, FOLDER = "--config-name", "--config-path"
 

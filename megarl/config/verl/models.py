@@ -403,7 +403,9 @@ RULES: dict[str, Rule] = {
     "critic.model.tokenizer_path": nothing("the critic reads the actor's tokens"),
     "*model.override_config*.max_position_embeddings": nothing("positions are rotary: no table of them has to grow"),
     "*model.override_config*.attn_implementation": nothing("attention takes the fastest kernel of this machine"),
-    **each("*model.override_config*", "attention_dropout hidden_dropout resid_dropout embd_dropout", _NO_DROPOUT),
+    **each(
+        "*model.override_config*", "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop", _NO_DROPOUT
+    ),
     "*model.override_config*.moe_config.freeze_moe_router": harmless(
         False, why="routers are trained", otherwise="routers are always trained: expected false"
     ),

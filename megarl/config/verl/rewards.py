@@ -118,14 +118,15 @@ RULES: dict[str, Rule] = {
     **each("reward_model reward", "num_workers", _workers),
     "reward_model.use_reward_loop": nothing("rewards are always computed while others generate"),
     "reward_model.launch_reward_fn_async": nothing("rewards are always computed while others generate"),
-    **{
-        f"reward_model.{name}": nothing(_MODEL)
-        for name in (
-            *("strategy", "micro_batch_size*", "max_length", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
-            *("ulysses_sequence_parallel_size", "model.fsdp_config.*", "model.use_*", "model.trust_remote_code"),
-            *("model.external_lib", "megatron.*"),
-        )
-    },
+    **each(
+        "reward_model",
+        "strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz forward_max_token_len_per_gpu "
+        "ulysses_sequence_parallel_size model.fsdp_config.param_offload model.fsdp_config.fsdp_size "
+        "model.fsdp_config.wrap_policy.min_num_params model.use_remove_padding model.use_shm model.use_fused_kernels "
+        "model.trust_remote_code model.external_lib",
+        nothing(_MODEL),
+    ),
+    **each("reward_model.megatron reward_model.model", "*", nothing(_MODEL)),
     "reward.reward_model.*": refused("expected a key of reward.model, which says what scores and where it is served"),
 }  # fmt: skip
 

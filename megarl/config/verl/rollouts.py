@@ -67,21 +67,22 @@ def nodes_of_servers(command: Command) -> int:
     return command.get("rollout.nnodes") or int(apart)
 
 
+def servers_apart(command: Command) -> int:
+    """As many as there is room for on GPUs of this machine after the trainer's; 0 = they are on other machines."""
+    gpus, ours = command.get("rollout.n_gpus_per_node", 8), command.get("trainer.n_gpus_per_node", 8)
+    on_one = nodes_of_servers(command) == command.get("trainer.nnodes", 1) == 1
+    size = command.get("rollout.tensor_model_parallel_size", 2)
+    return max(1, gpus // size) if on_one and gpus + ours <= MOST_GPUS else 0
+
+
 def _own_gpus(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    """GPUs that only servers have.  On one machine they are those after the trainer's."""
-    nodes, gpus = nodes_of_servers(command), command.get("rollout.n_gpus_per_node", 8)
-    size = command.get("rollout.tensor_model_parallel_size", 2 if command.is_whole else 1)
-    trained = command.get("trainer.n_gpus_per_node", 8 if command.is_whole else 1)
-    if not nodes:
+    """GPUs that only servers have."""
+    if not nodes_of_servers(command):
         return Taken(note="servers are on the trainer's machines")
-    if nodes != 1 or command.get("trainer.nnodes", 1) != 1 or gpus + trained > MOST_GPUS:
+    if not command.is_whole or not (servers := servers_apart(command)):
         return Taken(refusal=_ELSEWHERE)
-    servers = max(1, gpus // size)
-    fewer = f"a machine with fewer than {gpus + trained} needs `megarl serve` on another one"
-    return Taken(
-        (("rollout.num_servers", servers),),
-        f"rollout.num_servers={servers}, on the GPUs of this machine after the trainer's {trained}; {fewer}",
-    )
+    where = "on the GPUs of this machine after the trainer's; one that has fewer needs `megarl serve` on another"
+    return Taken((("rollout.num_servers", servers),), f"rollout.num_servers={servers}, {where}")
 
 
 def _sglang(key: str, value: Any, command: Command) -> Taken:

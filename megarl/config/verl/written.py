@@ -20,7 +20,7 @@ _TOOL = "tool_config"
 _VLLM = (  # options of time and memory
     "swap_space disable_mm_preprocessor_cache mm_processor_cache_gb limit_mm_per_prompt enable_expert_parallel "
     "attention_backend block_size async_scheduling disable_custom_all_reduce disable_cascade_attn cudagraph_mode "
-    "compilation_config num_gpu_blocks_override max_num_seqs max_model_len enforce_eager seed enable_sleep_mode"
+    "compilation_config compilation_config.cudagraph_mode compilation_config.cudagraph_capture_sizes num_gpu_blocks_override max_num_seqs max_model_len enforce_eager seed enable_sleep_mode"
 )
 
 # GROUPS | NAMES | what is so here, whatever the value is
@@ -54,7 +54,7 @@ critic | nccl_timeout | as the actor's
 rollout | log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu | \
 old log-probs are computed with the micro-batches of the actor's training
 rollout | scheduling_policy moe_load_balance_metrics_interval | changes no result
-rollout | free_cache_engine | rollout.placement=shared makes servers sleep while the trainer works
+rollout | free_cache_engine enable_sleep_mode | rollout.placement=shared makes servers sleep while the trainer works
 rollout.checkpoint_engine | backend engine_kwargs | rollout.push chooses how weights travel
 rollout.trace | project_name experiment_name backend token2text max_samples_per_step_per_worker | \
 answers of every step are kept in samples.jsonl
