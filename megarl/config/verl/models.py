@@ -269,19 +269,9 @@ def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 
 _LOSS_ARGS = {
-    **{f"actor.{name}": name for name in ("tau_pos", "tau_neg")},
-    **{
-        f"actor.policy_loss.{name}": name
-        for name in (
-            "tau_pos",
-            "tau_neg",
-            "clip_cov_ratio",
-            "clip_cov_lb",
-            "clip_cov_ub",
-            "kl_cov_ratio",
-            "ppo_kl_coef",
-        )
-    },
+    **{f"{group}.{name}": name for group in ("actor", "actor.policy_loss") for name in ("tau_pos", "tau_neg")},
+    **{f"actor.policy_loss.clip_cov_{name}": f"clip_cov_{name}" for name in ("ratio", "lb", "ub")},
+    **{f"actor.policy_loss.{name}": name for name in ("kl_cov_ratio", "ppo_kl_coef")},
     "actor.policy_loss.dro_beta": "beta",
 }
 _ROLE_KEYS = ["actor", "critic", "ref"]
@@ -298,6 +288,7 @@ _ROUTER_LOSSES: dict[str, tuple[Any, ...]] = {
 _SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
 NO_CODE = "no code of a model's folder is run, and the families that are known here need none"
 _NO_DROPOUT = harmless(0, 0.0, why="there is no dropout", otherwise="expected 0")
+_DROPOUTS = "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop"
 _REPLAYS = {"disabled": "off", "R2": "old", "R3": "rollout"}
 _FSDP = "*.fsdp_config *.fsdp"
 _NO_ADAPTER = "expected model.path of a folder into which the adapter is merged"
@@ -403,9 +394,7 @@ RULES: dict[str, Rule] = {
     "critic.model.tokenizer_path": nothing("the critic reads the actor's tokens"),
     "*model.override_config*.max_position_embeddings": nothing("positions are rotary: no table of them has to grow"),
     "*model.override_config*.attn_implementation": nothing("attention takes the fastest kernel of this machine"),
-    **each(
-        "*model.override_config*", "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop", _NO_DROPOUT
-    ),
+    **each("*model.override_config*", _DROPOUTS, _NO_DROPOUT),
     "*model.override_config*.moe_config.freeze_moe_router": harmless(
         False, why="routers are trained", otherwise="routers are always trained: expected false"
     ),

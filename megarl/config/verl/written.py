@@ -20,7 +20,8 @@ _TOOL = "tool_config"
 _VLLM = (  # options of time and memory
     "swap_space disable_mm_preprocessor_cache mm_processor_cache_gb limit_mm_per_prompt enable_expert_parallel "
     "attention_backend block_size async_scheduling disable_custom_all_reduce disable_cascade_attn cudagraph_mode "
-    "compilation_config compilation_config.cudagraph_mode compilation_config.cudagraph_capture_sizes num_gpu_blocks_override max_num_seqs max_model_len enforce_eager seed enable_sleep_mode"
+    "compilation_config compilation_config.cudagraph_mode compilation_config.cudagraph_capture_sizes "
+    "num_gpu_blocks_override max_num_seqs max_model_len enforce_eager seed enable_sleep_mode"
 )
 
 # GROUPS | NAMES | what is so here, whatever the value is
