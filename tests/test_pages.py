@@ -15,11 +15,12 @@ from written_metrics import is_written
 
 from megarl import algo, cli
 from megarl.config import Config, aliases
-from megarl.config.aliases import Canonical, canonical
-from megarl.config.keys import groups, mapping_of, type_of
+from megarl.config.aliases import canonical
+from megarl.config.keys import ELSEWHERE, groups, mapping_of, type_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
 from megarl.config.settings import from_command_line
 from megarl.config.validate.values import CHOICES, OPEN_CHOICES
+from megarl.config.verl import runs
 from megarl.metrics.advice.rules import RULES
 
 ALGO = (ROOT / "megarl/algo/README.md").read_text()
@@ -134,11 +135,21 @@ def test_every_key_on_the_pages_exists() -> None:
     spans = [span for span in code_spans(our_words() + ALGO) if wanted.fullmatch(span) and not span.endswith(".py")]
     keys = [span.partition("=")[0] for span in spans]
     assert len(keys) > 40
-    of_verl = aliases.REFUSED | aliases._RULES | aliases._SFT_RULES
+    of_verl = aliases.REFUSED | aliases._RULES | aliases._SFT_RULES | runs.SFT_PLACES
     for key in keys:
         known = canonical(key)
-        if isinstance(known, Canonical):  # else it is one of those that have no meaning here, and the page says so
-            assert is_key(known.key) or any(fnmatchcase(key, pattern) for pattern in of_verl), key
+        assert is_key(known.key) or any(fnmatchcase(key, pattern) for pattern in of_verl), key
+
+
+def test_a_name_of_trl_is_sent_to_the_key_that_is_beside_it_on_the_page() -> None:
+    rows = [line.split(" | ") for line in BOOK["coming_from/trl.md"].splitlines() if line.startswith("| `")]
+    beside: dict[str, str] = {}  # name -> all that is beside it, in one row or in several
+    for theirs, ours in (row[:2] for row in rows):
+        for name in set(re.findall(r"`(\w+)[=`]", theirs)) & ELSEWHERE.keys():
+            beside[name] = beside.get(name, "") + ours
+    assert len(beside) > 30
+    for name, ours in beside.items():
+        assert ELSEWHERE[name].rpartition(".")[2] in ours, (name, ELSEWHERE[name], ours)
 
 
 def test_lists_of_the_pages_are_those_of_the_code() -> None:

@@ -89,6 +89,37 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one():
     assert refusal("zzz=4") == "zzz=4: there is no key zzz; `megarl config` prints them all"
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("data.max_completion_length", "data.max_response_length"),
+        ("rollout.max_new_tokens", "data.max_response_length"),
+        ("rollout.max_tokens", "data.max_response_length"),
+        ("beta", "actor.kl_loss_coef"),
+        ("algorithm.beta", "actor.kl_loss_coef"),
+        ("distil.beta", "distill.beta"),  # a typing error comes first
+        ("per_device_train_batch_size", "actor.ppo_micro_batch_size_per_gpu"),
+        ("num_generations", "rollout.n"),
+        ("trainer.learning_rate", "actor.optim.lr"),
+        ("max_steps", "trainer.total_training_steps"),
+        ("reward_funcs", "reward.fn"),
+        ("output_dir", "trainer.default_local_dir"),
+        ("save_steps", "trainer.save_freq"),
+        ("epsilon", "actor.clip_ratio_low"),
+        ("actor.tensor_parallel_size", "actor.megatron.tensor_model_parallel_size"),
+        ("trainer.total_steps", "trainer.total_training_steps"),
+        # letters that are alike by chance
+        ("model.lora.kind", None),
+        ("model.adapter.type", None),
+        ("actor.optim.muon_momentum", None),
+        ("trainer.layer_wise_distributed_optimizer", None),
+        ("data.max_prompts", None),
+    ],
+)
+def test_a_key_of_another_trainer_is_sent_to_ours_and_letters_alone_to_none(typed: str, meant: str | None) -> None:
+    assert nearest(typed) == meant
+
+
 @given(st.sampled_from(KEYS), st.data())
 def test_a_key_that_lacks_a_character_is_taken_for_itself_or_for_one_that_is_as_near(key, data):
     def without(text: str) -> set[str]:

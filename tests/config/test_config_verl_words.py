@@ -5,7 +5,7 @@ import yaml
 from config_helpers import EXPERTS, refusals
 from refusal_table import Block, blocks
 
-from megarl.config import load_config
+from megarl.config import ConfigError, load_config
 from megarl.config.validate.values import value_of
 
 WHOLE = ("data.train_files=[a.jsonl]", "actor_rollout_ref.model.path=m", "trainer.n_gpus_per_node=2", "rollout.n=2")
@@ -15,6 +15,70 @@ algorithm.overlong_buffer.len | 64
 reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=64 \
 reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 | algorithm.overlong_buffer.penalty_factor | 0.5
 reward.fn=code reward.sandbox_fusion.url=http://h:1/run_code | reward.sandbox | url:http://h:1
+# schedules: verl counts iterations, of ppo_epochs times 1024 / 256 prompts
+actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 40
+data.train_batch_size=512 actor.ppo_mini_batch_size=32 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | \
+160
+data.train_batch_size=512 actor.ppo_mini_batch_size=256 actor.ppo_epochs=3 actor.optim.lr_warmup_steps=1 | \
+actor.optim.lr_warmup_steps | 6
+actor.optim.lr_decay_style=cosine actor.optim.lr_decay_steps=100 | actor.optim.lr_decay_steps | 400
+actor.optim.lr_decay_style=cosine actor.optim.total_training_steps=100 | actor.optim.lr_decay_steps | 400
+actor.optim.lr_decay_style=cosine actor.optim.total_training_steps=-1 | actor.optim.lr_decay_steps | null
+critic.ppo_mini_batch_size=512 critic.ppo_epochs=3 critic.optim.lr_warmup_steps=2 | critic.optim.lr_warmup_steps | 12
+actor.ppo_epochs=2 critic.optim.lr_warmup_steps=2 | critic.optim.lr_warmup_steps | 16
+--config-name=fully_async_ppo_trainer async_training.require_batches=2 actor.optim.lr_warmup_steps=10 | \
+actor.optim.lr_warmup_steps | 20
+recipe=grpo_qwen3_8b_1x8h100 trainer.n_gpus_per_node=8 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 10
+# losses with an aggregation of their own, clips and defaults of verl
+actor.policy_loss.loss_mode=geo_mean | actor.loss_agg_mode | seq-mean-token-mean
+actor.policy_loss.loss_mode=sapo actor.loss_agg_mode=token-mean | actor.loss_agg_mode | seq-mean-token-mean
+actor.policy_loss.loss_mode=sapo actor.loss_agg_mode=token-mean | critic.loss_agg_mode | token-mean
+actor.policy_loss.loss_mode=gspo | actor.loss_agg_mode | token-mean
+actor.policy_loss.loss_mode=gspo | actor.clip_ratio_low | 0.2
+actor.policy_loss.loss_mode=geo_mean actor.clip_ratio_low=0.3 | actor.clip_ratio_high | 0.2
+actor.policy_loss.loss_mode=gspo actor.clip_ratio_c=10 | actor.clip_ratio_c | null
+actor.policy_loss.loss_mode=kl_cov actor.clip_ratio_low=0.1 | actor.clip_ratio_low | null
+actor.policy_loss.loss_mode=dppo_tv actor.clip_ratio_c=10000 | algorithm.policy_loss_args | {dppo_ratio_cap: 10000.0}
+actor.policy_loss.loss_mode=dppo_kl | algorithm.policy_loss_args | {dppo_ratio_cap: 3.0}
+actor.policy_loss.loss_mode=cispo actor.clip_ratio_low=10 | actor.clip_ratio_low | 1.0
+actor.policy_loss.loss_mode=dro actor.policy_loss.dro_beta=0.5 | algorithm.policy_loss_args | {beta: 0.5}
+actor.policy_loss.loss_mode=sapo actor.policy_loss.tau_pos=2 | algorithm.policy_loss_args | {tau_pos: 2.0}
+actor.clip_ratio=0.1 | actor.clip_ratio_low | 0.2
+actor.policy_loss.loss_mode=gspo algorithm.rollout_correction.bypass_mode=True | algorithm.policy_loss_fn | ppo
+# servers: on all GPUs of the trainer, or on those of the same machine after them
+rollout.tensor_model_parallel_size=1 hybrid_engine=True | rollout.num_servers | 2
+trainer.n_gpus_per_node=4 hybrid_engine=False rollout.nnodes=1 rollout.n_gpus_per_node=4 | rollout.num_servers | 2
+trainer.n_gpus_per_node=4 hybrid_engine=False rollout.nnodes=1 rollout.n_gpus_per_node=4 | rollout.placement | separate
+trainer.n_gpus_per_node=4 --config-name=one_step_off_ppo_trainer rollout.n_gpus_per_node=4 \
+rollout.tensor_model_parallel_size=1 | rollout.num_servers | 4
+hybrid_engine=True rollout.nnodes=0 rollout.n_gpus_per_node=8 | rollout.placement | shared
+# tokens of a micro-batch are those of whole sequences
+actor.use_dynamic_bsz=True actor.ulysses_sequence_parallel_size=2 actor.ppo_max_token_len_per_gpu=2816 | \
+actor.ppo_max_token_len_per_gpu | 5632
+actor.use_dynamic_bsz=True actor.megatron.context_parallel_size=2 actor.ppo_micro_batch_size_per_gpu=4 | \
+actor.ppo_max_token_len_per_gpu | 32768
+# replays, adapters, saves, filters
+@experts actor.megatron.router_replay.mode=R3 rollout.engine=sglang | actor.router_replay | rollout
+model.lora_rank=8 | actor.lora.alpha | 16.0
+model.lora.rank=8 | actor.lora.alpha | 32.0
+model.lora.rank=8 model.lora.target_modules=[linear_qkv,linear_proj] | actor.lora.targets | [q_proj, k_proj, v_proj, \
+o_proj]
+trainer.max_actor_ckpt_to_keep=null | trainer.max_checkpoints_to_keep | 1000000
+algorithm.filter_groups.enable=True algorithm.filter_groups.metric=null algorithm.filter_groups.max_num_gen_batches=0 \
+| algorithm.filter_groups.max_num_gen_batches | 1000000
+# distillation
+distillation.enabled=True distillation.teacher_models.one.model_path=t distillation.distillation_loss.loss_mode=k1 \
+distillation.distillation_loss.use_policy_gradient=True | distill.form | reward
+distillation.enabled=True distillation.teacher_models.one.model_path=t distillation.distillation_loss.topk=64 \
+distillation.distillation_loss.loss_mode=forward_kl_topk | distill.top_k | 64
+distillation.enabled=True distillation.teacher_models.one.model_path=t \
+distillation.distillation_loss.loss_mode=forward_kl_topk | distill.divergence | forward_kl
+distillation.enabled=True distillation.teacher_models.one.model_path=t algorithm.adv_estimator=grpo \
+distillation.distillation_loss.use_task_rewards=False distillation.distillation_loss.loss_mode=forward_kl_topk | \
+algorithm.adv_estimator | none
+distillation.enabled=True distillation.teacher_models.one.model_path=t \
+distillation.distillation_loss.distillation_loss_coef=0.5 distillation.distillation_loss.loss_mode=forward_kl_topk | \
+distill.coef | 0.5
 reward.fn=code reward.sandbox_fusion.memory_limit_mb=64 | reward.memory_mb | 8192
 reward.fn=code reward.sandbox_fusion.max_concurrent=3 | reward.num_workers | 1
 reward.reward_model.enable=True reward.reward_model.model_path=m reward.model.first_gpu=7 | reward.fn | [model]
@@ -95,12 +159,29 @@ def rows_of(table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("words", "key", "value"), rows_of(SETS))
 def test_a_word_sets_what_it_says(words: str, key: str, value: str) -> None:
-    config, _ = load_config([*WHOLE, *words.split()])
+    config, _ = load_config([*WHOLE, *words.replace("@experts", EXPERTS).split()])
     assert value_of(config, key) == yaml.safe_load(value)
 
 
 LINES = """
 reward.reward_kwargs.overlong_buffer_cfg.log=True | log=true: the penalty is always logged
+actor.optim.lr_warmup_steps=10 | lr_warmup_steps=10: actor.optim.lr_warmup_steps=40: verl counts iterations, of 4
+actor.policy_loss.loss_mode=sapo actor.loss_agg_mode=token-mean | verl's loss sapo reads no other
+actor.policy_loss.loss_mode=gspo actor.clip_ratio_c=10 | clip_ratio_c=10: the loss gspo has no such clip
+actor.tau_pos=2 | actor.tau_pos=2: the loss ppo does not read it
+actor.clip_ratio=0.1 | has no effect, because actor.clip_ratio_low and actor.clip_ratio_high are both set
+hybrid_engine=False rollout.n_gpus_per_node=2 | n_gpus_per_node=2: rollout.num_servers=1, on the GPUs of this machine \
+after
+--config-name=ppo_megatron_trainer.yaml | --config-name=ppo_megatron_trainer.yaml: verl's file, which sets \
+model_engine=megatron
+--config-name=ppo_trainer --config-path=config | --config-path=config: no file of this folder is read
+model.trust_remote_code=True | no code of a model's folder is run
+data.trust_remote_code=True | no code of a model's folder is run
+actor.megatron.override_transformer_config.attention_dropout=0.0 | there is no dropout
+actor.megatron.dist_checkpointing_path= | weights come from model.path
+model.lora.dropout=0.1 | there are no adapters
+distillation.distillation_loss.loss_mode=k3 | distillation.enabled=false: there are no teachers
+actor.megatron.override_transformer_config.recompute_modules=[core_attn] | recompute_granularity is not selective
 reward.reward_kwargs.max_resp_len=512 | max_resp_len=512: data.max_response_length counts
 reward.sandbox_fusion.url=null | url=null: code runs in the sandbox of this machine
 reward.reward_model.enable=False | enable=false: no model scores
@@ -175,6 +256,17 @@ def test_a_word_gets_one_true_line(words: str, line: str) -> None:
 
 REFUSED = """
 with reward.reward_model.enable=True reward.reward_model.model_path=m reward.model.first_gpu=7
+actor.fsdp_config.qat.enable=True | weights in training are not quantized: expected false
+critic.fsdp.qat.enable=True | weights in training are not quantized: expected false
+actor.fsdp_config.turbo_config.distributed.tensor_parallel_size=8 | there is no Turbo here .. expected 1
+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO | expected it in the environment of the command
+model_engine=veomni | expected dp or megatron
+rollout.response_length=9 | servers and data have one limit: expected it in data.max_response_length
+rollout.logprobs_mode=raw_logprobs | log-probs are those of what was drawn from: expected processed_logprobs
+trainer.v1.trainer_mode=separate_async | rollout.ahead says how far generation may be in front: expected sync
+algorithm.adv_estimator=ppo | PPO's estimator is called gae: expected gae
+distillation.enabled=True | expected distillation.distillation_loss.loss_mode as well
+--config-name=mine | expected one of verl's files (ppo_trainer, .. or a file of ours in --config FILE
 reward.reward_kwargs.max_resp_len=9 data.max_response_length=8 | the penalty is highest at .. expected the same number
 reward.reward_kwargs.threshold=9 | expected reward.fn=FILE.py:function, with defaults of its own parameters
 reward.custom_reward_function.reward_kwargs.alpha=1 | expected defaults of the function's own parameters
@@ -213,6 +305,56 @@ actor.optim.min_lr_ratio=[1] | expected a number
 @pytest.mark.parametrize("block", blocks(REFUSED), ids=str)
 def test_what_means_something_else_is_refused_with_what_to_write(block: Block) -> None:
     block.check()
+
+
+SFT = ("data.train_files=[a.parquet]", "model.path=m", "trainer.n_gpus_per_node=16")
+SFT_SETS = """
+engine=megatron engine.expert_model_parallel_size=8 @experts | actor.megatron.expert_model_parallel_size | 8
+engine=megatron engine.tensor_model_parallel_size=2 | actor.megatron.tensor_model_parallel_size | 2
+engine=megatron engine.tensor_model_parallel_size=2 | actor.megatron.sequence_parallel | true
+engine=megatron engine.pipeline_model_parallel_size=2 | actor.megatron.pipeline_model_parallel_size | 2
+engine=megatron engine.context_parallel_size=2 | actor.megatron.context_parallel_size | 2
+engine=megatron optim=megatron model=hf_model engine.param_offload=True | actor.megatron.param_offload | true
+engine=megatron | actor.megatron.use_distributed_optimizer | true
+engine=megatron engine.use_megatron_fsdp=True | actor.strategy | fsdp
+engine=megatron engine.override_transformer_config.recompute_granularity=selective | \
+actor.megatron.recompute_granularity | selective
+engine=megatron engine.seed=7 | trainer.seed | 7
+engine.seed=7 trainer.seed=3 | trainer.seed | 3
+engine.strategy=fsdp2 | actor.strategy | fsdp
+engine=fsdp engine.ulysses_sequence_parallel_size=2 | actor.megatron.context_parallel_size | 2
+engine.optimizer_offload=True | actor.megatron.optimizer_offload | true
+data.train_batch_size=96 | sft.batch_size | 96
+data.max_length=4096 | sft.max_length | 4096
+data.max_token_len_per_gpu=4096 engine.ulysses_sequence_parallel_size=2 | actor.ppo_max_token_len_per_gpu | 8192
+data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=4 | actor.ppo_micro_batch_size_per_gpu | 4
+optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 10
+optim.lr=1e-5 optim.min_lr_ratio=0.1 optim.lr_scheduler_type=cosine | actor.optim.min_lr | 1.0e-06
+optim.min_lr=1e-6 optim.lr_decay_style=cosine | actor.optim.lr_decay_style | cosine
+optim.clip_grad=0.5 | actor.max_grad_norm | 0.5
+optim.betas=[0.9,0.95] | actor.optim.betas | [0.9, 0.95]
+trainer.max_ckpt_to_keep=3 | trainer.max_checkpoints_to_keep | 3
+trainer.total_epochs=2 | sft.epochs | 2
+# verl's defaults
+optim.weight_decay=0.1 | model.dtype | bfloat16
+optim.weight_decay=0.1 | actor.strategy | fsdp
+optim.weight_decay=0.1 | sft.batch_size | 256
+optim.weight_decay=0.1 | actor.optim.lr | 0.001
+"""
+
+
+@pytest.mark.parametrize(("words", "key", "value"), rows_of(SFT_SETS))
+def test_a_word_of_verls_supervised_trainer_sets_what_it_says(words: str, key: str, value: str) -> None:
+    config, _ = load_config([*SFT, *words.replace("@experts", EXPERTS).split()], command="sft")
+    found, wanted = value_of(config, key), yaml.safe_load(value)
+    assert found == (pytest.approx(wanted) if isinstance(wanted, float) else wanted)
+
+
+def test_words_that_verls_supervised_trainer_cannot_have_here_are_refused() -> None:
+    words = ("engine.qat.enable=True", "engine=veomni", "data.messages_key=turns", "data.train_max_samples=100")
+    with pytest.raises(ConfigError) as caught:
+        load_config([*SFT, *words, "engine.new_switch=True"], command="sft")
+    assert [sentence.partition(": ")[0] for sentence in caught.value.sentences] == [*words, "engine.new_switch=True"]
 
 
 def test_verls_supervised_trainer_has_the_dtype_that_is_said_and_resumes_all() -> None:

@@ -14,12 +14,13 @@ _ASYNC = (
     "async_training.require_batches=1",
     "async_training.partial_rollout=True",
 )
-_DAPO = ("reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.0")
+_DAPO = ("reward.reward_manager.name=dapo",)
 FILES: dict[str, tuple[str, ...]] = {
     "ppo_trainer": (),
     "ppo_megatron_trainer": _MEGATRON,
     "dapo_trainer": _DAPO,
     "dapo_megatron_trainer": (*_MEGATRON, *_DAPO),
+    "sft_trainer": (),
     "sft_trainer_engine": (),
     "fully_async_ppo_trainer": _ASYNC,
     "fully_async_ppo_megatron_trainer": (*_MEGATRON, *_ASYNC),

@@ -143,7 +143,7 @@ RENAMED: dict[str, tuple[str, int | str | None]] = {
 }
 
 # `megarl sft`: words of verl's supervised trainers, in the places where those of its other trainers are.
-_SFT_PLACES: dict[str, str] = {
+SFT_PLACES: dict[str, str] = {
     "data.train_files": "sft.train_files",
     "data.val_files": "sft.val_files",
     "data.train_batch_size": "sft.batch_size",
@@ -174,8 +174,8 @@ _SFT_GROUPS = {
 
 def sft_place(key: str, command: Command) -> str:
     """A word of the supervised trainer as one of the actor: "engine.dtype" -> "actor.megatron.dtype"."""
-    if key in _SFT_PLACES:
-        return _SFT_PLACES[key]
+    if key in SFT_PLACES:
+        return SFT_PLACES[key]
     layout = any(name.startswith("engine.") and "_model_parallel_size" in name for name in command.words)
     engine = "megatron" if layout or by_megatron(command) else "fsdp_config"
     for group, place in {**_SFT_GROUPS, "engine.": f"actor.{engine}."}.items():
