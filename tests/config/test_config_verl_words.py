@@ -29,6 +29,7 @@ actor.ppo_epochs=2 critic.optim.lr_warmup_steps=2 | critic.optim.lr_warmup_steps
 --config-name=fully_async_ppo_trainer async_training.require_batches=2 actor.optim.lr_warmup_steps=10 | \
 actor.optim.lr_warmup_steps | 20
 recipe=grpo_qwen3_8b_1x8h100 trainer.n_gpus_per_node=8 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 10
+trainer.total_training_steps=50 actor.optim.lr_warmup_steps_ratio=0.1 | actor.optim.lr_warmup_steps | 20
 # losses with an aggregation of their own, clips and defaults of verl
 actor.policy_loss.loss_mode=geo_mean | actor.loss_agg_mode | seq-mean-token-mean
 actor.policy_loss.loss_mode=sapo actor.loss_agg_mode=token-mean | actor.loss_agg_mode | seq-mean-token-mean

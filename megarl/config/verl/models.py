@@ -108,6 +108,18 @@ def _in_optimizer_steps(name: str, unset: int | None) -> Rule:
     return rule
 
 
+def _warmup_ratio(key: str, value: Any, command: Command) -> Taken:
+    """A share of the whole run, whose length only the command can tell before its data are read."""
+    role, total = key.partition(".")[0], command.get("trainer.total_training_steps")
+    if value in (0, None):
+        return Taken(note="there is no warm-up")
+    ours = f"{role}.optim.lr_warmup_steps"
+    if not isinstance(total, int):
+        return Taken(refusal=f"expected {ours}=STEPS, in optimizer steps, or trainer.total_training_steps as well")
+    steps = int(value * total) * _steps_of_an_iteration(role, command)
+    return Taken(((ours, steps),), f"{ours}={steps}")
+
+
 def _steps_of_an_iteration(role: str, command: Command) -> int:
     """Optimizer steps of verl between two steps of its schedule; 1 for a command of our own."""
     epochs = command.get(f"{role}.ppo_epochs", command.get("actor.ppo_epochs", 1))
@@ -328,9 +340,7 @@ RULES: dict[str, Rule] = {
     **{f"{role}.strategy": _strategy for role in _ROLE_KEYS},
     # optimizers
     "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0),
-    "*.optim.lr_warmup_steps_ratio": harmless(
-        0, 0.0, None, why="there is no warm-up", otherwise="expected optim.lr_warmup_steps=STEPS, in optimizer steps"
-    ),
+    "*.optim.lr_warmup_steps_ratio": _warmup_ratio,
     "*.optim.override_optimizer_config": lambda key, value, command: (  # noqa: ARG005
         Taken(note="it is empty") if value is None else Taken(((key, value),))
     ),

@@ -34,6 +34,11 @@ def _estimator(key: str, value: Any, command: Command) -> Taken:
     return Taken(((key, value.removesuffix("_vectorized")),))
 
 
+def _field(name: str) -> Rule:
+    """The name of a field of a row, which cannot be chosen."""
+    return harmless(name, why="the field of a row", otherwise=f"expected {name}, the field of a row")
+
+
 def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     if value in ("fsdp", "megatron"):
         return Taken((("actor.strategy", value),))
@@ -196,16 +201,10 @@ SFT_RULES: dict[str, Rule] = {
     "model": unless((HF_MODEL,), "there is one kind of model", named("model", {})),
     "data.truncation": harmless("error", why="a longer row is refused", otherwise="expected error"),
     "data.balance_dp_token": nothing("ranks always get equal shares of tokens"),
-    "data.multiturn.enable": harmless(
-        False, why="a row says what it is", otherwise="expected the rows' messages alone"
-    ),
-    "data.messages_key": harmless(
-        "messages", why="the field of a row", otherwise="expected messages, the field of a row"
-    ),
-    "data.tools_key": harmless("tools", why="the field of a row", otherwise="expected tools, the field of a row"),
-    "data.enable_thinking_key": harmless(
-        "enable_thinking", why="a row has no choice of its own", otherwise="expected data.apply_chat_template_kwargs"
-    ),
+    "data.multiturn.enable": nothing("a row with messages is a conversation"),
+    **each("data data.multiturn", "messages_key", _field("messages")),
+    **each("data data.multiturn", "tools_key", _field("tools")),
+    **each("data data.multiturn", "enable_thinking_key", _field("enable_thinking")),
     "data.enable_thinking_default": harmless(
         *("none", None), why="the template's own", otherwise="expected data.apply_chat_template_kwargs"
     ),
