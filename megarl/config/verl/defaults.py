@@ -9,16 +9,8 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from megarl.config import names
-from megarl.config.verl.models import (
-    ADAPTERS,
-    BATCH,
-    BY_SEQUENCE,
-    DEFAULT_SIZES,
-    SEQUENCES,
-    by_megatron,
-    has_adapters,
-    policy_loss,
-)
+from megarl.config.verl.learning import BATCH, BY_SEQUENCE, CAP, DEFAULT_SIZES, SEQUENCES, policy_loss
+from megarl.config.verl.models import ADAPTERS, by_megatron, has_adapters
 from megarl.config.verl.rollouts import nodes_of_servers, prompts_of_a_sync, servers_apart
 from megarl.config.verl.runs import ALL_OF_THEM
 from megarl.config.verl.taken import Command
@@ -86,8 +78,8 @@ def _learning(command: Command) -> Iterator[tuple[str, Any]]:
     for name, default in names.CLIPS_OF_LOSS.get(loss, {}).items():
         if default != _CLIPS[name] or command.get("actor.clip_ratio") is not None:
             yield f"actor.{name}", _CLIPS[name]
-    if "dppo_ratio_cap" in names.POLICY_LOSS_ARGS.get(loss, ()):
-        yield "algorithm.policy_loss_args", {"dppo_ratio_cap": _CLIPS["clip_ratio_c"]}
+    if CAP in names.POLICY_LOSS_ARGS.get(loss, ()):
+        yield "algorithm.policy_loss_args", {CAP: _CLIPS["clip_ratio_c"]}
     if loss in BY_SEQUENCE:
         yield "actor.loss_agg_mode", SEQUENCES
         yield "critic.loss_agg_mode", command.get("actor.loss_agg_mode", "token-mean")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any
 
-from megarl.config import names
-from megarl.config.verl import dtypes
+from megarl.config.verl import dtypes, learning
+from megarl.config.verl.learning import DEFAULT_LR
 from megarl.config.verl.taken import (
     Command,
     Rule,
@@ -22,115 +21,8 @@ from megarl.config.verl.taken import (
 )
 from megarl.projections import ALL, LINEARS
 
-DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
-DEFAULT_TOKENS = {"actor": 16384, "critic": 32768}  # verl's, of a micro-batch; the reference has the actor's
-BATCH, MINI_BATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
-DEFAULT_SIZES = {BATCH: 1024, MINI_BATCH: 256}
-CORRECTION = "algorithm.rollout_correction"
-BY_SEQUENCE, SEQUENCES = ("geo_mean", "gmpo", "sapo"), "seq-mean-token-mean"  # verl's losses with an own aggregation
-_CAP = "dppo_ratio_cap"  # of DPPO, which verl reads from clip_ratio_c
 ADAPTERS = "adapters train by Megatron, not by FSDP"
 FUSED = "Megatron's fused kernels are used wherever this machine has them"
-
-
-def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
-    """A number of sequences per micro-batch, which verl does not read with use_dynamic_bsz."""
-    if value is None or not _is_dynamic(key, command):
-        return Taken(((key, value),))
-    note = "use_dynamic_bsz=true: micro-batches are cut by tokens"
-    if _other(key, "max_token_len_per_gpu", command) is not None:
-        return Taken(note=note)
-    role = key.partition(".")[0]
-    tokens = f"{role}.{_kind(key)}_max_token_len_per_gpu"
-    limit = DEFAULT_TOKENS.get(role) or command.get("actor.ppo_max_token_len_per_gpu") or DEFAULT_TOKENS["actor"]
-    limit *= _context_size(role, command)
-    return Taken(((tokens, limit),), f"{note}, verl's default {tokens}={limit}")
-
-
-def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
-    """A number of tokens per micro-batch, which counts with use_dynamic_bsz only."""
-    counted = [_other(key, name, command) for name in ("micro_batch_size_per_gpu", "micro_batch_size")]
-    is_verls = command.is_whole or any(word.endswith("use_dynamic_bsz") for word in command.words)
-    if is_verls and not _is_dynamic(key, command) and any(count is not None for count in counted):
-        return Taken(note="use_dynamic_bsz=false: micro-batches are cut by sequences")
-    size = _context_size(key.partition(".")[0], command)
-    if size == 1 or not isinstance(value, int):
-        return Taken(((key, value),))
-    whole = f"verl counts the share of one of {size} ranks of context parallelism, here whole sequences count"
-    return Taken(((key, value * size),), f"{key}={value * size}: {whole}")
-
-
-def _context_size(role: str, command: Command) -> int:
-    """The ranks over which verl divides a sequence, and by which it multiplies the tokens of a micro-batch."""
-    places = (
-        "megatron.context_parallel_size",
-        "ulysses_sequence_parallel_size",
-        "fsdp_config.ulysses_sequence_parallel_size",
-    )
-    found = [command.get(f"{who}.{place}") for who in (role, "actor") for place in places]
-    return next((size for size in found if isinstance(size, int) and size > 0), 1) if command.is_whole else 1
-
-
-def _other(key: str, name: str, command: Command) -> Any:
-    """The word beside `key` that ends with this name: ppo_... or log_prob_..."""
-    return command.get(f"{key.partition('.')[0]}.{_kind(key)}_{name}")
-
-
-def _kind(key: str) -> str:
-    return "ppo" if ".ppo_" in key else "log_prob"
-
-
-def _is_dynamic(key: str, command: Command) -> bool:
-    role = key.partition(".")[0]
-    own = f"{role}.use_dynamic_bsz" if role in DEFAULT_LR else f"{role}.log_prob_use_dynamic_bsz"
-    return bool(command.get(own, command.is_on("actor.use_dynamic_bsz")))
-
-
-def _min_lr(key: str, value: Any, command: Command) -> Taken:
-    role = key.partition(".")[0]
-    if value is None:
-        return Taken(note="the learning rate decays to 0")
-    return Taken(((f"{role}.optim.min_lr", value * command.get(f"{role}.optim.lr", DEFAULT_LR[role])),))
-
-
-def _in_optimizer_steps(name: str, unset: int | None) -> Rule:
-    """A number of steps of a schedule: verl moves it once an iteration, and here every optimizer step does."""
-
-    def rule(key: str, value: Any, command: Command) -> Taken:
-        role = key.partition(".")[0]
-        ours, times = f"{role}.optim.{name}", _steps_of_an_iteration(role, command)
-        if value in (-1, None) or times == 1 or not isinstance(value, int):
-            return Taken(((ours, unset if value in (-1, None) else value),))
-        return Taken(
-            ((ours, value * times),), f"{ours}={value * times}: verl counts iterations, of {times} optimizer steps each"
-        )
-
-    return rule
-
-
-def _warmup_ratio(key: str, value: Any, command: Command) -> Taken:
-    """A share of the whole run, whose length only the command can tell before its data are read."""
-    role, total = key.partition(".")[0], command.get("trainer.total_training_steps")
-    if value in (0, None):
-        return Taken(note="there is no warm-up")
-    ours = f"{role}.optim.lr_warmup_steps"
-    if not isinstance(total, int):
-        return Taken(refusal=f"expected {ours}=STEPS, in optimizer steps, or trainer.total_training_steps as well")
-    steps = int(value * total) * _steps_of_an_iteration(role, command)
-    return Taken(((ours, steps),), f"{ours}={steps}")
-
-
-def _steps_of_an_iteration(role: str, command: Command) -> int:
-    """Optimizer steps of verl between two steps of its schedule; 1 for a command of our own."""
-    epochs = command.get(f"{role}.ppo_epochs", command.get("actor.ppo_epochs", 1))
-    mini = command.get(f"{role}.ppo_mini_batch_size", command.get(MINI_BATCH, DEFAULT_SIZES[MINI_BATCH]))
-    batch = command.get(BATCH, DEFAULT_SIZES[BATCH])
-    if command.has("async_training."):  # its trainer takes so many mini-batches at a time
-        mini, batch = 1, command.get("async_training.require_batches", 1)
-    sizes = (epochs, mini, batch)
-    if not command.is_whole or command.is_sft or not all(isinstance(size, int) and size > 0 for size in sizes):
-        return 1
-    return epochs * ceil(batch / mini)
 
 
 def _checkpointing(key: str, value: Any, command: Command) -> Taken:
@@ -146,57 +38,6 @@ def by_megatron(command: Command) -> bool:
     """Does the command lay its models out for Megatron?"""
     words = ("model_engine", "engine", "actor.strategy")
     return "megatron" in map(command.get, words) or any(".megatron." in key for key in command.words)
-
-
-def policy_loss(command: Command) -> str:
-    """The loss that verl computes: with bypass_mode that of loss_type, whatever loss_mode says."""
-    if command.is_on(f"{CORRECTION}.bypass_mode"):
-        return "reinforce" if command.get(f"{CORRECTION}.loss_type") == "reinforce" else "ppo"
-    return str(command.get("actor.policy_loss.loss_mode", command.get("algorithm.policy_loss_fn", "ppo")))
-
-
-def _loss_mode(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    """verl sets bypass_mode itself; rollout_correction.loss_type is then the loss."""
-    bypass = command.is_on(f"{CORRECTION}.bypass_mode")
-    if value == "bypass_mode" or (bypass and command.is_whole):
-        said = f"{CORRECTION}.bypass_mode and its loss_type say so: {policy_loss(command)}"
-        return (
-            Taken(note=said) if bypass else Taken(refusal=f"expected {CORRECTION}.bypass_mode=true, and its loss_type")
-        )
-    return Taken((("algorithm.policy_loss_fn", value),))
-
-
-def _clip(key: str, value: Any, command: Command) -> Taken:
-    """A clip of a loss that has it; verl's losses do not read the others."""
-    loss, name = policy_loss(command), key.partition(".")[2]
-    if not command.is_whole or loss not in names.POLICY_LOSSES:
-        return Taken(((key, value),))
-    if name == "clip_ratio_c" and _CAP in names.POLICY_LOSS_ARGS[loss]:
-        return Taken(((f"algorithm.policy_loss_args.{_CAP}", value),))
-    if not any(clip.startswith(name) for clip in names.CLIPS_OF_LOSS[loss]):
-        return Taken(note=f"the loss {loss} has no such clip")
-    if name == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
-        return Taken(((key, 1.0),), f"{key}=1: a ratio is positive, so that neither bounds it from below")
-    return Taken(((key, value),))
-
-
-def _loss_arg(name: str) -> Rule:
-    """A setting of one loss."""
-
-    def rule(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-        loss = policy_loss(command)
-        if command.is_whole and (value is None or name not in names.POLICY_LOSS_ARGS.get(loss, (name,))):
-            return Taken(note=f"the loss {loss} does not read it")
-        return Taken(((f"algorithm.policy_loss_args.{name}", value),))
-
-    return rule
-
-
-def _aggregation(key: str, value: Any, command: Command) -> Taken:
-    """How verl aggregates, which some of its losses decide themselves."""
-    forced = SEQUENCES if command.is_whole and policy_loss(command) in BY_SEQUENCE else value
-    told = f"{key}={forced}: verl's loss {policy_loss(command)} reads no other" if forced != value else ""
-    return Taken(((key, forced),), told)
 
 
 def has_adapters(command: Command) -> bool:
@@ -247,6 +88,8 @@ def _seed(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 
 def _strategy(key: str, value: Any, command: Command) -> Taken:
+    if value == "megatron" and command.is_on("actor.megatron.use_megatron_fsdp"):
+        return Taken(note="use_megatron_fsdp=true: Megatron-FSDP")
     if value not in ("fsdp", "fsdp2"):
         return Taken(((key, value),))
     if key == "actor.strategy" and command.is_whole and has_adapters(command):
@@ -280,12 +123,6 @@ def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken(note=FUSED) if value is True else Taken(((key, value),))
 
 
-_LOSS_ARGS = {
-    **{f"{group}.{name}": name for group in ("actor", "actor.policy_loss") for name in ("tau_pos", "tau_neg")},
-    **{f"actor.policy_loss.clip_cov_{name}": f"clip_cov_{name}" for name in ("ratio", "lb", "ub")},
-    **{f"actor.policy_loss.{name}": name for name in ("kl_cov_ratio", "ppo_kl_coef")},
-    "actor.policy_loss.dro_beta": "beta",
-}
 _ROLE_KEYS = ["actor", "critic", "ref"]
 _FUSIONS = (
     *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
@@ -306,18 +143,9 @@ _FSDP = "*.fsdp_config *.fsdp"
 _NO_ADAPTER = "expected model.path of a folder into which the adapter is merged"
 
 RULES: dict[str, Rule] = {
-    # micro-batches
-    **{f"{role}.ppo_micro_batch_size{end}": _cut_by_count for role in DEFAULT_LR for end in ("", "_per_gpu")},
-    **{f"{role}.ppo_max_token_len_per_gpu": _cut_by_tokens for role in DEFAULT_LR},
-    **{f"ref.log_prob_micro_batch_size{end}": _cut_by_count for end in ("", "_per_gpu")},
-    "ref.log_prob_max_token_len_per_gpu": _cut_by_tokens,
-    # losses
+    **learning.RULES,
     "*.use_fused_kernels": nothing("log-probs and entropies never exist for the whole vocabulary at once, in any case"),
     "actor.calculate_entropy": nothing("the entropy is always computed"),
-    "actor.policy_loss.loss_mode": _loss_mode,
-    "actor.loss_agg_mode": _aggregation,
-    **each("actor", "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c", _clip),
-    **{key: _loss_arg(name) for key, name in _LOSS_ARGS.items()},
     **{
         f"{role}.shuffle": harmless(False, why="mini-batches keep the order of prompts", otherwise="expected false")
         for role in DEFAULT_LR
@@ -339,16 +167,11 @@ RULES: dict[str, Rule] = {
     "critic.rollout_n": nothing("the critic learns all completions"),
     **{f"{role}.strategy": _strategy for role in _ROLE_KEYS},
     # optimizers
-    "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0),
-    "*.optim.lr_warmup_steps_ratio": _warmup_ratio,
     "*.optim.override_optimizer_config": lambda key, value, command: (  # noqa: ARG005
         Taken(note="it is empty") if value is None else Taken(((key, value),))
     ),
     "*.optim.warmup_style": unless((None,), "lr_scheduler_type says it", named("{role}.optim.lr_decay_style", {})),
     "*.optim.lr_scheduler_type": named("{role}.optim.lr_decay_style", {}),
-    "*.optim.min_lr_ratio": _min_lr,
-    "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None),
-    "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None),
     "*.optim.use_checkpoint_opt_param_scheduler": nothing("the schedule is that of the command, at the step reached"),
     "*.optim.optimizer": named("{role}.optim.name", {"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"}),
     **each(
@@ -450,6 +273,7 @@ RULES: dict[str, Rule] = {
 }
 
 RENAMED: dict[str, tuple[str, int | str | None]] = {
+    **learning.RENAMED,
     "actor.grad_clip": ("actor.max_grad_norm", None),
     "actor.optim.clip_grad": ("actor.max_grad_norm", None),
     "critic.grad_clip": ("critic.max_grad_norm", None),
@@ -459,7 +283,6 @@ RENAMED: dict[str, tuple[str, int | str | None]] = {
     "model.lora_alpha": ("actor.lora.alpha", None),
     "model.lora.alpha": ("actor.lora.alpha", None),
     "model.target_modules": ("actor.lora.targets", None),
-    **{key: ("algorithm.policy_loss_args", name) for key, name in _LOSS_ARGS.items()},
 }
 RENAMED |= {
     f"{role}{place}.ulysses_sequence_parallel_size": (f"{role}.megatron.context_parallel_size", None)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megarl.config.verl.models import CORRECTION as _CORRECTION
-from megarl.config.verl.models import DEFAULT_SIZES
-from megarl.config.verl.models import MINI_BATCH as _MINI
+from megarl.config.verl.learning import CORRECTION, DEFAULT_SIZES, MINI_BATCH
 from megarl.config.verl.taken import (
     Command,
     Rule,
@@ -135,32 +133,32 @@ def _bounds(value: Any) -> tuple[float | None, float]:
 def _threshold(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     """Of the weight: one number truncates it, two leave only what lies between them."""
     if value is None:
-        return Taken(((f"{_CORRECTION}.truncate", None),))
+        return Taken(((f"{CORRECTION}.truncate", None),))
     try:
         low, high = _bounds(value)
     except ValueError:
         return Taken(refusal="expected a number, or two as LOW_HIGH")
     if low is None:
-        return Taken(((f"{_CORRECTION}.truncate", high),))
+        return Taken(((f"{CORRECTION}.truncate", high),))
     return Taken((
-        (f"{_CORRECTION}.truncate", None), (f"{_CORRECTION}.mask_low", low), (f"{_CORRECTION}.mask_high", high)
+        (f"{CORRECTION}.truncate", None), (f"{CORRECTION}.mask_low", low), (f"{CORRECTION}.mask_high", high)
     ))  # fmt: skip
 
 
 def _rejection(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     if value is None:
-        return Taken(((f"{_CORRECTION}.reject_by", None),))
+        return Taken(((f"{CORRECTION}.reject_by", None),))
     if str(value) not in _REJECTIONS:
-        return Taken(refusal=f"expected one of {', '.join(_REJECTIONS)}, or {_CORRECTION}.reject_by and its bounds")
+        return Taken(refusal=f"expected one of {', '.join(_REJECTIONS)}, or {CORRECTION}.reject_by and its bounds")
     by, level = _REJECTIONS[value]
-    return Taken(((f"{_CORRECTION}.reject_by", by), (f"{_CORRECTION}.reject_level", level)))
+    return Taken(((f"{CORRECTION}.reject_by", by), (f"{CORRECTION}.reject_level", level)))
 
 
 def _rejection_bounds(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     """verl's k1 is -log of our ratio, and its bounds are those of 1 / ratio; one number stands for 1/x and x."""
-    by, _ = _REJECTIONS.get(str(command.get(f"{_CORRECTION}.rollout_rs")), (None, None))
+    by, _ = _REJECTIONS.get(str(command.get(f"{CORRECTION}.rollout_rs")), (None, None))
     if value is None or by is None:
-        return Taken(((f"{_CORRECTION}.reject_low", None), (f"{_CORRECTION}.reject_high", None)))
+        return Taken(((f"{CORRECTION}.reject_low", None), (f"{CORRECTION}.reject_high", None)))
     try:
         low, high = _bounds(value)
     except ValueError:
@@ -168,24 +166,24 @@ def _rejection_bounds(key: str, value: Any, command: Command) -> Taken:  # noqa:
     if by in ("ratio", "k1"):
         low = 1 / high if low is None else low
         low, high = (1 / high, 1 / low) if by == "ratio" else (math.log(low), math.log(high))
-    return Taken(((f"{_CORRECTION}.reject_low", low), (f"{_CORRECTION}.reject_high", high)))
+    return Taken(((f"{CORRECTION}.reject_low", low), (f"{CORRECTION}.reject_high", high)))
 
 
 def _bypass(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    if value and command.get(f"{_CORRECTION}.loss_type") == "reinforce":
+    if value and command.get(f"{CORRECTION}.loss_type") == "reinforce":
         return Taken(note="algorithm.policy_loss_fn=reinforce has no ratio that could be changed")
-    return Taken(((f"{_CORRECTION}.bypass", bool(value)),))
+    return Taken(((f"{CORRECTION}.bypass", bool(value)),))
 
 
 def _level(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    clips = command.get(f"{_CORRECTION}.loss_type", "ppo_clip") == "ppo_clip"
-    if value is not None and command.is_on(f"{_CORRECTION}.bypass_mode") and clips and command.is_whole:
+    clips = command.get(f"{CORRECTION}.loss_type", "ppo_clip") == "ppo_clip"
+    if value is not None and command.is_on(f"{CORRECTION}.bypass_mode") and clips and command.is_whole:
         return Taken(note="bypass_mode=true: the ratio of the loss corrects already, there is no further weight")
-    return Taken(((f"{_CORRECTION}.level", value),))
+    return Taken(((f"{CORRECTION}.level", value),))
 
 
 def _loss_type(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    if not command.is_on(f"{_CORRECTION}.bypass_mode"):
+    if not command.is_on(f"{CORRECTION}.bypass_mode"):
         return Taken(note="without bypass_mode the loss is that of algorithm.policy_loss_fn")
     names = {"reinforce": "reinforce", "ppo_clip": "ppo"}
     if str(value) not in names:
@@ -195,8 +193,8 @@ def _loss_type(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 def prompts_of_a_sync(command: Command) -> int:
     """Prompts between two pushes of the weights; 0 where the command does not say."""
-    default = DEFAULT_SIZES[_MINI] if command.is_whole else None
-    mini, batches, steps = command.get(_MINI, default), command.get(_BATCHES, 1), command.get(_SYNC, 1)
+    default = DEFAULT_SIZES[MINI_BATCH] if command.is_whole else None
+    mini, batches, steps = command.get(MINI_BATCH, default), command.get(_BATCHES, 1), command.get(_SYNC, 1)
     whole = all(isinstance(number, int) for number in (mini, batches, steps))
     return mini * batches * steps if whole else 0
 
@@ -209,7 +207,7 @@ def _train_batch(key: str, value: Any, command: Command) -> Taken:
 def _total_steps(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     size = prompts_of_a_sync(command)
     if not size:
-        return Taken(refusal=f"expected {_MINI} as well, or trainer.total_training_steps=ITERATIONS")
+        return Taken(refusal=f"expected {MINI_BATCH} as well, or trainer.total_training_steps=ITERATIONS")
     return Taken((("trainer.total_training_steps", max(1, value // size)),))
 
 
@@ -298,14 +296,14 @@ RULES: dict[str, Rule] = {
     "async_training.partial_rollout": switch(
         set_to(("rollout.update", "in_place")), set_to(("rollout.update", "drain"))
     ),
-    **each("async_training actor", "use_rollout_log_probs", named(f"{_CORRECTION}.bypass", {})),
+    **each("async_training actor", "use_rollout_log_probs", named(f"{CORRECTION}.bypass", {})),
     "rollout.standalone_gpu_memory_utilization": unless((None,), "unset", named("rollout.memory_fraction", {})),
-    f"{_CORRECTION}.rollout_is": _level,
-    f"{_CORRECTION}.rollout_is_threshold": _threshold,
-    f"{_CORRECTION}.rollout_rs": _rejection,
-    f"{_CORRECTION}.rollout_rs_threshold": _rejection_bounds,
-    f"{_CORRECTION}.bypass_mode": _bypass,
-    f"{_CORRECTION}.loss_type": _loss_type,
+    f"{CORRECTION}.rollout_is": _level,
+    f"{CORRECTION}.rollout_is_threshold": _threshold,
+    f"{CORRECTION}.rollout_rs": _rejection,
+    f"{CORRECTION}.rollout_rs_threshold": _rejection_bounds,
+    f"{CORRECTION}.bypass_mode": _bypass,
+    f"{CORRECTION}.loss_type": _loss_type,
 }  # fmt: skip
 
 RENAMED: dict[str, tuple[str, int | str | None]] = {

@@ -41,7 +41,8 @@ def _field(name: str) -> Rule:
 
 def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     if value in ("fsdp", "megatron"):
-        return Taken((("actor.strategy", value),))
+        fsdp = command.is_on("actor.megatron.use_megatron_fsdp")
+        return Taken((("actor.strategy", "fsdp" if fsdp else value),))
     return Taken(refusal="expected fsdp or megatron")
 
 
