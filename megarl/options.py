@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+FILES = ("--config", "--config-name", "--config-path")  # options of a command's settings
+
 
 class Options(argparse.ArgumentParser):
     """`key=value` is `--key value` where the command has that option.  Each mistake is a ValueError of one sentence.
@@ -35,7 +37,7 @@ class Options(argparse.ArgumentParser):
     def values_and_settings(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """What each option comes to, and all other words, which are settings."""
         given, settings = self.parse_known_args(list(words))
-        if unknown := [word for word in settings if word.startswith("--") and word.partition("=")[0] != "--config"]:
+        if unknown := [word for word in settings if word.startswith("--") and word.partition("=")[0] not in FILES]:
             self.error(f"there is no option {unknown[0]}")
         return vars(given), settings
 

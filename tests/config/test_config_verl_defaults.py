@@ -9,7 +9,7 @@ import yaml
 
 from megarl.config import load_config
 from megarl.config.aliases import _RULES, _SFT_RULES, _pattern, converted, without_prefix
-from megarl.config.settings import from_command_line, parse_override
+from megarl.config.settings import from_command_line
 from megarl.config.verl.runs import in_sft_places, sft_place
 from megarl.config.verl.taken import Command, asks
 
@@ -98,8 +98,8 @@ def test_another_value_than_the_default_sets_something_or_is_told_or_is_refused(
     for trainers, word in ROWS:
         if trainers.startswith("sft") != is_sft:
             continue
-        parsed = parse_override(word)
-        typed, value = without_prefix(parsed.key_or_group), flipped(parsed.value())
+        name, _, default = word.partition("=")
+        typed, value = without_prefix(name), flipped(yaml.safe_load(default))
         command = Command({typed: value}, is_whole=True, is_sft=is_sft)
         key = sft_place(typed, command) if is_sft else typed
         command = command._replace(words=in_sft_places(command) if is_sft else command.words)

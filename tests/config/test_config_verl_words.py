@@ -267,7 +267,7 @@ rollout.logprobs_mode=raw_logprobs | log-probs are those of what was drawn from:
 trainer.v1.trainer_mode=separate_async | rollout.ahead says how far generation may be in front: expected sync
 algorithm.adv_estimator=ppo | PPO's estimator is called gae: expected gae
 distillation.enabled=True | expected distillation.distillation_loss.loss_mode as well
---config-name=mine | expected one of verl's files (ppo_trainer, .. or a file of ours in --config FILE
+--config-name=mine --config-path=a/b | expected one of verl's files (ppo_trainer, .. or a file of ours in --config FILE
 reward.reward_kwargs.max_resp_len=9 data.max_response_length=8 | the penalty is highest at .. expected the same number
 reward.reward_kwargs.threshold=9 | expected reward.fn=FILE.py:function, with defaults of its own parameters
 reward.custom_reward_function.reward_kwargs.alpha=1 | expected defaults of the function's own parameters

@@ -33,14 +33,14 @@ NAME, FOLDER = "--config-name", "--config-path"
 def with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words, after those of a file that --config-name names and no word sets; and lines about these options.
 
-    An unknown file stays among the words, to be refused with the others.
+    The name of an unknown file stays among the words, to be refused with the others.
     """
     options = {
         option: value for word in words for option, _, value in [word.partition("=")] if option in (NAME, FOLDER)
     }
     name = options.get(NAME, "").removesuffix(".yaml")
     if name not in FILES:
-        return list(words), []
+        return [word for word in words if NAME not in options or not word.startswith(f"{FOLDER}=")], []
     typed = {_key(word) for word in words}
     of_the_file = [word for word in FILES[name] if _key(word) not in typed]
     lines = [f"{NAME}={options[NAME]}: verl's file, which sets {', '.join(of_the_file) or 'nothing else here'}"]
