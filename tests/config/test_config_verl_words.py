@@ -30,6 +30,9 @@ actor.ppo_epochs=2 critic.optim.lr_warmup_steps=2 | critic.optim.lr_warmup_steps
 actor.optim.lr_warmup_steps | 20
 recipe=grpo_qwen3_8b_1x8h100 trainer.n_gpus_per_node=8 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 10
 trainer.total_training_steps=50 actor.optim.lr_warmup_steps_ratio=0.1 | actor.optim.lr_warmup_steps | 20
+async_training.require_batches=1 actor.ppo_mini_batch_size=32 | data.train_batch_size | 128
+async_training.require_batches=1 actor.ppo_mini_batch_size=32 | rollout.ahead | 1
+async_training.staleness_threshold=0 actor.ppo_mini_batch_size=32 | rollout.ahead | 0
 # losses with an aggregation of their own, clips and defaults of verl
 actor.policy_loss.loss_mode=geo_mean | actor.loss_agg_mode | seq-mean-token-mean
 actor.policy_loss.loss_mode=sapo actor.loss_agg_mode=token-mean | actor.loss_agg_mode | seq-mean-token-mean
@@ -173,8 +176,8 @@ actor.tau_pos=2 | actor.tau_pos=2: the loss ppo does not read it
 actor.clip_ratio=0.1 | has no effect, because actor.clip_ratio_low and actor.clip_ratio_high are both set
 hybrid_engine=False rollout.n_gpus_per_node=2 | n_gpus_per_node=2: rollout.num_servers=1, on the GPUs of this machine \
 after
---config-name=ppo_megatron_trainer.yaml | --config-name=ppo_megatron_trainer.yaml: verl's file, which sets \
-model_engine=megatron
+--config-name=ppo_megatron_trainer.yaml | --config-name=ppo_megatron_trainer.yaml: verl's file \
+ppo_megatron_trainer sets model_engine=megatron
 --config-name=ppo_trainer --config-path=config | --config-path=config: no file of this folder is read
 model.trust_remote_code=True | no code of a model's folder is run
 data.trust_remote_code=True | no code of a model's folder is run

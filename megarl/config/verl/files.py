@@ -28,25 +28,34 @@ FILES: dict[str, tuple[str, ...]] = {
     "one_step_off_ppo_megatron_trainer": (*_MEGATRON, *_APART),
 }
 NAME, FOLDER = "--config-name", "--config-path"
+_ASYNC_FILE = "fully_async_ppo_trainer"  # which its trainer reads where the command names none
+_MODEL = "actor_rollout_ref.model.path="
 
 
 def with_file(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words, after those of a file that --config-name names and no word sets; and lines about these options.
+    """The words, after those of the file of verl's that no word sets; and lines about the file.
 
     The name of an unknown file stays among the words, to be refused with the others.
     """
-    options = {
-        option: value for word in words for option, _, value in [word.partition("=")] if option in (NAME, FOLDER)
-    }
-    name = options.get(NAME, "").removesuffix(".yaml")
+    options = dict(word.split("=", 1) for word in words if word.startswith((f"{NAME}=", f"{FOLDER}=")))
+    typed = {_key(word) for word in words}
+    named, why = options.get(NAME, ""), f"{NAME}={options.get(NAME)}"
+    if not named and _is_asynchronous(words, typed):
+        named, why = _ASYNC_FILE, "async_training.*"
+    name = named.removesuffix(".yaml")
     if name not in FILES:
         return [word for word in words if NAME not in options or not word.startswith(f"{FOLDER}=")], []
-    typed = {_key(word) for word in words}
     of_the_file = [word for word in FILES[name] if _key(word) not in typed]
-    lines = [f"{NAME}={options[NAME]}: verl's file, which sets {', '.join(of_the_file) or 'nothing else here'}"]
+    lines = [f"{why}: verl's file {name} sets {', '.join(of_the_file) or 'nothing else here'}"]
     if FOLDER in options:
         lines.append(f"{FOLDER}={options[FOLDER]}: no file of this folder is read")
-    return of_the_file + [word for word in words if word.partition("=")[0] not in options], lines
+    return of_the_file + [word for word in words if not word.startswith((f"{NAME}=", f"{FOLDER}="))], lines
+
+
+def _is_asynchronous(words: Sequence[str], typed: set[str]) -> bool:
+    """Is it a whole command for verl's fully asynchronous trainer?"""
+    own = typed & {"recipe", "model"}
+    return not own and any(_MODEL in word for word in words) and any(key.startswith("async_training.") for key in typed)
 
 
 def unknown_option(word: str) -> str:
