@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config.verl.taken import Command, Rule, Taken, each, harmless, nothing
+from megarl.config.verl.written import SERVED
 
 _ON, _LOSS, _TEACHERS = "distillation.enabled", "distillation.distillation_loss", "distillation.teacher_models"
 _MODE, _GRADIENT, _TASK = f"{_LOSS}.loss_mode", f"{_LOSS}.use_policy_gradient", f"{_LOSS}.use_task_rewards"
 _FORMS = "forward_kl_topk without use_policy_gradient, or k1 with it; else distill.form and distill.divergence"
+_ITS_SERVERS = "gpu_memory_utilization tensor_model_parallel_size engine_kwargs"
 _RANKS = "teachers compute on the trainer's ranks; teachers.NAME.engine=server gives them servers"
 _NO_CLAMP = "the divergence is not clamped: expected null"
-_SERVED = (
-    "name dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine data_parallel_size "
-    "expert_parallel_size tensor_model_parallel_size pipeline_model_parallel_size max_num_batched_tokens max_model_len "
-    "max_num_seqs load_format engine_kwargs limit_images enable_chunked_prefill enable_prefix_caching "
-    "disable_log_stats skip_tokenizer_init prompt_length response_length"
-)
 
 
 def learns_from_teachers_alone(command: Command) -> bool:
@@ -112,6 +108,6 @@ RULES: dict[str, Rule] = {
     f"{_TEACHERS}.*.model_path": _if_on(_path),
     f"{_TEACHERS}.*.key": _if_on(_key),
     f"{_TEACHERS}.*.num_replicas": _if_on(nothing(_RANKS)),
-    **each(f"{_TEACHERS}.*.inference", _SERVED, nothing(_RANKS)),
+    **each(f"{_TEACHERS}.*.inference", f"{SERVED} {_ITS_SERVERS}", nothing(_RANKS)),
     f"{_TEACHERS}.*.inference.temperature": nothing("rollout.temperature counts"),
 }

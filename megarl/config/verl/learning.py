@@ -38,7 +38,7 @@ def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
     if is_verls and not _is_dynamic(key, command) and any(count is not None for count in counted):
         return Taken(note="use_dynamic_bsz=false: micro-batches are cut by sequences")
     size = _context_size(key.partition(".")[0], command)
-    if size == 1 or not isinstance(value, int):
+    if size == 1 or type(value) is not int:
         return Taken(((key, value),))
     whole = f"verl counts the share of one of {size} ranks of context parallelism, here whole sequences count"
     return Taken(((key, value * size),), f"{key}={value * size}: {whole}")
@@ -83,7 +83,7 @@ def _in_optimizer_steps(name: str, unset: int | None) -> Rule:
     def rule(key: str, value: Any, command: Command) -> Taken:
         role = key.partition(".")[0]
         ours, times = f"{role}.optim.{name}", _steps_of_an_iteration(role, command)
-        if value in (-1, None) or times == 1 or not isinstance(value, int):
+        if value in (-1, None) or times == 1 or type(value) is not int:
             return Taken(((ours, unset if value in (-1, None) else value),))
         return Taken(
             ((ours, value * times),), f"{ours}={value * times}: verl counts iterations, of {times} optimizer steps each"

@@ -31,7 +31,7 @@ def _estimator(key: str, value: Any, command: Command) -> Taken:
         return Taken(refusal="PPO's estimator is called gae: expected gae")
     if learns_from_teachers_alone(command):
         return Taken(((key, "none"),), f"{key}=none: use_task_rewards=false, and only teachers teach")
-    return Taken(((key, value.removesuffix("_vectorized")),))
+    return Taken(((key, value.removesuffix("_vectorized") if isinstance(value, str) else value),))
 
 
 def _field(name: str) -> Rule:

@@ -10,7 +10,7 @@ import yaml
 from megarl.config.verl.taken import Rule, each, harmless, nothing
 
 _FSDP = "*.fsdp_config *.fsdp"
-_SERVED = (
+SERVED = (  # options of a server that verl starts for a model that scores or teaches
     "name dtype enforce_eager cudagraph_capture_sizes free_cache_engine data_parallel_size expert_parallel_size "
     "pipeline_model_parallel_size max_num_batched_tokens max_model_len max_num_seqs load_format layered_summon "
     "scheduling_policy full_determinism seed multi_stage_wake_up limit_images enable_chunked_prefill "
@@ -69,7 +69,7 @@ data | filter_overlong_prompts_workers | the prompts of a file are always encode
 algorithm.pf_ppo | reweight_method weight_pow | samples are never drawn again
 algorithm.filter_groups | max_inflight_gen_batches | changes time only
 async_training | use_trainer_do_validate concurrent_samples_per_replica | changes time only
-reward.reward_model.rollout reward_model.rollout | {_SERVED} | the server of the reward model decides
+reward.reward_model.rollout reward_model.rollout | {SERVED} | the server of the reward model decides
 transfer_queue | enable metrics.enabled metrics.port backend.storage_backend | \
 changes no result: rows travel from the driver to the ranks
 transfer_queue.backend.SimpleStorage | total_storage_size num_data_storage_units | there is no transfer queue
