@@ -202,7 +202,7 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
     leaves = [(text, *leaf) for text, name, value in written for leaf in _flat({name: value}, "")]
     command = _command(leaves, is_sft=is_sft)
     for text, typed, leaf in leaves:
-        key = sft_place(typed, command) if command.is_sft else without_prefix(typed)
+        key = sft_place(without_prefix(typed), command) if command.is_sft else without_prefix(typed)
         taken = converted(key, leaf, command)
         if taken is not None:
             warnings += [f"{without_prefix(typed)}={show(leaf)}: {taken.note}"] if taken.note else []

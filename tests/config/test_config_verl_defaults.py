@@ -133,6 +133,15 @@ def test_a_group_that_has_no_meaning_here_drops_no_word_that_asks_for_something(
     assert not layer.faults and any(line.startswith(f"{without_prefix(key)}=false: ") for line in layer.warnings)
 
 
+@pytest.mark.parametrize("value", [True, "abc", [], ["x"], -3, 0.5, 1e400, None])
+@pytest.mark.parametrize("is_sft", [False, True])
+def test_no_rule_fails_on_a_value_of_another_type(is_sft: bool, value: Any) -> None:
+    for _, word in ROWS:
+        typed = without_prefix(word.partition("=")[0])
+        command = Command({typed: value, "data.train_files": "a"}, is_whole=True, is_sft=is_sft)
+        converted(sft_place(typed, command) if is_sft else typed, value, command)
+
+
 def test_what_asks_for_something_is_true_above_one_or_a_path() -> None:
     asking = yaml.safe_load("[true, 2, 1.5, a/b, [0, 2]]")
     assert all(map(asks, asking))

@@ -187,7 +187,7 @@ RULES: dict[str, Rule] = {
     **{key: _loss_arg(name) for key, name in _LOSS_ARGS.items()},
     "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0),
     "*.optim.lr_warmup_steps_ratio": _warmup_ratio,
-    "*.optim.min_lr_ratio": _min_lr,
+    **each("actor critic", "optim.min_lr_ratio", _min_lr),
     "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None),
     "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None),
 }
