@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config, layout_of, used_roles
-from megarl.config.placement import placements, serves_beside_actor
+from megarl.config.placement import placements, servers_map_memory, serves_beside_actor
 from megarl.config.schema.roles import Lora
 from megarl.config.validate.models import MINI_PLACE, config_of_folder, missing_folder, model_numbers, more_than_text
 from megarl.config.validate.servers import misplaced
@@ -157,7 +157,7 @@ def make_group(
         silence_s=trainer.silence_s,
         start_timeout_s=trainer.start_timeout_s,
         environment=({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else {}) | (VARIABLES if joins else {}),
-        setup={"has_neighbours": serves_beside_actor(config)},
+        setup={"has_neighbours": serves_beside_actor(config), "is_mapped": servers_map_memory(config)},
     )
 
 

@@ -53,18 +53,19 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
 
 
 @pytest.mark.parametrize(
-    ("words", "beside"),
+    ("words", "beside", "mapped"),
     [
-        (["rollout.first_gpu=1", "rollout.memory_fraction=0.3"], True),
-        (["rollout.first_gpu=2"], False),
-        (["rollout.first_gpu=1", "rollout.placement=shared"], False),  # in turns
-        (["rollout.urls=['https://a:1']"], False),
-        (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False),
+        (["rollout.first_gpu=1", "rollout.memory_fraction=0.3"], True, True),
+        (["rollout.first_gpu=2"], False, False),
+        (["rollout.first_gpu=1", "rollout.placement=shared"], False, True),  # in turns
+        (["rollout.urls=['https://a:1']"], False, False),
+        (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False, False),
     ],
 )
-def test_ranks_learn_of_servers_that_work_on_their_gpus_at_the_same_time(words: list[str], beside: bool) -> None:
+def test_ranks_learn_of_servers_on_their_gpus(words: list[str], beside: bool, mapped: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
-    assert make_group(config, config.actor, "ranks_0")._setup["has_neighbours"] == beside
+    setup = make_group(config, config.actor, "ranks_0")._setup
+    assert (setup["has_neighbours"], setup["is_mapped"]) == (beside, mapped)
 
 
 def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
