@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 from parity_cases import Case
 from parity_compare import assert_same_after, assert_same_gradient, assert_same_stats
-from te_cases import fixed, run_te_cases
+from saved_tensors import with_again
+from te_cases import fixed, kept_by_te_layers, run_te_cases
 from te_start import loaded
 from te_start import run as start
-from tiny_models import write_model
+from tiny_models import tiny_model, write_model
 
 from megarl.layout import Layout
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.megatron_fields import FUSIONS
+from megarl.plan.memory.memory import kept_numbers
 
 pytestmark = pytest.mark.dist
 
@@ -30,16 +32,12 @@ RECOMPUTED = replace(TE, recompute_granularity="full", recompute_method="uniform
 LOCAL = ExecutionOptions(transformer_impl="local")
 
 
-def selective(*modules: str) -> ExecutionOptions:
-    return replace(TE, recompute_granularity="selective", override_transformer_config={"recompute_modules": [*modules]})
-
-
 ENGINES: dict[str, ExecutionOptions] = {
     "local": LOCAL,
     "": TE,
     "recomputed": RECOMPUTED,
-    "experts recomputed": selective("layernorm", "moe_act"),
-    "latents recomputed": selective("layernorm", "mla_up_proj", "mlp", "shared_experts"),
+    "experts recomputed": with_again(TE, ("layernorm", "moe_act")),
+    "latents recomputed": with_again(TE, ("layernorm", "mla_up_proj", "mlp", "shared_experts")),
     "without fusions": replace(TE, override_transformer_config=dict.fromkeys(FUSIONS, False)),
 }
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
@@ -196,3 +194,32 @@ def test_layers_of_transformer_engine_train_as_local_ones(found: Found, run: Run
 def test_names_that_megatron_loses_of_transformer_engine_are_put_back(found: Found) -> None:
     (rank,) = loaded(found.pool.submit(start, 1, fixed).result())
     assert rank == {"te_split_is_lost": (True, False), "te_gemm_is_lost": (True, False)}
+
+
+# Family, whether its layers have experts, and modules that they compute again.
+KEPT = [
+    ("qwen3", False, ("mlp",)),
+    ("qwen3", False, ("layernorm",)),
+    ("qwen3_moe", True, ("moe",)),
+    ("qwen3_moe", True, ("layernorm", "moe_act")),
+    ("glm4_moe", True, ("shared_experts",)),
+    ("deepseek_v3", True, ("mla_up_proj",)),
+]
+
+
+@pytest.mark.full
+def test_what_is_computed_again_is_not_kept_as_planned(found: Found) -> None:
+    """Numbers of a token; the small ones that the plan leaves out weigh more than in a real model."""
+    flat = {"mlp_only_layers": [], "first_k_dense_replace": 0}
+    hfs = {family: tiny_model(family, tied=False).config.to_dict() | flat for family, *_ in KEPT}
+    cases = {
+        f"{family} {modules}": (hfs[family], with_again(TE, modules))
+        for family, _, again in KEPT
+        for modules in ((), again)
+    }
+    (kept,) = loaded(found.pool.submit(start, 1, kept_by_te_layers, cases).result())
+    for family, sparse, again in KEPT:
+        whole, rest = (kept[f"{family} {modules}"] for modules in ((), again))
+        planned, planned_rest = (kept_numbers(hfs[family], Layout(), sparse, again=each) for each in ((), again))
+        assert rest == pytest.approx(planned_rest, rel=0.08), (family, again)
+        assert whole - rest == pytest.approx(planned - planned_rest, rel=0.22), (family, again)
