@@ -131,7 +131,7 @@ def _run(case: Case, root: str) -> dict[str, Any]:
         if case.with_gradients:
             traced.append((before, gradients(trained.model, trained.hf, "actor"), trained.weights()))
     if case.saved_under:
-        where = Path(root) / f"{case.engine.strategy} {case.optim} {case.dtype}"
+        where = Path(root) / f"{Path(case.folder).name} {case.engine.strategy} {case.optim} {case.dtype}"
         with synchronized(trained.model):
             checkpoint.save(where, trained.model, trained.optimizer)
         destroy_groups()
