@@ -5,6 +5,7 @@ Without torch, whose import takes longer than all else that a process of rewards
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,16 @@ class Prompt:
 
     uid: str  # epoch and row of the file: the same row in two epochs gives two groups
     token_ids: list[int]
-    text: str | list[dict[str, str]]  # as in the file: a string, or chat messages
+    text: str | list[dict[str, Any]]  # as in the file: a string, or chat messages
     ground_truth: str | None = None
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)  # all other fields of the row, for the reward
+
+
+def line_of(message: Mapping[str, Any]) -> str:
+    """A chat message as "role: content", with its calls of tools as JSON."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return f"{message['role']}: {' '.join([*filter(None, [message['content']]), *calls])}"
 
 
 @dataclass(frozen=True)

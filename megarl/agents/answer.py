@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-OPEN, CLOSE = "<think>", "</think>"
+from megarl.data.template import CLOSE, OPEN
 
 
 class ToolCall(NamedTuple):

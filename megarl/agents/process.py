@@ -29,7 +29,7 @@ from megarl.plugins import describe
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.rollout.pool.slots import Slots
-from megarl.sample import Prompt
+from megarl.sample import Prompt, line_of
 from megarl.sandbox.environment import start_fork_server
 
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
@@ -132,8 +132,8 @@ def text_of(prompt: Prompt) -> str:
     if isinstance(prompt.text, str):
         return prompt.text
     if len(prompt.text) == 1:
-        return prompt.text[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+        return str(prompt.text[0]["content"])
+    return "\n".join(map(line_of, prompt.text))
 
 
 # ---- in the process of the collector

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data import FILE_KINDS
-from megarl.data.chat import encode_many, has_chat_template
+from megarl.data.chat import check_ids, encode_many, has_chat_template
 from megarl.data.exact_json import check_writable
 from megarl.data.fields import Question, question_of
 from megarl.data.order import Visits, fingerprint_of
@@ -35,7 +35,7 @@ class Prompts:
     Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
     overlong="filter", which leaves it out and counts it in `num_filtered`, or one of CUTS, see cut, which shortens it
     and counts it in `num_cut`.
-    `template`: see encode_many.  `max_rows`: only the first so many rows count.
+    `template`: see encode_many.  `max_rows`: only the first so many rows count.  `num_ids`: see check_ids.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Prompts:
         system_prompt: str | None = None,
         template: Mapping[str, Any] | None = None,
         max_rows: int | None = None,
+        num_ids: int | None = None,
     ) -> None:
         templated = has_chat_template(tokenizer)
         questions = [
@@ -59,7 +60,9 @@ class Prompts:
             for row in read_rows(files, FILE_KINDS)[:max_rows]
         ]
         texts = [question.text for question in questions]
-        encoded = encode_many(tokenizer, texts, system_prompt=system_prompt, template=template)
+        places, tools = [question.where for question in questions], [question.tools for question in questions]
+        how: dict[str, Any] = {"system_prompt": system_prompt, "template": template, "tools": tools, "places": places}
+        encoded = encode_many(tokenizer, texts, **how)
         self.num_cut = 0
         if overlong in CUTS:
             self.num_cut = sum(len(ids) > max_prompt_length for ids in encoded)
@@ -75,6 +78,9 @@ class Prompts:
         self._questions: list[Question] = [questions[row] for row in self._rows]
         # int32 arrays: lists of Python integers would take several times the memory.
         self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
+        check_ids(
+            ((places[row], ids) for row, ids in zip(self._rows, self._token_ids, strict=True)), tokenizer, num_ids
+        )
         self.fingerprint = fingerprint_of(files, self._rows, shuffle=shuffle, seed=seed)
         self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed)
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megarl.durable_files import write_text
 from megarl.metrics.jsonl import append_lines
-from megarl.sample import Prompt, Sample
+from megarl.sample import Prompt, Sample, line_of
 
 SAMPLES = "samples.jsonl"
 VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...], "skipped": [...]}
@@ -70,7 +70,7 @@ def prompt_text(prompt: Prompt) -> str:
     """The prompt of the data file as one string; chat messages as "role: content" lines."""
     if isinstance(prompt.text, str):
         return prompt.text
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+    return "\n".join(map(line_of, prompt.text))
 
 
 def _sample_line(step: int, sample: Sample) -> dict[str, Any]:

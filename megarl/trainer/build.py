@@ -395,4 +395,18 @@ def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None =
         system_prompt=data.system_prompt,
         template=data.apply_chat_template_kwargs,
         max_rows=max_rows,
+        num_ids=num_token_ids(config),
     )
+
+
+def stop_ids(folder: str) -> list[int]:
+    """The tokens at which servers end a completion of a folder's model, besides the tokenizer's."""
+    files = [Path(folder) / name for name in ("config.json", "generation_config.json")]
+    given = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.exists()]
+    return [token for ids in given if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
+
+
+def num_token_ids(config: Config) -> int | None:
+    """Of the policy's vocabulary, the padding of its embedding included; None if its config.json does not say."""
+    size = config_of_folder(model_folder(config.model.path)).get("vocab_size")
+    return None if size is None else int(size)

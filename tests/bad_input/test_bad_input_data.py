@@ -20,7 +20,19 @@ GOOD = {"prompt": "1+1=", "ground_truth": "2", "response": "2"}
 FIELDS = st.sampled_from(
     [
         *("prompt", "ground_truth", "response", "messages", "question", "answer", "reward_model", "data_source"),
-        *("images", "role", "content", "type", "text", "extra_info", ""),
+        *(
+            "images",
+            "role",
+            "content",
+            "type",
+            "text",
+            "extra_info",
+            "",
+            "tools",
+            "tool_calls",
+            "function",
+            "arguments",
+        ),
     ]
 )
 SCALARS = st.none() | st.booleans() | st.sampled_from([0, -1, 10**400, 1e308, float("nan"), float("inf")]) | (

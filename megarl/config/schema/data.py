@@ -85,6 +85,8 @@ class Sft:
     val_files: list[str] = field(default_factory=list)  # the same, held out: their loss is evaluated; empty = none
     prompt_key: str = "prompt"  # field of a row: not part of the loss
     response_key: str = "response"  # field of a row: trained on
+    answers: str = "all"  # of a conversation, which of the assistant's answers are trained on: all | last
     epochs: int = 1  # passes over the files
     batch_size: int = 64  # sequences per optimizer step
     max_length: int = 1024  # longest prompt and response together, in tokens
+    overlong_rows: str = "error"  # longer than max_length: error | filter | cut: left | right | middle

@@ -10,7 +10,7 @@ from megarl.config.verl.taken import Command, Rule, Taken, harmless, named, noth
 
 _TEXT = "only text is read"
 _NO_RAY = "there is no Ray"
-_ROWS = "expected rows of a prompt and a response"
+_FIELD = "expected rows whose field has verl's own name"
 _WARMUP = "expected actor.optim.lr_warmup_steps=STEPS"
 
 
@@ -125,6 +125,7 @@ SFT_RENAMED: dict[str, str] = {
     "data.val_files": "sft.val_files",
     "data.train_batch_size": "sft.batch_size",
     "data.max_length": "sft.max_length",
+    "data.truncation": "sft.overlong_rows",
     "data.prompt_key": "sft.prompt_key",
     "data.response_key": "sft.response_key",
     "data.micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu",
@@ -139,10 +140,11 @@ SFT_RENAMED: dict[str, str] = {
     "engine.context_parallel_size": "actor.megatron.context_parallel_size",
 }
 SFT_RULES: dict[str, Rule] = {
-    "data.truncation": harmless("error", why="a longer row is refused", otherwise="expected error"),
     "data.balance_dp_token": nothing("ranks always get equal shares of tokens"),
     "data.use_dynamic_bsz": nothing("rows are always packed"),
-    "data.multiturn.enable": harmless(False, why="a row is a prompt and a response", otherwise=_ROWS),
+    "data.multiturn.enable": nothing("a row has messages, or a prompt and a response"),
+    "data.*messages_key": harmless("messages", why="the field is called so", otherwise=_FIELD),
+    "data.*tools_key": harmless("tools", why="the field is called so", otherwise=_FIELD),
     "data.*_dict_keys": nothing("sft.prompt_key and sft.response_key name the fields"),
     "use_remove_padding": nothing("sequences are always packed and never padded"),
     "optim.lr": named("actor.optim.lr", {}),

@@ -12,7 +12,7 @@ from megarl.float32 import is_finite
 from megarl.rewards.result import ground_truth_of
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.services.service import REPLY_BYTES, Service
-from megarl.sample import Completion, Prompt
+from megarl.sample import Completion, Prompt, line_of
 
 JSON = "json:"  # in front of the name of a field
 _LONGEST = 1 << 17  # tokens of an answer where reward.judge.request has no limit
@@ -96,8 +96,8 @@ def question_of(prompt: Prompt) -> str:
     if isinstance(prompt.text, str):
         return prompt.text
     if len(prompt.text) == 1:
-        return prompt.text[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+        return str(prompt.text[0]["content"])
+    return "\n".join(map(line_of, prompt.text))
 
 
 def reader(read: str) -> Callable[[str], float | None]:
