@@ -28,7 +28,7 @@ from megarl.plugins import describe
 from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings
-from megarl.rollout.collect import NoSample, Score, grouped
+from megarl.rollout.collect import NoSample, Score, grouped, text_of
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
@@ -69,6 +69,7 @@ class Settings:
     training: SamplingParams = field(default_factory=SamplingParams)  # how training samples; agents may say it
     system_prompt: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    special_tokens: bool = False  # what a reward reads has these
 
 
 class _Ended(NamedTuple):
@@ -257,7 +258,7 @@ class Episodes:
         if session.turn_rewards:
             return RewardResult(0.0)
         last = session.conversation.turns[-1].completion
-        text = str(self._tokenizer.decode(last.token_ids, skip_special_tokens=True))
+        text = text_of(self._tokenizer, last, special_tokens=self._settings.special_tokens)
         if session.messages:
             prompt = replace(prompt, extra={**prompt.extra, CONVERSATION: session.messages})
         (outcome,) = await self._score(prompt, [replace(last, text=text, columns={})])

@@ -93,7 +93,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
     """
     agent, rollout = config.agent, config.rollout
     if not config.has_agents:
-        return Completions
+        return partial(Completions, special_tokens=config.reward.special_tokens)
     assert agent.max_tokens is not None, "it is resolved"
     environment = variables("agent.environment", agent.environment)
     settings = Settings(
@@ -109,6 +109,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         training=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         system_prompt=config.data.system_prompt,
         template=config.data.apply_chat_template_kwargs,
+        special_tokens=config.reward.special_tokens,
     )
     return partial(Episodes, settings)
 

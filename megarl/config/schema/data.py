@@ -61,6 +61,7 @@ class Reward:
     )  # of several rewards, by name (of a file's function); else 1
     by_data_source: dict[str, str] = field(default_factory=dict)  # data_source of a row -> its reward, instead of fn
     audit: str | None = None  # a held-out reward, scored beside the others on every answer and never trained
+    special_tokens: bool = False  # the answer that a reward reads has its special tokens, but for the one that ends it
     num_workers: int = 1  # processes that compute rewards
     try_rows: int = 4  # rows of each set of prompts on which rewards are tried before a run starts; 0 = no trial
     timeout_s: float = 5.0  # time limit of one reward in these processes
