@@ -24,6 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO, Any
 
+from megarl.agents.limit_errors import is_refusal
 from megarl.agents.load import load_episode
 from megarl.plugins import describe
 from megarl.rewards.result import RewardResult, to_result
@@ -37,7 +38,11 @@ _KEPT_BYTES = 4096  # the end of what a program printed
 
 
 class EpisodeFailed(Exception):
-    """An episode in a process has no result; one sentence."""
+    """An episode in a process has no result; one sentence.  `refused`: see is_refusal."""
+
+    def __init__(self, sentence: str, *, refused: bool = False) -> None:
+        super().__init__(sentence)
+        self.refused = refused
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Processes:
             if process.pid is not None:
                 await _end(process)
         if "error" in said:
-            raise EpisodeFailed(said["error"])
+            raise EpisodeFailed(said["error"], refused=said["refused"])
         return RewardResult(said["reward"], said["extra"]) if "reward" in said else None
 
 
@@ -215,12 +220,11 @@ def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, An
     try:
         value = job.run(prompt, *where)
         return {} if value is None else vars(to_result(value))
-    except EpisodeFailed as error:
-        return {"error": str(error)}
     except _Ended:
         raise
     except BaseException as error:
-        return {"error": describe(error)}
+        sentence = str(error) if isinstance(error, EpisodeFailed) else describe(error)
+        return {"error": sentence, "refused": is_refusal(error)}
 
 
 def _on_end(*_: object) -> None:

@@ -105,6 +105,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         timeout_s=agent.timeout_s,
         num_processes=-(-agent.num_processes // num_collectors),
         on_error=agent.on_error,
+        over_limit_reward=agent.over_limit_reward,
         surroundings=Surroundings(agent.memory_mb, agent.file_mb, environment=environment),
         training=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         system_prompt=config.data.system_prompt,

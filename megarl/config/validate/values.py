@@ -193,6 +193,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "agent.max_tokens": _AT_LEAST_1,
     "agent.timeout_s": _ABOVE_0,
     "agent.num_processes": _AT_LEAST_1,
+    "agent.over_limit_reward": _FINITE,
     "agent.memory_mb": _AT_LEAST_1,
     "agent.file_mb": _AT_LEAST_1,
     "trainer.total_training_steps": _AT_LEAST_1,
