@@ -185,6 +185,11 @@ class Sample:
         return sum(row.num_learnt for row in self.rows)
 
     @property
+    def response_length(self) -> int:
+        """Tokens behind the prompt of each row, what tools said included."""
+        return sum(len(row.token_ids) - row.learnt[0].start for row in self.rows)
+
+    @property
     def learnt_ids(self) -> list[int]:
         """The sample's sequence."""
         return [token for row in self.rows for token in row.learnt_ids]

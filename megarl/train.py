@@ -255,6 +255,8 @@ def train_step(
         metrics |= servers.metrics(report) | {"checkpoint/failed": float(saver.failed)}
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=log.num_devices)
+    of_phases = sum(report["timings"].values())
+    metrics["timing_s/push/other"] = max(0.0, metrics["timing_s/update_weights"] - of_phases)
     metrics |= log.of_step(step + 1, batch, metrics) if log.of_step else {}
     waited = metrics["timing_s/gen"] + rewards_s + metrics.get("timing_s/drain", 0.0)
     metrics["rollout/idle_share"] = waited / metrics["timing_s/step"]

@@ -32,6 +32,7 @@ from megarl.config.validate.combinations import contradictions
 from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.models import model_config
 from megarl.config.validate.rewards import advice as advice_on_rewards
+from megarl.config.validate.sampling import advice as advice_on_sampling
 from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import with_local_layers, without_shards
 from megarl.config.validate.values import invalid_values, missing_values
@@ -84,7 +85,7 @@ def load_config(
     else:
         wrong += unused
     _stop_if_any(wrong, layers)
-    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config)]
+    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config), *advice_on_sampling(config)]
     return config, list(dict.fromkeys(warnings))
 
 

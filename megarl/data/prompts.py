@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from os.path import abspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,8 +139,16 @@ class Prompts:
 
     def sets(self, max_samples: int | None = None) -> list[str]:
         """The evaluation set of each prompt of `all`: its data source, or the name of its file if it has none."""
+        files = [_file_of(question) for question in self._questions if not question.data_source]
+        name_of = distinct_names(list(dict.fromkeys(files)), self.data_sources)
         questions = self._questions[:max_samples]
-        return [question.data_source or Path(question.where.rpartition(":")[0]).stem for question in questions]
+        return [question.data_source or name_of[_file_of(question)] for question in questions]
+
+    def left_out(self, max_samples: int | None = None) -> int:
+        """Rows among the first `max_samples` prompts (or all) that are too long and left out."""
+        if max_samples is None or max_samples >= len(self):
+            return self.num_filtered
+        return self._rows[max_samples - 1] + 1 - max_samples
 
     def _prompt(self, index: int, epoch: str) -> Prompt:
         question = self._questions[index]
@@ -151,6 +160,29 @@ class Prompts:
             data_source=question.data_source,
             extra=question.extra,
         )
+
+
+def _file_of(question: Question) -> str:
+    return question.where.rpartition(":")[0]
+
+
+def distinct_names(files: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
+    """A name for each file: the shortest end of its path that no other file has and that is not `taken`.
+
+    >>> distinct_names(["easy/test.jsonl", "hard/test.jsonl", "train.jsonl"])
+    {'easy/test.jsonl': 'easy/test', 'hard/test.jsonl': 'hard/test', 'train.jsonl': 'train'}
+    """
+    ends = {file: list(_ends(Path(abspath(file)))) for file in files}
+    seen = Counter(end for each in ends.values() for end in set(each))
+    free = {file: [end for end in each if seen[end] == 1 and end not in taken] for file, each in ends.items()}
+    return {file: (each or [file])[0] for file, each in free.items()}
+
+
+def _ends(path: Path) -> Iterator[str]:
+    """The ends of a path, the shortest first, each without and with the file's suffix."""
+    for depth in range(1, len(path.parts)):
+        for parts in (path.with_suffix("").parts, path.parts):
+            yield "/".join(parts[-depth:])
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:

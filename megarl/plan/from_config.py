@@ -48,6 +48,7 @@ def job_of(
         prompt_tokens=_mean("prompt", prompt_tokens, data.max_prompt_length, PROMPT_SHARE),
         response_tokens=_mean("response", response_tokens, data.max_response_length, RESPONSE_SHARE),
         longest=config.longest[1],
+        longest_served=config.longest_served[1],
         most_response=data.max_response_length,
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,

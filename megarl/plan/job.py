@@ -59,6 +59,7 @@ class Job:
     prompt_tokens: float = 512.0  # mean
     response_tokens: float = 1024.0  # mean
     longest: int = 2048  # limit of a prompt with its completion
+    longest_served: int = 0  # the same in evaluations, where it is larger
     most_response: int | None = None  # limit of a completion; None: `longest` minus a mean prompt
     mini_batch: int = 256  # prompts per optimizer step
     epochs: int = 1

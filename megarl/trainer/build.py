@@ -377,6 +377,14 @@ def check_reads_text(config: Config) -> None:
         raise ValueError(f"model.path={config.model.path}: {sentence}")
 
 
+def shortened(key: str, config: Config, found: Prompts, max_samples: int | None = None) -> str:
+    """A line on the prompts of these files that are too long, and so left out or cut; "" if there are none."""
+    left_out, how = found.left_out(max_samples), f"data.overlong_prompts={config.data.overlong_prompts}"
+    longer = f"prompts are longer than data.max_prompt_length={config.data.max_prompt_length}"
+    what = "left out" if left_out else "cut"
+    return f"{key}: {left_out or found.num_cut:,} {longer} and {what} ({how})" if left_out or found.num_cut else ""
+
+
 def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None = None) -> Prompts:
     """The prompts of these files, or of their first `max_rows` rows, tokenised as the run needs them."""
     data = config.data

@@ -48,6 +48,7 @@ from megarl.trainer.build import (
     model_folder,
     ranks_address,
     read_prompts,
+    shortened,
     start_trackers,
 )
 from megarl.trainer.checkpoint import checkpoint
@@ -157,9 +158,15 @@ class Run:
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.val_sets = val.sets(data.val_max_samples) if val else []
         check_audited(self.config, len(self.val_prompts))
-        self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
-        self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
+        self.shortened = {"prompts_filtered": self.prompts.num_filtered, "prompts_cut": self.prompts.num_cut}
+        if val is not None:
+            filtered = val.left_out(data.val_max_samples)
+            self.shortened |= {"val_prompts_filtered": filtered, "val_prompts_cut": val.num_cut}
         if trial is not None:
+            lines = [shortened("data.train_files", self.config, self.prompts)]
+            lines += [shortened("data.val_files", self.config, val, data.val_max_samples)] if val else []
+            for line in filter(None, lines):
+                warn(line)
             check_truths(self.config, [self.prompts, *([val] if val else [])])
             num_rows = self.config.reward.try_rows
             trial.check([*self.prompts.some(num_rows), *(val.some(num_rows) if val else ())])

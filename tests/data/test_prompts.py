@@ -76,6 +76,7 @@ def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
         Prompts(path, tokenizer, max_prompt_length=4)
     prompts = Prompts(path, tokenizer, max_prompt_length=4, overlong="filter", shuffle=False)
     assert (prompts.num_filtered, len(prompts)) == (1, 2)
+    assert [prompts.left_out(first) for first in (1, 2, 9, None)] == [0, 1, 1, 1]
     assert [prompts.visit(number).uid for number in range(2)] == ["0-0", "0-2"]
     with pytest.raises(ValueError, match="data.max_prompt_length=0: every prompt of .*a.jsonl is longer"):
         Prompts(path, tokenizer, max_prompt_length=0, overlong="filter")

@@ -200,17 +200,22 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
     """One sentence for each model with fewer positions than the longest sequence."""
     for role in with_own_models(config, roles):
         known = model_numbers(config, role).max_position_embeddings
-        name, longest = longest_sequence(config, command)
+        name, longest = longest_sequence(config, command, is_served=role == "actor")
         if known is not None and longest > known:
             said = f"{group_of(role)}.path={model_of(config, role).path} knows {known} positions"
             yield f"{name}={longest}: {said} (max_position_embeddings); expected at most {known}"
 
 
-def longest_sequence(config: Config, command: str) -> tuple[str, int]:
-    """The keys of the longest sample, or row of supervised training, and its length in tokens."""
+def longest_sequence(config: Config, command: str, *, is_served: bool = False) -> tuple[str, int]:
+    """The keys of the longest sample, or row of supervised training, and its length in tokens.
+
+    `is_served`: or of the longest one that servers write.
+    """
     if command == "sft":
         return "sft.max_length", config.sft.max_length
-    return config.longest
+    if not is_served:
+        return config.longest
+    return config.longest_evaluated if command == "evaluate" else config.longest_served
 
 
 def _file(path: str) -> Path | None:

@@ -135,6 +135,7 @@ RANGES: dict[str, tuple[Test, str]] = {
     "rollout.val_kwargs.temperature": _AT_LEAST_0,
     "rollout.val_kwargs.top_p": _SHARE,
     "rollout.val_kwargs.n": _AT_LEAST_1,
+    "rollout.val_kwargs.max_response_length": _AT_LEAST_1,
     "rollout.bucket_bytes": _AT_LEAST_1,
     "rollout.check_every": _AT_LEAST_0,
     "rollout.max_restarts": _AT_LEAST_0,

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config import Config, resolved
 from megarl.metrics.evaluation.audit import Audit
-from megarl.metrics.evaluation.evaluation import Mean
+from megarl.metrics.evaluation.evaluation import Mean, cut_off
 from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
@@ -24,6 +24,7 @@ from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after
 from megarl.trainer.evaluation.record import weights_of
 
 PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
+PROMPTS.left_out, PROMPTS.num_cut = lambda _: 0, 0
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
@@ -92,16 +93,22 @@ def test_completions_are_asked_of_servers_or_their_router_which_are_looked_after
     looks: list[list[str]] = []
     ticket = SimpleNamespace(group=None)
     answers = iter([None, None, samples("0", 0.5)])  # while they are waited for
-    collectors = MagicMock(**{"submit.return_value": [ticket]})
+    done = SimpleNamespace(group=samples("1", 0.5))
+    collectors = MagicMock(**{"submit.return_value": [ticket, done]})
+    two = {"all": lambda _: ["a prompt"] * 2, "sets": lambda _: ["sums"] * 2}
     collectors.wait.side_effect = lambda: setattr(ticket, "group", next(answers))
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
-    assert evaluated(config, monkeypatch, collectors, router=router) == ([A, B] if router is None else [ROUTER])
+    prompts = SimpleNamespace(**vars(PROMPTS) | two)
+    assert evaluated(config, monkeypatch, collectors, prompts, router=router) == (
+        [A, B] if router is None else [ROUTER]
+    )
     assert router is None or router.working == [A, B]
     assert looks == [[A, B]] * 2
     urgent = collectors.submit.call_args.kwargs["urgent"]
     assert urgent, "in a run nothing that is generated ahead may come before it"
     said = capsys.readouterr().out
-    assert "val/score 0.5000" in said and "val-core/sums/reward/mean@1 0.5000" in said
+    assert "val/score 0.5000" in said and "val-core/sums/acc/mean@1 0.5000" in said
+    assert said.count("evaluating: 1 of 2 prompts") == 1, "no terminal shows how far it is"
     assert "val/version" not in said, "the servers have but one version"
     assert "accuracy" not in said, "a reward of 0.5 is neither right nor wrong"
 
@@ -116,6 +123,7 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     (run / "summary.json").write_text("of the training")
     found = [samples("0", 1.0), samples("1", 1.0), LostRollout(Prompt("2", [1], ""), "no server")]
     prompts = SimpleNamespace(all=lambda _: ["a"] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
+    prompts.left_out, prompts.num_cut = lambda _: 2, 0
     evaluated(config, monkeypatch, answering(*found), prompts)
     folder = run / "evaluations" / "1"
     summary = json.loads((folder / "summary.json").read_text())
@@ -133,6 +141,14 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     assert [prompt["reward"] for prompt in line["prompts"]] == [[1.0], [1.0], [0.0]]
     assert [row["uid"] for row in read_lines(folder / "answers.jsonl")] == ["0", "1"]
     said = capsys.readouterr().out
+    numbers = summary["metrics"]
+    assert (numbers["val/response_length/mean"], numbers["val/clip_ratio"]) == (1.0, 0.0)
+    assert summary["prompts_filtered"] == 2 and "2 prompts are longer" in said
+    assert (
+        summary["tokens_per_s"] == pytest.approx(2 / max(summary["seconds"], 1e-9), rel=1) or summary["seconds"] < 0.1
+    )
+    assert f"2 answers in {summary['seconds']} s" in said
+    assert "stderr" not in said and "val-aux" not in said
     assert "accuracy 0.6667" in said and said.endswith(f"results: {folder}\n")
 
     evaluated(config, monkeypatch, answering(samples("0", 0.0)))
@@ -173,17 +189,29 @@ def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> No
     unscored = LostRollout(Prompt("2", [1], ""), "2 of 2 completions could not be scored", unscored=2)
     found = Evaluation([samples("0", 1.0, 0.0), samples("1", 1.0), unscored], n=2)
     counted = {"val/unscored": 3.0, "val/lost": 0.0}
+    counted |= {"val/response_length/mean": 1.0, "val/clip_ratio": 0.0}
     assert found.metrics() == {"val/score": 0.75, "val/score_stderr": pytest.approx(0.25), **counted}
     assert found.is_share
     lost = LostRollout(Prompt("3", [1], ""), "no server")
     more = Evaluation([*found.groups, lost], n=2, sets=["a", "a", "a", "b"])
     metrics = more.metrics()
     assert (metrics["val/score"], metrics["val/unscored"], metrics["val/lost"]) == (0.5, 3.0, 1.0)
-    assert metrics["val-core/a/reward/mean@2"] == 0.75 and metrics["val-core/b/reward/mean@2"] == 0.0
+    assert metrics["val-core/a/acc/mean@2"] == 0.75 and metrics["val-core/b/acc/mean@2"] == 0.0
     shaped = Evaluation([samples("0", 0.5), samples("1", 1.0)])
     assert not shaped.is_share and shaped.accuracy is None, "the mean of such rewards is a score, and no accuracy"
     right = [[replace(s, reward_extra={"acc": float(s.reward == 1)}) for s in group] for group in shaped.groups]
     assert Evaluation([*right, lost]).accuracy == Mean.of([0.0, 1.0, 0.0])
+
+
+def test_lengths_and_cut_answers_of_an_evaluation_are_told_and_a_tenth_of_them_in_a_sentence() -> None:
+    prompt, versions = Prompt("0", [1, 2, 3], ""), (VersionSpan(0, 0, 4),)
+    cut = Sample.of(prompt, Completion([1] * 4, [-1.0] * 4, "length", versions), 0.0)
+    found = Evaluation([[cut, *samples("0", 1.0)], samples("1", 1.0, 1.0)], n=2).metrics()
+    assert (found["val/response_length/mean"], found["val/clip_ratio"]) == ((4 + 1 + 1 + 1) / 4, 0.25)
+    sentence = cut_off(found)
+    assert sentence is not None and "25 % " in sentence.replace("25%", "25 %")
+    assert "rollout.val_kwargs.max_response_length" in sentence
+    assert cut_off({"val/clip_ratio": 0.1}) is None and cut_off({}) is None
 
 
 def answered(uid: str, *extras: dict[str, float]) -> list[Sample]:
