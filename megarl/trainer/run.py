@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from megarl.algo.finite import BadNumber
 from megarl.config import Config, layout_of, to_yaml
+from megarl.config.idle import idle
 from megarl.config.placement import joins_servers, pushes_over_nccl
 from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
@@ -25,7 +26,7 @@ from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timeline import TIMELINE, Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TOKENS, TokenLog
-from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.console import note, warn
 from megarl.metrics.trackers.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
@@ -121,6 +122,8 @@ class Run:
         check_reward_model(config, self.algorithm)
         check_teachers(config)
         if resume is None:  # else this was done at the start
+            for line in idle(config):
+                note(line)
             with RewardTrial(config) as trial:
                 self._read(trial)
         else:

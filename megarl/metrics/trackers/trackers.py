@@ -77,7 +77,7 @@ class AdviceTracker(Quiet):
 
     def __init__(self, run: Run) -> None:
         self.path, self._console = run.run_dir / "advice.jsonl", run.console
-        self._advisor, self._said_cut = Advisor(config=run.config), False
+        self._advisor, self._said_cut = Advisor(config=run.config, steps=run.total_steps), False
         again = run.resume_step  # the evaluation after the step of the save is made again, and what it says with it
         of_evaluation = (PARTED, CUT_OFF)
         drop_after(self.path, again, also=lambda row: row["step"] == again and row["advice"].startswith(of_evaluation))

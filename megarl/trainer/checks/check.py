@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from megarl.config import Config, used_roles
+from megarl.config.idle import idle
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
 from megarl.config.validate.models import MINI_PLACE, group_of, missing_folder, model_of, to_prepare, with_own_models
@@ -53,7 +54,8 @@ def main(config: Config) -> int:
             check_rewards(config)
         with faults.collect():
             algorithm = make_algorithm(config)
-            say(source_of_old_log_probs(config, algorithm.why_own_pass))
+            for line in (source_of_old_log_probs(config, algorithm.why_own_pass), *idle(config)):
+                say(line)
     _look_at_files(config, say, faults, tries=is_loaded)
     faults.stop_if_any()
     say("nothing was found that would stop this run")
