@@ -297,12 +297,12 @@ def learn(
         with timer("values"):
             batch = batch.with_columns(values=roles.critic.values(batch))
     with timer("adv"):
-        batch, of_advantages = estimate(batch, kl_coef=algorithm.kl.value, **algorithm.advantages)
         batch, of_ages = leave_out_old(batch, version=step, max_age=algorithm.max_age)
-        stats |= of_advantages | of_ages
         if scored == 1:
             batch, of_rollout = correct(batch, algorithm.correction, version=step)
             stats |= of_rollout
+        batch, of_advantages = estimate(batch, kl_coef=algorithm.kl.value, **algorithm.advantages)
+        stats |= of_advantages | of_ages
     if roles.critic:
         with timer("update_critic"):
             _, of_critic = roles.critic.update(batch, seed=seed)

@@ -18,8 +18,9 @@ def idle(config: Config) -> Iterator[str]:
     if is_one_step and has_ratio and not teaches_alone and not algorithm.rollout_correction.bypass:
         yield (
             "one optimizer step an iteration (actor.ppo_epochs=1, actor.ppo_mini_batch_size="
-            f"{actor.ppo_mini_batch_size} as data.train_batch_size): the ratio of new to old probabilities is 1, so no clip acts, and losses of the "
-            "ratio have one gradient; actor.ppo_epochs=2 or a smaller actor.ppo_mini_batch_size gives them work"
+            f"{actor.ppo_mini_batch_size} as data.train_batch_size): the ratio of new to old probabilities is 1, so no "
+            "clip acts, and losses of the ratio have one gradient; actor.ppo_epochs=2 or a smaller "
+            "actor.ppo_mini_batch_size gives them work"
         )
     if config.uses_critic and config.critic.optim.lr < actor.optim.lr:
         yield (

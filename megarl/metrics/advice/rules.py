@@ -199,7 +199,8 @@ RULES: tuple[Rule, ...] = (
         20,
         signals.values_mislead,
         "for {steps} steps the values have been worse than a constant (critic/vf_explained_var); lower "
-        "critic.optim.lr, let trainer.critic_warmup train the critic first, and see whether the rewards changed their scale",
+        "critic.optim.lr, let trainer.critic_warmup train the critic first, and see whether the rewards changed their "
+        "scale",
     ),
     Rule(
         "values_clipped",
