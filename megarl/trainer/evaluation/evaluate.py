@@ -363,7 +363,7 @@ def main(config: Config) -> int:
         ) as collectors:
             evaluator = Evaluator(collectors, prompts, config, sets)
             evaluator.submit()
-            began, told = time.monotonic(), 0
+            began, told = time.monotonic(), -1
             while not evaluator.ready():
                 look_after(servers, router)
                 done, total = evaluator.progress
