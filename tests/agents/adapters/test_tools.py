@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pools import until
 
 from megarl.agents.chat import Chat
 from megarl.agents.load import load_episode
+from megarl.plugins import user_function
 from megarl.sample import Prompt
 
 CLASS = '''
@@ -234,7 +236,7 @@ class Tools:
 async def test_calls_that_hang_keep_neither_other_episodes_nor_the_end_waiting() -> None:
     Path("mine.py").write_text(HUNG)
     function = load_episode("tools:mine.py:Tools", {})
-    import megarl_file_mine as mine  # type: ignore[import-not-found]
+    mine = sys.modules[user_function("test", "mine.py:Tools").__module__]
 
     num = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than asyncio's own threads
     server = Scripted("qwen2_5", [call("hang")] * num + [call("work"), "Done."])
