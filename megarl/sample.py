@@ -133,6 +133,18 @@ OF_AGENTS = "agent/"  # begins the names of numbers of episodes, among the extra
 AUDIT = "audit"  # extra number of a sample: that of the held-out reward
 AUDIT_ERROR = "audit_error"  # extra number, 1.0, of a sample on which that one failed
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
+# What stands beside a reward's own numbers in files, metrics and settings.
+_TAKEN = {AUDIT, AUDIT_ERROR, REWARD_ERROR, "reward", "score", "uid", "set", "unscored"}
+_TAKEN |= {"overlong_penalty", "overlong_share", "overlong_filtered"}
+
+
+def own_name(name: str) -> str:
+    """The name of a reward's own number among the extra numbers, so that it replaces nothing else.
+
+    >>> own_name("length"), own_name("reward"), own_name("agent/turns")
+    ('length', 'extra/reward', 'extra/agent/turns')
+    """
+    return f"extra/{name}" if name in _TAKEN or name.startswith(OF_AGENTS) else name
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.durable_files import write_text
-from megarl.metrics.jsonl import append_lines
+from megarl.metrics.jsonl import append_lines, plain
 from megarl.sample import Prompt, Sample, line_of
 
 SAMPLES = "samples.jsonl"
@@ -32,8 +32,8 @@ class Answer:
 
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
-    """Write an indented JSON object atomically."""
-    write_text(Path(path), json.dumps(dict(summary), indent=2, ensure_ascii=False) + "\n")
+    """Write an indented JSON object atomically; a number that is not finite becomes null."""
+    write_text(Path(path), json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]], *, num_groups: int = 4) -> None:

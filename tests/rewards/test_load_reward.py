@@ -13,7 +13,7 @@ import torch
 from megarl.plugins import is_async
 from megarl.rewards import REWARDS, load_reward, register_reward
 from megarl.rewards.functions import exact
-from megarl.rewards.result import RewardResult, to_result
+from megarl.rewards.result import RewardResult, joined, to_result
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -195,6 +195,23 @@ def test_a_dict_gives_a_score_and_further_numbers():
     got = to_result({"score": 1, "acc": True, "length": np.int64(7), "pred": "46", "parts": [1, 2], "none": None})
     assert got == RewardResult(1.0, {"acc": 1.0, "length": 7.0})
     assert got.pred == "46"
+
+
+@pytest.mark.parametrize(
+    "name", ["reward", "score", "uid", "set", "audit", "audit_error", "reward_error", "agent/turns"]
+)
+def test_a_further_number_of_a_name_that_is_taken_has_another_one(name):
+    own = f"extra/{name}"
+    if name != "score":
+        assert to_result({"score": 1, name: 0.5}) == RewardResult(1.0, {own: 0.5})
+    both = joined({name: RewardResult(0.25), "format": RewardResult(1.0, {"words": 3.0})}, {})
+    assert both == RewardResult(1.25, {own: 0.25, "format": 1.0, "format/words": 3.0})
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 1e300])
+def test_a_further_number_that_is_not_finite_is_refused_by_name(number):
+    with pytest.raises(ValueError, match="as its number 'length'; expected a finite number of float32"):
+        to_result({"score": 1.0, "length": number})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}, 1e300, {"score": -3.41e38}])

@@ -16,6 +16,7 @@ from megarl.config import Config, resolved
 from megarl.metrics.evaluation.audit import Audit
 from megarl.metrics.evaluation.evaluation import Mean, cut_off
 from megarl.metrics.jsonl import append_lines, read_lines
+from megarl.rewards.result import to_result
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
 from megarl.trainer.evaluation import evaluate
@@ -220,6 +221,17 @@ def answered(uid: str, *extras: dict[str, float]) -> list[Sample]:
         replace(sample, reward=extra.get("acc", 0.0), reward_extra=extra)
         for extra, sample in zip(extras, samples(uid, *(0.0 for _ in extras)), strict=True)
     ]
+
+
+def test_numbers_of_a_reward_replace_nothing_of_an_evaluation() -> None:
+    result = to_result({"score": 1.0, "reward": 0.1, "uid": 7, "set": 8, "audit": 9, "reward_error": 1})
+    group = [replace(sample, reward=result.reward, reward_extra=result.extra) for sample in samples("0-3", 0.0)]
+    found = Evaluation([group], sets=["sums"])
+    metrics, (prompt,) = found.metrics(), found.line(step=0)["prompts"]
+    assert metrics["val/score"] == metrics["val-core/sums/reward/mean@1"] == 1.0
+    assert metrics["val-aux/sums/extra/reward/mean@1"] == 0.1
+    assert found.audits == (0, 0) and "audit/failed" not in metrics
+    assert (prompt["uid"], prompt["set"], prompt["reward"], prompt["extra/uid"]) == ("0-3", "sums", [1.0], [7.0])
 
 
 def test_lost_prompts_count_as_wrong_in_the_accuracy_of_their_set() -> None:
