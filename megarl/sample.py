@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ class Prompt:
     uid: str  # epoch and row of the file: the same row in two epochs gives two groups
     token_ids: list[int]
     text: str | list[dict[str, Any]]  # as in the file: a string, or chat messages
-    ground_truth: str | None = None
+    ground_truth: Any = None  # as the row has it: a text, a number, a list, a mapping; None: it has none
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)  # all other fields of the row, for the reward
 
@@ -29,6 +30,17 @@ def line_of(message: Mapping[str, Any]) -> str:
     """A chat message as "role: content", with its calls of tools as JSON."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
     return f"{message['role']}: {' '.join([*filter(None, [message['content']]), *calls])}"
+
+
+def text_of(truth: Any) -> str:
+    """A ground truth as text, for files and built-in rewards: a column of floats has 46.0 for 46.
+
+    >>> text_of("046"), text_of(46.0), text_of(0.5), text_of({"target": ["a"]})
+    ('046', '46', '0.5', '{"target": ["a"]}')
+    """
+    if isinstance(truth, (int, float, Decimal)) and not isinstance(truth, bool):
+        return str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True)

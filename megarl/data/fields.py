@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Question:
 
     where: str
     text: str | Messages
-    ground_truth: str | None
+    ground_truth: Any  # as the row has it; None: it has none
     data_source: str
     extra: dict[str, Any]  # all other fields
     tools: Tools = ()  # that the chat template gets
@@ -217,8 +218,8 @@ def _without_gaps(row: Record, value: Any) -> Any:
     return value
 
 
-def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: bool) -> str | None:
-    """The expected answer, removed from `fields` if it has its own key; None if the row has none."""
+def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: bool) -> Any:
+    """The expected answer as it is, removed from `fields` if it has its own key; None if the row has none, or NaN."""
     value = fields.pop(key, None)
     if value is None and isinstance(fields.get("reward_model"), dict):
         value = fields["reward_model"].get("ground_truth")
@@ -226,11 +227,7 @@ def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: boo
         value = gsm8k_answer(fields["answer"])
         if value is None:
             raise ValueError(f"{where}: the answer has no '####' before its number; expected that, or the key {key!r}")
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise ValueError(f"{where}: {key} is a {type(value).__name__}; expected a string or a number")
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _response(row: Record, key: str, *, is_chat: bool) -> Messages:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from megarl.float32 import EXPECTED, is_finite
-from megarl.sample import Prompt, own_name
+from megarl.sample import Prompt, own_name, text_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,15 @@ def joined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
 
 
 def ground_truth_of(prompt: Prompt) -> str:
-    """The expected answer.  Raises ValueError if the row has none."""
+    """The expected answer as text.  Raises ValueError if the row has none, or one that is no text and no number."""
+    truth = truth_of(prompt)
+    if isinstance(truth, bool) or not isinstance(truth, (str, int, float, Decimal)):
+        raise ValueError(f"the ground truth is a {type(truth).__name__}; this reward expects a text or a number")
+    return text_of(truth)
+
+
+def truth_of(prompt: Prompt) -> Any:
+    """The expected answer as the row has it.  Raises ValueError if it has none."""
     if prompt.ground_truth is None:
         raise ValueError("the prompt has no ground truth; expected data.ground_truth_key to name a field of the row")
     return prompt.ground_truth

@@ -38,7 +38,7 @@ VERL = {"reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {
     ("fields", "keys", "text", "truth", "source", "extra"),
     [
         ({"prompt": "1+=", "ground_truth": "2", "data_source": "s", "n": 3}, {}, "1+=", "2", "s", {"n": 3}),
-        ({"q": "1+1=", "a": 2, "prompt": "kept"}, RENAMED, "1+1=", "2", "", {"prompt": "kept"}),  # a number is a truth
+        ({"q": "1+1=", "a": 2, "prompt": "kept"}, RENAMED, "1+1=", 2, "", {"prompt": "kept"}),  # a number stays one
         ({"prompt": CHAT, "images": None}, {}, CHAT, None, "", {"images": None}),  # as in a file of mixed rows
         ({"messages": CHAT}, {}, CHAT, None, "", {}),
         ({"prompt": CHAT, **VERL}, {}, CHAT, "42", "", VERL),
@@ -47,6 +47,14 @@ VERL = {"reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {
 def test_a_rows_fields_become_a_prompt(fields, keys, text, truth, source, extra):
     got = question(fields, **keys)
     assert (got.text, got.ground_truth, got.data_source, got.extra) == (text, truth, source, extra)
+
+
+@pytest.mark.parametrize("truth", ["46.0", 46.0, 0, True, [1, "a"], {"target": ["a"]}, None])
+def test_a_ground_truth_stays_what_the_row_has(truth):
+    for fields in ({"ground_truth": truth}, {"reward_model": {"ground_truth": truth}}):
+        found = question({"prompt": "x", **fields}).ground_truth
+        assert found == truth and type(found) is type(truth)
+    assert question({"prompt": "x", "ground_truth": float("nan")}).ground_truth is None, "as if the row had none"
 
 
 def test_gsm8k_rows_become_a_user_message_where_there_is_a_template():
@@ -123,8 +131,6 @@ def test_nulls_that_arrow_puts_into_objects_are_no_arguments(tmp_path):
             "has a function_call; ex",
         ),
         ({"messages": WITH_ANSWER}, "f.jsonl:7: the last message is the assistant's; expected a prompt that ends with"),
-        ({"prompt": "x", "ground_truth": [1]}, "f.jsonl:7: ground_truth is a list; expected a string or a number"),
-        ({"prompt": "x", "ground_truth": True}, "f.jsonl:7: ground_truth is a bool; expected a string or a number"),
         ({"question": "x", "answer": "42"}, "f.jsonl:7: the answer has no '####' before its number"),
         ({"prompt": "<image> x", "images": [{"bytes": b"x"}]}, "f.jsonl:7: the field 'images' is more than text; exp"),
         ({"prompt": "x", "video": "a.mp4"}, "f.jsonl:7: the field 'video' is more than text; expected rows of text a"),

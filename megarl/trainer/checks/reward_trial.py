@@ -28,7 +28,7 @@ from megarl.processes.programs import Program
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.sample import Completion, Prompt, VersionSpan, text_of
 from megarl.trainer.build import plugins
 from megarl.trainer.checks.reward_rows import rewards_of
 from megarl.trainer.collectors import surroundings
@@ -100,7 +100,7 @@ class RewardTrial:
         late: set[str] = set()
         calls: Counter[str] = Counter()
         for where, prompt in rows if self._process is not None else ():
-            right = ANSWER if prompt.ground_truth is None else prompt.ground_truth
+            right = ANSWER if prompt.ground_truth is None else text_of(prompt.ground_truth)
             fns = [fn for fn in rewards_of(prompt.data_source, self._config) if fn not in SERVICES]
             jobs = [(fn, answer) for fn in fns for answer in (right, *(() if fn in tried else odd))]
             tried.update(fns)
