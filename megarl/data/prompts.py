@@ -110,7 +110,7 @@ class Prompts:
         It saves the prompts of the finished groups that wait.
         """
         for question in self._questions:
-            for name, value in question.extra.items():
+            for name, value in [("the ground truth", question.ground_truth), *question.extra.items()]:
                 try:
                     check_writable(value)
                 except TypeError as error:

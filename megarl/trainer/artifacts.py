@@ -20,6 +20,7 @@ from megarl.metrics.trackers.console import warn
 from megarl.projections import chosen, projections_of
 from megarl.terminal import pages
 from megarl.trainer.build import model_folder
+from megarl.trainer.checks.reward_rows import chosen_rewards
 from megarl.trainer.evaluation.evaluate import Evaluation
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
 from megarl.trainer.observed.run_log import Totals
@@ -76,6 +77,9 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     again = _score_of_export(run) if is_checked else None
     summary: dict[str, Any] = {"steps": run.num_steps}
     summary |= run.shortened
+    summary["rewards"] = run.config.reward.fn
+    if rewards := chosen_rewards(run.config, run.prompts.questions):
+        summary["rewards_by_data_source"] = rewards
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""

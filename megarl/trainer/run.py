@@ -57,7 +57,7 @@ from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.saver import Saver
-from megarl.trainer.checks.reward_rows import check_audited, check_truths
+from megarl.trainer.checks.reward_rows import check_audited, check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
@@ -170,7 +170,9 @@ class Run:
             lines += [shortened("data.val_files", self.config, val, data.val_max_samples)] if val else []
             for line in filter(None, lines):
                 warn(line)
-            check_truths(self.config, [self.prompts, *([val] if val else [])])
+            read = [self.prompts, *([val] if val else [])]
+            say_chosen(self.config, [question for prompts in read for question in prompts.questions], note)
+            check_truths(self.config, read)
             num_rows = self.config.reward.try_rows
             trial.check([*self.prompts.some(num_rows), *(val.some(num_rows) if val else ())])
 

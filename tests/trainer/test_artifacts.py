@@ -31,6 +31,7 @@ def run_of(folder: Path, *words: str) -> Any:
         audit=Audit(),
         num_steps=3,
         shortened={"prompts_filtered": 0, "prompts_cut": 0},
+        prompts=SimpleNamespace(questions=[Prompt("0-0", [1], "1+1=", "2")] * 3),
         val_prompts=[Prompt("eval-0", [1], "1+1=", "2")],
     )
 

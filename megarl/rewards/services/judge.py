@@ -115,7 +115,7 @@ def reader(read: str) -> Callable[[str], float | None]:
         return lambda text: _last(found[field] for found in _objects(text) if field in found)
     pattern = re.compile(read)
     assert pattern.groups == 1, f"reward.judge.read={read}: expected one group"
-    return lambda text: _last(pattern.findall(text))
+    return lambda text: _last(pattern.findall(text.replace("\u2212", "-")))
 
 
 def _last(found: Any) -> float | None:

@@ -23,7 +23,7 @@ from megarl.plugins import load_plugins, user_function
 from megarl.terminal import sentences
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import cached_folder, read_prompts
-from megarl.trainer.checks.reward_rows import check_truths
+from megarl.trainer.checks.reward_rows import check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
 from megarl.trainer.servers.colocation import check_shared_gpus
@@ -142,6 +142,7 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
             yield f"warning: {reason}"
     rows: list[Row] = []
     read: list[Prompts] = []
+    chosen: list[str] = []
     with RewardTrial(here) as trial:
         for name, files in sets.items():
             prompts: Prompts | None = None
@@ -155,6 +156,8 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
             rows += prompts.some(here.reward.try_rows)
             read.append(prompts)
             yield _prompts(f"data.{name}_files", files, prompts)
+        say_chosen(here, [question for prompts in read for question in prompts.questions], chosen.append)
+        yield from chosen
         with faults.collect():
             check_truths(here, read if tries else [])
         with faults.collect():

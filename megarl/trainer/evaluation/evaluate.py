@@ -38,7 +38,7 @@ from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.terminal import sentences
 from megarl.trainer.build import read_prompts, shortened
-from megarl.trainer.checks.reward_rows import check_truths
+from megarl.trainer.checks.reward_rows import check_truths, chosen_rewards, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.evaluation.record import new_folder, weights_of
@@ -341,6 +341,7 @@ def main(config: Config) -> int:
         console.print(f"warning: {reason}")
     with RewardTrial(config) as trial:
         read = read_prompts(config, config.data.val_files)
+        say_chosen(config, read.questions, console.print)
         check_truths(config, [read])
         trial.check(read.some(config.reward.try_rows))
     weights = weights_of(config)  # before servers load them
@@ -372,7 +373,9 @@ def main(config: Config) -> int:
                     told = done * TENTHS // total
                     console.print(f"evaluating: {done} of {total} prompts, {time.monotonic() - began:.0f} s")
             found, seconds = evaluator.take(), time.monotonic() - began
-    summary = _summary(config, found, read, seconds)
+    summary = _summary(config, found, read, seconds) | {"rewards": config.reward.fn}
+    if chosen := chosen_rewards(config, prompts):
+        summary["rewards_by_data_source"] = chosen
     for name, value in summary["metrics"].items():
         if is_core(name):
             console.print(f"{name} {value:.4f}")

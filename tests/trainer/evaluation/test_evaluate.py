@@ -19,12 +19,14 @@ from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.rewards.result import to_result
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
+from megarl.trainer.checks.reward_rows import chosen_rewards, say_chosen
 from megarl.trainer.evaluation import evaluate
 from megarl.trainer.evaluation.beside import Beside
 from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
 from megarl.trainer.evaluation.record import weights_of
 
-PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
+ROW = Prompt("eval-0", [1], "1+1=", "2")
+PROMPTS = SimpleNamespace(all=lambda _: [ROW], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
 PROMPTS.left_out, PROMPTS.num_cut = lambda _: 0, 0
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
@@ -123,7 +125,7 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     run.mkdir(parents=True)
     (run / "summary.json").write_text("of the training")
     found = [samples("0", 1.0), samples("1", 1.0), LostRollout(Prompt("2", [1], ""), "no server")]
-    prompts = SimpleNamespace(all=lambda _: ["a"] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
+    prompts = SimpleNamespace(all=lambda _: [ROW] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
     prompts.left_out, prompts.num_cut = lambda _: 2, 0
     evaluated(config, monkeypatch, answering(*found), prompts)
     folder = run / "evaluations" / "1"
@@ -131,6 +133,7 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     assert summary["accuracy"] == summary["score"] == pytest.approx(2 / 3)
     assert summary["accuracy_stderr"] == summary["score_stderr"] == pytest.approx(1 / 3)
     assert (summary["prompts"], summary["metrics"]["val/lost"]) == (3, 1.0)
+    assert (summary["rewards"], summary["rewards_by_data_source"]) == (["auto"], {"exact": 3})
     listed = subprocess.run(["sha256sum", "model.safetensors"], cwd=tmp_path, capture_output=True, check=True).stdout
     of_file = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
     assert {name: summary["weights"][name] for name in ("folder", "sha256", "files")} == {
@@ -221,6 +224,22 @@ def answered(uid: str, *extras: dict[str, float]) -> list[Sample]:
         replace(sample, reward=extra.get("acc", 0.0), reward_extra=extra)
         for extra, sample in zip(extras, samples(uid, *(0.0 for _ in extras)), strict=True)
     ]
+
+
+def test_what_chose_itself_is_said_and_counted() -> None:
+    raw = {"answer": "12 + 34 = 46\n#### 46"}
+    rows = [Prompt("0-0", [1], "?", "46", "", raw)] * 3 + [Prompt("0-3", [1], "?", "46", "mine")]
+    config, said = resolved(Config()), list[str]()
+    say_chosen(config, rows, said.append)
+    more = "exact pays for the bare ground truth only, as there is no rule for data_source 'mine'"
+    assert said == [f"reward.fn=auto: by the data source gsm8k scores 3 rows, exact scores 1 row; {more}"]
+    assert chosen_rewards(config, rows) == {"gsm8k": 3, "exact": 1}
+    rows.append(Prompt("0-4", [1], "?", "46", "numina_olympiads"))
+    say_chosen(config, rows[4:], said.append)
+    assert said[1].endswith("verl scores numina_* with a function of its own, math is the nearest")
+    config.reward.fn = ["gsm8k"]
+    say_chosen(config, rows, said.append)
+    assert len(said) == 2 and chosen_rewards(config, rows) == {}
 
 
 def test_numbers_of_a_reward_replace_nothing_of_an_evaluation() -> None:
