@@ -46,7 +46,7 @@ class _UserFiles:
         return importlib.util.spec_from_file_location(name, bytes.fromhex(name.removeprefix(FILE_MODULE)).decode())
 
 
-sys.meta_path.append(_UserFiles)  # type: ignore[arg-type]
+sys.meta_path.append(_UserFiles)
 
 
 def load_plugins(specs: Sequence[str]) -> None:
