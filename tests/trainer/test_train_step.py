@@ -213,6 +213,15 @@ def test_an_evaluation_that_no_reward_could_score_ends_no_run_that_has_trained(
         assert capsys.readouterr().err == "warning: every prompt was lost\n"
 
 
+def test_answers_without_a_score_are_counted_over_a_run_and_its_continuation() -> None:
+    totals = Totals(0.0, {})
+    for unscored in (15.0, 16.0):
+        totals.add({"rollout/lost": 0.0, "reward/unscored": unscored})
+    again = Totals(0.0, totals.state_dict())
+    again.add({"rollout/lost": 1.0})
+    assert (again.state_dict()["unscored_answers"], again.state_dict()["lost_rollouts"]) == (31, 1)
+
+
 def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
     said = noted()
     evaluator: Any = Waited(Evaluation([]))

@@ -382,6 +382,15 @@ RULES: tuple[Rule, ...] = (
         "look at the logs of the servers, raise rollout.request_timeout_s, or lower rollout.piece_tokens",
     ),
     Rule(
+        "answers_unscored",
+        ("rollout/tokens_wasted_share/unscored",),
+        3,
+        signals.above(0.05),
+        "a reward fails on so many answers that over 5 % of the tokens are left out (rollout/tokens_wasted_share), and "
+        "the rest is a biased choice; the collector's log has its errors, reward.timeout_s is its limit, and "
+        "reward.on_error=zero counts 0 where the answer is to blame",
+    ),
+    Rule(
         "rollouts_lost",
         ("rollout/lost",),
         5,

@@ -75,8 +75,8 @@ def _same(answer: str, ground_truth: str) -> bool:
 
 def _value(text: str) -> Fraction | None:
     over, _, under = text.partition("/")
-    found = to_decimal(over), to_decimal(under or "1")
-    if any(part is None or not part.is_finite() or abs(part.adjusted()) > _DIGITS for part in found) or not found[1]:
+    found = [part for part in (to_decimal(over), to_decimal(under or "1")) if part is not None]
+    if len(found) < 2 or not found[1] or any(not p.is_finite() or abs(p.adjusted()) > _DIGITS for p in found):
         return None
     return Fraction(found[0]) / Fraction(found[1])
 

@@ -69,6 +69,7 @@ FAULTS: dict[str, Toy] = {
     "ahead_too_large": Toy(steps=11, schedule=(("iterations_waiting", 1.5),)),
     "prefix_stale": Toy(steps=4, schedule=(("stale_prefix", 20), ("tokens_wasted_share/stale", 0.08))),
     "tokens_wasted": Toy(steps=6, schedule=(("tokens_wasted_share", 0.2),)),
+    "answers_unscored": Toy(steps=4, schedule=(("tokens_wasted_share/unscored", 0.25),)),
     "rollouts_lost": Toy(steps=6, lost=3),
 }
 BY_NAME = {rule.name: rule for rule in RULES}
