@@ -50,7 +50,7 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
     if not is_ours or not set(needed) <= set(takes) or not (takes_any or len(takes) == len(OUR_ARGUMENTS)):
         raise ValueError(
-            f"reward.fn={fn}: it takes ({', '.join(parameters)}); expected the names ({', '.join(OUR_ARGUMENTS)}) "
+            f"reward.fn={fn}: it takes ({', '.join(parameters)}); expected ({', '.join(OUR_ARGUMENTS)}) "
             f"or ({', '.join(VERL_ARGUMENTS)})"
         )
     return _wrapping(function, _with_messages(function)) if "messages" in parameters else function

@@ -103,7 +103,7 @@ def test_bad_input_any_json_and_any_bytes_in_a_line(
         (b'{"prompt": [{"role": 1, "content": "a"}]}', "is not"),
         (b'{"prompt": "a", "images": ["b"]}', "more than text"),
     ],
-    ids=range(21),
+    ids=range(19),
 )
 def test_bad_input_lines_are_named_with_their_number(
     cases: Cases, tmp_path: Path, readers: tuple[Reader, Reader], line: bytes, said: str

@@ -129,7 +129,7 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
         return solution_str == ground_truth
 
     register_reward("one")(lambda prompt: 0)
-    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected the names \(prompt"):
+    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected \(prompt"):
         load_reward("one")
     assert load_reward("short") is short
     assert called("short") == -1
@@ -157,13 +157,13 @@ def test_a_path_may_be_relative_and_an_installed_module_named(path, tmp_path, mo
         ("{path}:number", r"has no function 'number'"),
         (
             "{path}:others",
-            r"it takes \(completion, truth\); expected the names \(prompt, completion\) or \(data_source, ",
+            r"it takes \(completion, truth\); expected \(prompt, completion\) or \(data_source, ",
         ),
-        ("{path}:swapped", r"it takes \(completion, prompt\); expected the names \(prompt, completion\) or"),
-        ("{path}:lists", r"it takes \(prompts, completions, kwargs\); expected the names \(prompt, completion\) or"),
+        ("{path}:swapped", r"it takes \(completion, prompt\); expected \(prompt, completion\) or"),
+        ("{path}:lists", r"it takes \(prompts, completions, kwargs\); expected \(prompt, completion\) or"),
         (
             "{path}:one",
-            r"it takes \(prompt\); expected the names \(prompt, completion\) or \(data_source, solution_str, ",
+            r"it takes \(prompt\); expected \(prompt, completion\) or \(data_source, solution_str, ",
         ),
         ("{path}:strange_score", r"no value for tokenizer; expected \(data_source, solution_str, "),
         ("{path}:strange_batch_score", r"no value for tokenizer; expected \(data_sources, solution_strs, "),
