@@ -98,7 +98,7 @@ def test_completions_are_asked_of_servers_or_their_router_which_are_looked_after
     answers = iter([None, None, samples("0", 0.5)])  # while they are waited for
     done = SimpleNamespace(group=samples("1", 0.5))
     collectors = MagicMock(**{"submit.return_value": [ticket, done]})
-    two = {"all": lambda _: ["a prompt"] * 2, "sets": lambda _: ["sums"] * 2}
+    two = {"all": lambda _: [ROW] * 2, "sets": lambda _: ["sums"] * 2}
     collectors.wait.side_effect = lambda: setattr(ticket, "group", next(answers))
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
     prompts = SimpleNamespace(**vars(PROMPTS) | two)
