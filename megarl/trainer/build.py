@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import threading
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import VARIABLES
 from megarl.servers.server_process import HERE, Machines
+from megarl.weights.hf.named import check_for_sglang
 from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
 
@@ -308,6 +308,8 @@ def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trai
     launches, machines = [], []
     launch = server_launch(config)
     reads_weights = not (trains and config.first_push_is_whole) or _is_padded(launch)
+    if reads_weights and launch.engine == "sglang":
+        check_for_sglang(launch.model_path)
     launch = replace(launch, reads_weights=reads_weights, returns_routes=trains and launch.returns_routes)
     launch = replace(launch, num_threads=server_threads(config, trains=trains))
     for places, gpu in placements(config, trains=trains):
@@ -328,8 +330,7 @@ def _is_padded(launch: EngineLaunch) -> bool:
     """Whether the server pads the model, whose padding no push brings."""
     if not launch.uses_cpu or launch.engine != "sglang":
         return False
-    hf = json.loads((Path(launch.model_path) / "config.json").read_text())
-    return is_enlarged("sglang", hf, launch.tensor_parallel_size)
+    return is_enlarged("sglang", config_of_folder(launch.model_path), launch.tensor_parallel_size)
 
 
 def check_gpus(config: Config, *, trains: bool) -> None:
@@ -355,11 +356,16 @@ def plugins(config: Config) -> list[str]:
 
 
 def check_ids(config: Config, highest: int) -> None:
-    """A critic or reference may have a smaller vocabulary than the actor, but must cover all ids of the tokenizer.
+    """All models must know all ids of the tokenizer; the vocabulary of a critic or reference may else be smaller.
 
     Token ids above `highest` are padding.  Raises ValueError for a smaller one.
     """
     ours = model_numbers(config, "actor").vocab_size
+    if ours is not None and ours <= highest:
+        raise ValueError(
+            f"model.path={config.model.path}: its vocabulary has {ours} tokens, and the tokenizer of "
+            f"{config.model.tokenizer_path} has ids up to {highest}; expected a tokenizer of this model"
+        )
     for role in set(used_roles(config, "train")) - {"actor"}:
         theirs = model_numbers(config, role).vocab_size
         if ours is not None and theirs is not None and theirs <= highest and theirs < ours:
@@ -372,8 +378,7 @@ def check_ids(config: Config, highest: int) -> None:
 
 def check_reads_text(config: Config) -> None:
     """Raises ValueError for a policy of more than text; the folder of a hub name is there only now."""
-    hf = json.loads((Path(model_folder(config.model.path)) / "config.json").read_text())
-    if sentence := more_than_text(hf):
+    if sentence := more_than_text(config_of_folder(model_folder(config.model.path))):
         raise ValueError(f"model.path={config.model.path}: {sentence}")
 
 

@@ -15,10 +15,11 @@ from parity_cases import LOSSES, make_step
 
 from megarl.batch import Batch, MicroBatch
 from megarl.data.packing import plan
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, apply_lora
-from megarl.mcore.models.model import build_model, read_hf_config, unwrap
+from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
 from megarl.mcore.training.execution import ExecutionOptions

@@ -21,10 +21,11 @@ from megarl.algo.step_columns import step_columns
 from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
 from megarl.data.prefix_tree import CommonPrefixes, families
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
-from megarl.mcore.models.model import Model, build_model, read_hf_config
+from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training

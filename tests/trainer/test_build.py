@@ -160,8 +160,13 @@ def test_servers_get_the_time_to_load_and_may_be_busy_with_a_push_as_long_as_a_c
 )
 def test_servers_read_weights_only_if_no_push_brings_all_of_them(words: list[str], trains: bool, reads: bool) -> None:
     config = load("model.path=/m", "model.dtype=bfloat16", "rollout.engine=sglang", "trainer.device=cuda", *words)
-    with mock.patch.object(build_module, "model_folder", lambda path: path):
+    looked_at: list[str] = []
+    with (
+        mock.patch.object(build_module, "model_folder", lambda path: path),
+        mock.patch.object(build_module, "check_for_sglang", looked_at.append),
+    ):
         servers = make_servers(config, "token", trains=trains)
+    assert looked_at == ["/m"] * reads
     assert [server.process.launch.reads_weights for server in servers._servers] == [reads]
 
 
@@ -172,6 +177,8 @@ def test_a_vocabulary_that_lacks_ids_of_the_tokenizer_is_refused() -> None:
     check_ids(config, 151664)
     with pytest.raises(ValueError, match="^critic.model.path=c: its vocabulary has 151936 tokens, .* of t has ids up"):
         check_ids(config, 151936)
+    with pytest.raises(ValueError, match="^model.path=m: its vocabulary has 152064 tokens, .* of t has ids up to 1520"):
+        check_ids(config, 152064)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.hf_config import read_config
+from megarl.hf_config import read_config
 from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent, last_lines
 from megarl.processes.presence import show_life
