@@ -26,6 +26,7 @@ from machine import matmul_rate
 from step_loops import Bare, Ours, Work, cross_entropy_of, make_work
 from torch.profiler import profile, supported_activities
 
+from megarl.hf_config import completed
 from megarl.layout import Layout
 from megarl.mcore import cpu
 from megarl.mcore.setup import backend_of, destroy_groups, make_groups
@@ -197,7 +198,7 @@ def gpu_peak(device: str) -> tuple[float | None, list[str]]:
 
 def model_config(size: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a Qwen3."""
-    return {
+    numbers = {
         "model_type": "qwen3",
         "hidden_size": size["hidden"],
         "intermediate_size": size["ffn"],
@@ -213,6 +214,7 @@ def model_config(size: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": 2 * size["longest"],
         "tie_word_embeddings": False,
     }
+    return completed(numbers)
 
 
 def lengths_of(size: dict[str, Any]) -> list[int]:

@@ -21,9 +21,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.layout import Layout
 from megarl.mcore import cpu
-from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.model import make_chunks
 from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.model_settings.hf import HFConfig
 from megarl.plan.memory.count import Parameters
 
 

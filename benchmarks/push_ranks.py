@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.group.follow import Answer, follow
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
-from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
+from megarl.mcore.models.model import DTYPES, Model, build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, initialize, make_groups, rank_info
 from megarl.processes.connection import Tensors
 from megarl.weights.hf.load import load_hf

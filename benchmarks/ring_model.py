@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from megarl.data.hf_config import config_of
+from megarl.hf_config import config_of
 from megarl.layout import RANDOM_WEIGHTS
 from megarl.plan.memory.count import whole
 

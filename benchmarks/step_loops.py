@@ -113,7 +113,7 @@ class Bare:
             vocab_size=padded_vocab_size(hf["vocab_size"], 1),
             max_sequence_length=hf["max_position_embeddings"],
             position_embedding_type="rope",
-            rotary_base=hf["rope_theta"],
+            rotary_base=hf["rope_parameters"]["rope_theta"],
         ).to(work.device)
         gpt.load_state_dict(unwrap(like.model[0]).state_dict())
         wrapper = DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=True)

@@ -88,6 +88,9 @@ The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.
 dropped. [coming_from/verl.md](coming_from/verl.md) has the differences. A spelling with `(entry NAME)` sets only that
 entry of the list or mapping.
 
+Where names have "any value", it may be a list or a mapping: `agent.args={cfg:{a:{b:1}}}` and `agent.args.cfg.a.b=1` are
+the same, in a file too. A later layer adds its names to those below it; an empty mapping leaves none of them.
+
 """.splitlines()
 
 

@@ -151,7 +151,7 @@ GROUPS = {
     "data": "files of prompts, batch size, lengths",
     "model": "the policy at the start: a Hugging Face folder or hub name",
     "actor": "its loss, optimizer and layout (actor.optim.*, actor.megatron.*)",
-    "critic": "the same for the value model; follows the actor unless set",
+    "critic": "the same for the value model; follows the actor unless set, but for critic.optim.*",
     "ref": "the reference policy of the KL terms",
     "teachers": "models from which the policy learns, each with a name of its own (teachers.NAME.*)",
     "distill": "how it learns from them: a divergence as loss, or log-probs as reward",

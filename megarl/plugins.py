@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
 from os.path import expanduser, isfile
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -29,7 +30,23 @@ DOCUMENTED = {
     "verl.workers.config": f"{_COMPAT}.configs",
 }
 
-FILE_MODULE = "megarl_file_"  # begins the name of a module that was loaded by its path
+# A user's file is a module below this one, with its path in its name: so a process that the user's code starts, by any
+# start method, can import it, as it must to call a function of that file.
+__path__: list[str] = []
+FILE_MODULE = f"{__name__}.file_"
+
+
+class _UserFiles:
+    """Finds these modules."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(FILE_MODULE):
+            return None
+        return importlib.util.spec_from_file_location(name, bytes.fromhex(name.removeprefix(FILE_MODULE)).decode())
+
+
+sys.meta_path.append(_UserFiles)
 
 
 def load_plugins(specs: Sequence[str]) -> None:
@@ -181,19 +198,10 @@ def _module(setting: str, place: str) -> ModuleType:
     if place.endswith(".py") and not isfile(path):
         raise ValueError(f"{setting}: there is no file {path.absolute()}")
     try:
-        return _module_from_file(path) if place.endswith(".py") else importlib.import_module(place)
+        name = f"{FILE_MODULE}{os.fsencode(path.resolve()).hex()}" if place.endswith(".py") else place
+        return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{setting}: importing {place} failed with {type(error).__name__}: {_line(error)}") from error
-
-
-def _module_from_file(path: Path) -> ModuleType:
-    name = f"{FILE_MODULE}{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None, f"a .py file always has a loader: {path}"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _functions(module: ModuleType) -> str:

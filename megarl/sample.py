@@ -5,8 +5,10 @@ Without torch, whose import takes longer than all else that a process of rewards
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,27 @@ class Prompt:
 
     uid: str  # epoch and row of the file: the same row in two epochs gives two groups
     token_ids: list[int]
-    text: str | list[dict[str, str]]  # as in the file: a string, or chat messages
-    ground_truth: str | None = None
+    text: str | list[dict[str, Any]]  # as in the file: a string, or chat messages
+    ground_truth: Any = None  # as the row has it: a text, a number, a list, a mapping; None: it has none
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)  # all other fields of the row, for the reward
+
+
+def line_of(message: Mapping[str, Any]) -> str:
+    """A chat message as "role: content", with its calls of tools as JSON."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return f"{message['role']}: {' '.join([*filter(None, [message['content']]), *calls])}"
+
+
+def text_of(truth: Any) -> str:
+    """A ground truth as text, for files and built-in rewards: a column of floats has 46.0 for 46.
+
+    >>> text_of("046"), text_of(46.0), text_of(0.5), text_of({"target": ["a"]})
+    ('046', '46', '0.5', '{"target": ["a"]}')
+    """
+    if isinstance(truth, (int, float, Decimal)) and not isinstance(truth, bool):
+        return str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True)
@@ -126,6 +145,18 @@ OF_AGENTS = "agent/"  # begins the names of numbers of episodes, among the extra
 AUDIT = "audit"  # extra number of a sample: that of the held-out reward
 AUDIT_ERROR = "audit_error"  # extra number, 1.0, of a sample on which that one failed
 REWARD_ERROR = "reward_error"  # extra number, 1.0, of a sample on which the reward function failed
+# What stands beside a reward's own numbers in files, metrics and settings.
+_TAKEN = {AUDIT, AUDIT_ERROR, REWARD_ERROR, "reward", "score", "uid", "set", "unscored"}
+_TAKEN |= {"overlong_penalty", "overlong_share", "overlong_filtered"}
+
+
+def own_name(name: str) -> str:
+    """The name of a reward's own number among the extra numbers, so that it replaces nothing else.
+
+    >>> own_name("length"), own_name("reward"), own_name("agent/turns")
+    ('length', 'extra/reward', 'extra/agent/turns')
+    """
+    return f"extra/{name}" if name in _TAKEN or name.startswith(OF_AGENTS) else name
 
 
 @dataclass(frozen=True)
@@ -176,6 +207,11 @@ class Sample:
     def num_learnt(self) -> int:
         """Tokens that the policy wrote; each is learnt once."""
         return sum(row.num_learnt for row in self.rows)
+
+    @property
+    def response_length(self) -> int:
+        """Tokens behind the prompt of each row, what tools said included."""
+        return sum(len(row.token_ids) - row.learnt[0].start for row in self.rows)
 
     @property
     def learnt_ids(self) -> list[int]:

@@ -255,6 +255,8 @@ def train_step(
         metrics |= servers.metrics(report) | {"checkpoint/failed": float(saver.failed)}
     num_tokens = 0 if batch is None else batch.num_tokens
     metrics |= timer.finish(num_tokens=num_tokens, num_devices=log.num_devices)
+    of_phases = sum(report["timings"].values())
+    metrics["timing_s/push/other"] = max(0.0, metrics["timing_s/update_weights"] - of_phases)
     metrics |= log.of_step(step + 1, batch, metrics) if log.of_step else {}
     waited = metrics["timing_s/gen"] + rewards_s + metrics.get("timing_s/drain", 0.0)
     metrics["rollout/idle_share"] = waited / metrics["timing_s/step"]
@@ -295,12 +297,12 @@ def learn(
         with timer("values"):
             batch = batch.with_columns(values=roles.critic.values(batch))
     with timer("adv"):
-        batch, of_advantages = estimate(batch, kl_coef=algorithm.kl.value, **algorithm.advantages)
         batch, of_ages = leave_out_old(batch, version=step, max_age=algorithm.max_age)
-        stats |= of_advantages | of_ages
         if scored == 1:
             batch, of_rollout = correct(batch, algorithm.correction, version=step)
             stats |= of_rollout
+        batch, of_advantages = estimate(batch, kl_coef=algorithm.kl.value, **algorithm.advantages)
+        stats |= of_advantages | of_ages
     if roles.critic:
         with timer("update_critic"):
             _, of_critic = roles.critic.update(batch, seed=seed)

@@ -15,9 +15,9 @@ ROOT = Path(megarl.__file__).parent
 FLOORS = {
     0: (
         "sample batch float32 ragged token_age layout model_types projections plugins declared network sandbox "
-        "durable_files megatron_fields terminal options"
+        "hf_config durable_files megatron_fields terminal options"
     ),
-    1: "config algo data rewards metrics processes routed_experts rank_files",
+    1: "config model_settings algo data rewards metrics processes routed_experts rank_files",
     2: "rollout mcore report tasks",
     3: "servers plan agents",
     4: "weights machines",

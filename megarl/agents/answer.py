@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-OPEN, CLOSE = "<think>", "</think>"
+from megarl.data.template import CLOSE, OPEN
 
 
 class ToolCall(NamedTuple):
@@ -38,7 +38,11 @@ def hermes(text: str) -> tuple[str, list[ToolCall], int]:
         nonlocal malformed
         try:
             call = json.loads(match.group(1))
-            name, arguments = call["name"], call.get("arguments", {})
+            name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # the second: Llama's
+            if arguments in (None, ""):
+                arguments = {}
+            elif isinstance(arguments, str):  # encoded twice
+                arguments = json.loads(arguments)
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 raise TypeError("a call is a name and an object")
             arguments = json.dumps(arguments, ensure_ascii=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from megarl.agents.chat_completions import finish_reason, read_chat
@@ -26,9 +26,30 @@ class ToolRequest:
     arguments: dict[str, Any]
 
     def response(self, content: Any) -> dict[str, Any]:
-        """The message that answers the call; what is no text becomes JSON."""
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
+        """The message that answers the call; what is no text becomes JSON, and what is no JSON the text of `str`."""
+        return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": shown(content)}
+
+
+def shown(value: Any) -> str:
+    """What a tool returned as text, whatever it is; half a character, which no tokenizer takes, becomes "?"."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
+        text = str(value)
+    return text.encode(errors="replace").decode()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know, as something that it does."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return vars(value)
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if hasattr(value, "tolist"):  # arrays and numbers of numpy and torch
+        return value.tolist()
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,7 @@ class ChatAnswer:
     finish_reason: str  # stop | tool_calls | length
     message: dict[str, Any]  # append it to the messages of the next request
     turn: int  # its number in the episode
+    malformed_calls: int = 0  # that the text holds still
 
 
 class Chat:
@@ -86,7 +108,13 @@ class Chat:
         )
         answer = written.answer
         return ChatAnswer(
-            answer.content, answer.reasoning, calls, finish_reason(written), dict(written.message), written.turn
+            answer.content,
+            answer.reasoning,
+            calls,
+            finish_reason(written),
+            dict(written.message),
+            written.turn,
+            answer.malformed_calls,
         )
 
     def reward(self, value: float, answer: ChatAnswer | None = None) -> None:

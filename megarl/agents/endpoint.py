@@ -19,6 +19,7 @@ from aiohttp import web
 from megarl.agents import anthropic_messages, chat_completions, responses
 from megarl.agents.refusals import Refused, check_fields, expect
 from megarl.agents.session import Policy, Session, closed
+from megarl.data.chat import encode
 from megarl.float32 import EXPECTED, is_finite
 from megarl.network.http_limits import body_of, limited_runner, parse_json
 from megarl.rollout.pool.pool import RolloutFailed
@@ -159,7 +160,7 @@ class Endpoint:
         self._check(session, body, chat_completions.TEXT_FIELDS)
         prompt = body.get("prompt")
         if isinstance(prompt, str):
-            prompt = self._policy.tokenizer.encode(prompt)
+            prompt = encode(self._policy.tokenizer, prompt)
         limit = expect(body, "max_tokens", int, "a whole number >= 1", None)
         num = chat_completions.read_num(body)
         if not isinstance(prompt, list):

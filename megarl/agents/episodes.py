@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.answer import TOOL_PARSERS
 from megarl.agents.chat import Chat
 from megarl.agents.endpoint import Endpoint
+from megarl.agents.limit_errors import is_refusal
 from megarl.agents.load import CHAT, PROCESS, load_episode
 from megarl.agents.process import EpisodeFailed, Job, Processes
 from megarl.agents.session import Policy, Session
@@ -28,7 +29,7 @@ from megarl.plugins import describe
 from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings
-from megarl.rollout.collect import NoSample, Score, grouped
+from megarl.rollout.collect import NoSample, Score, grouped, text_of
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
@@ -41,8 +42,9 @@ MAX_LOGGED = 10  # logged errors; all are counted
 _LOOK_S = 0.1  # between two looks at an episode whose time is over once the servers answer
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
 # What happened to episodes, in total: see counters.
-EPISODES, ERRORS, TIMEOUTS, EMPTY = (OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty"))
-COUNTS = (EPISODES, ERRORS, TIMEOUTS, EMPTY)
+COUNTS = EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED = tuple(
+    OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty", "unrewarded")
+)
 
 
 class EpisodeError(RuntimeError):
@@ -65,10 +67,12 @@ class Settings:
     timeout_s: float = 600.0
     num_processes: int = 16
     on_error: str = "unscored"
+    over_limit_reward: float | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
     training: SamplingParams = field(default_factory=SamplingParams)  # how training samples; agents may say it
     system_prompt: str | None = None
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    special_tokens: bool = False  # what a reward reads has these
 
 
 class _Ended(NamedTuple):
@@ -79,6 +83,9 @@ class _Ended(NamedTuple):
     failure: NoSample | None = None
 
 
+_Episode = asyncio.Task[_Ended]
+
+
 class Episodes:
     """A writer: see rollout.collect.  Example:
 
@@ -86,7 +93,8 @@ class Episodes:
             group = await episodes.group(prompt, n=8, params=params)
 
     The reward of an episode is what its function returns, else what it reported to the endpoint, else the sum of its
-    turns' own rewards, else what `score` says about its last answer.
+    turns' own rewards, else what `score` says about its last answer.  `score` is never asked about an episode that a
+    limit ended where others give rewards of their own.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Episodes:
         self._processes = Processes(job, num=settings.num_processes, surroundings=settings.surroundings)
         self._endpoint: Endpoint | None = None
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self._gives_rewards = self._has_warned = False  # whether an episode had one of its own
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -123,7 +132,11 @@ class Episodes:
         await self._stack.aclose()
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: COUNTS.  errors and timeouts are episodes that failed, empty ones wrote nothing."""
+        """Totals since the start: COUNTS.
+
+        errors and timeouts are episodes that failed, empty ones wrote nothing, and a limit ended the unrewarded ones
+        before they gave their reward.
+        """
         return {name: float(count) for name, count in self._counts.items()}
 
     async def group(
@@ -136,22 +149,25 @@ class Episodes:
         asked = [params] * n + [params.as_greedy()] * greedy
         async with asyncio.TaskGroup() as tasks:
             policies = (replace(self._policy, params=each, urgent=urgent) for each in asked)
-            begun = [tasks.create_task(self._sample(prompt, at, policy)) for at, policy in enumerate(policies)]
-        return grouped(self._pool, prompt, [task.result() for task in begun], n)
+            episodes = [
+                tasks.create_task(self._ended(prompt, f"{prompt.uid}/{at}", policy))
+                for at, policy in enumerate(policies)
+            ]
+            samples = [tasks.create_task(self._sample(prompt, episode, episodes)) for episode in episodes]
+        return grouped(self._pool, prompt, [task.result() for task in samples], n)
 
     # ---- one episode
 
-    async def _sample(self, prompt: Prompt, index: int, policy: Policy) -> Sample | NoSample:
-        """A scored episode, or why there is none; its tokens are then counted as wasted."""
-        self._counts[EPISODES] += 1
-        ended = await self._ended(prompt, f"{prompt.uid}/{index}", policy)
+    async def _sample(self, prompt: Prompt, episode: _Episode, group: Sequence[_Episode]) -> Sample | NoSample:
+        """A scored episode of a group, or why there is none; its tokens are then counted as wasted."""
+        ended = await episode
         session = ended.session
         rows = session.conversation.rows()
         if not rows and not session.failure:
             self._counts[EMPTY] += 1
             return ended.failure or NoSample("the agent asked for no answer")
         try:
-            outcome = ended.failure or ended.result or await self._reward(prompt, session)
+            outcome = ended.failure or ended.result or await self._reward(prompt, session, group)
         except asyncio.CancelledError:
             self._pool.waste("cancelled", _num_written(rows))
             raise
@@ -162,6 +178,7 @@ class Episodes:
 
     async def _ended(self, prompt: Prompt, name: str, policy: Policy) -> _Ended:
         """An episode from its beginning to its end, which closes its session."""
+        self._counts[EPISODES] += 1
         session = self._endpoint.open(name, policy) if self._endpoint else Session(name, policy)
         try:
             if self._way != PROCESS:
@@ -187,7 +204,8 @@ class Episodes:
             raise session.fatal
         if session.failure is not None:  # the servers', not the agent's, whatever it made of it
             return _Ended(session, failure=NoSample(session.failure, is_lost=True))
-        if error is None or session.over_limit:  # however the agent told it
+        if error is None or (session.over_limit and _tells_it(error)):
+            self._gives_rewards |= bool(result is not None or session.reward is not None or session.turn_rewards)
             return _Ended(session, result)
         if isinstance(error, _TimeIsUp):
             self._counts[TIMEOUTS] += 1
@@ -250,20 +268,37 @@ class Episodes:
             return _Ended(session, RewardResult(0.0, {REWARD_ERROR: 1.0}))
         return _Ended(session, failure=NoSample(sentence))
 
-    async def _reward(self, prompt: Prompt, session: Session) -> RewardResult | NoSample:
+    async def _reward(self, prompt: Prompt, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample:
         """Of an episode that returned no reward."""
         if session.reward is not None:
             return RewardResult(session.reward)
         if session.turn_rewards:
             return RewardResult(0.0)
+        if session.over_limit and (given := await self._over_limit(session, group)) is not None:
+            return given
         last = session.conversation.turns[-1].completion
-        text = str(self._tokenizer.decode(last.token_ids, skip_special_tokens=True))
+        text = text_of(self._tokenizer, last, special_tokens=self._settings.special_tokens)
         if session.messages:
             prompt = replace(prompt, extra={**prompt.extra, CONVERSATION: session.messages})
         (outcome,) = await self._score(prompt, [replace(last, text=text, columns={})])
         if isinstance(outcome, str):
             return NoSample(outcome)
         return RewardResult(float(outcome.reward), dict(outcome.extra), outcome.pred)
+
+    async def _over_limit(self, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample | None:
+        """Of an episode that a limit ended before it gave a reward; None if `score` gives the rewards of this run."""
+        if self._settings.over_limit_reward is not None:
+            return RewardResult(self._settings.over_limit_reward)
+        if not self._gives_rewards:
+            await asyncio.wait(group)
+        how = f"episode {session.name}: a limit ended it without a reward of its own"
+        if self._gives_rewards:
+            self._counts[UNREWARDED] += 1
+            return NoSample(f"{how}, which others have; expected agent.over_limit_reward=NUMBER to give it one")
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("%s, and no other had one so far: reward.fn scores its last answer", how)
+        return None
 
     def _made(self, prompt: Prompt, session: Session, rows: Sequence[Row], result: RewardResult) -> Sample:
         of_turns = session.turn_rewards
@@ -282,6 +317,11 @@ def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     counts = {"turns": len(session.conversation.turns), "branches": len(rows), "over_limit": session.over_limit}
     counts |= {**session.conversation.counts, **session.counts}  # a union of Counters drops what is 0
     return {OF_AGENTS + name: float(count) for name, count in counts.items()}
+
+
+def _tells_it(error: Exception) -> bool:
+    """Whether an agent whose request was refused for a limit ended for that: it may have a fault behind the limit."""
+    return isinstance(error, _TimeIsUp) or (error.refused if isinstance(error, EpisodeFailed) else is_refusal(error))
 
 
 def _num_written(rows: Sequence[Row]) -> int:

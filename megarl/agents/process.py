@@ -24,12 +24,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO, Any
 
+from megarl.agents.limit_errors import is_refusal
 from megarl.agents.load import load_episode
 from megarl.plugins import describe
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.rollout.pool.slots import Slots
-from megarl.sample import Prompt
+from megarl.sample import Prompt, line_of
 from megarl.sandbox.environment import start_fork_server
 
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
@@ -37,7 +38,11 @@ _KEPT_BYTES = 4096  # the end of what a program printed
 
 
 class EpisodeFailed(Exception):
-    """An episode in a process has no result; one sentence."""
+    """An episode in a process has no result; one sentence.  `refused`: see is_refusal."""
+
+    def __init__(self, sentence: str, *, refused: bool = False) -> None:
+        super().__init__(sentence)
+        self.refused = refused
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Processes:
             if process.pid is not None:
                 await _end(process)
         if "error" in said:
-            raise EpisodeFailed(said["error"])
+            raise EpisodeFailed(said["error"], refused=said["refused"])
         return RewardResult(said["reward"], said["extra"]) if "reward" in said else None
 
 
@@ -132,8 +137,8 @@ def text_of(prompt: Prompt) -> str:
     if isinstance(prompt.text, str):
         return prompt.text
     if len(prompt.text) == 1:
-        return prompt.text[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+        return str(prompt.text[0]["content"])
+    return "\n".join(map(line_of, prompt.text))
 
 
 # ---- in the process of the collector
@@ -215,12 +220,11 @@ def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, An
     try:
         value = job.run(prompt, *where)
         return {} if value is None else vars(to_result(value))
-    except EpisodeFailed as error:
-        return {"error": str(error)}
     except _Ended:
         raise
     except BaseException as error:
-        return {"error": describe(error)}
+        sentence = str(error) if isinstance(error, EpisodeFailed) else describe(error)
+        return {"error": sentence, "refused": is_refusal(error)}
 
 
 def _on_end(*_: object) -> None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.answer import OPEN, Answer, ToolParser, read_answer
+from megarl.agents.answer import Answer, ToolParser, read_answer
 from megarl.agents.conversation import Asked, Conversation, Turn
 from megarl.agents.refusals import OverLimit, Refused
-from megarl.data.template import ChatTemplate
+from megarl.data.template import OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pieces import write
 from megarl.rollout.pool.meter import Waiting
@@ -25,6 +25,7 @@ from megarl.rollout.pool.pool_server import NoFilesLeft
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion
 
+MAX_IDS = 1 << 31  # of a vocabulary whose size is not known
 MAX_REFUSED = 32  # requests over the limit, one after the other; then nobody reads the refusals
 
 
@@ -139,10 +140,10 @@ class Session:
         self, prompt_ids: list[int], num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
     ) -> list[Written]:
         """The same for a prompt of ids.  `stop_ids`: tokens that end these answers too."""
-        size = len(self.policy.tokenizer)
+        most = (self.policy.pool.num_ids or MAX_IDS) - 1
         for token in (*prompt_ids, *stop_ids):
-            if not isinstance(token, int) or not 0 <= token < size:
-                raise Refused(400, f"{token!r} is no token id: expected 0 to {size - 1}")
+            if not isinstance(token, int) or not 0 <= token <= most:
+                raise Refused(400, f"{token!r} is no token id: expected 0 to {most}")
         if not prompt_ids:
             raise Refused(400, "the prompt has no token ids: expected one or more")
         asked = Asked(prompt_ids)

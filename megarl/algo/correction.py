@@ -114,7 +114,7 @@ def correct(batch: Batch, how: Correction, *, version: int | None = None) -> tup
     mask, segment_ids, num = batch.columns["response_mask"] != 0, batch.segment_ids, batch.num_sequences
     gap = _gap(batch, mask)
     keep = batch.columns["keep"] != 0 if "keep" in batch.columns else torch.ones_like(mask)
-    stats = gap_stats(gap, mask, segment_ids, num)
+    stats = gap_stats(gap, mask, segment_ids, num) | probability_stats(batch, mask)
     live = mask & keep
     stays = _stays(gap, mask, segment_ids, num, how)
     cut = torch.zeros_like(mask)
@@ -175,6 +175,27 @@ def gap_stats(gap: Tensor, mask: Tensor, segment_ids: Tensor, num_sequences: int
         "ess": _ess(d, mask),
     }
     return {f"rollout_corr/{name}": stat for name, stat in stats.items()}
+
+
+def probability_stats(batch: Batch, mask: Tensor) -> Stats:
+    """The same difference in probabilities, under verl's names: |p_old - p_roll|, and how the two are correlated.
+
+    {} without a trainable token; no std or correlation of a single one, or of constants.
+    """
+    old, rollout = (batch.columns[name][mask].double().exp() for name in ("old_log_probs", "rollout_log_probs"))
+    if not len(old):
+        return {}
+    apart = (old - rollout).abs()
+    stats = {
+        "rollout_probs_diff_mean": Stat("mean", float(apart.sum()), float(len(apart))),
+        "rollout_probs_diff_max": Stat("max", float(apart.max())),
+    }
+    if len(old) > 1:
+        stats["rollout_probs_diff_std"] = Stat("mean", float(apart.std()))
+    if all(bool(each.min() < each.max()) for each in (old, rollout)):
+        correlation = float(torch.corrcoef(torch.stack([old, rollout]))[0, 1])
+        stats["rollout_actor_probs_pearson_corr"] = Stat("mean", correlation)
+    return {f"training/{name}": stat for name, stat in stats.items()}
 
 
 def _ess(d: Tensor, mask: Tensor) -> Stat:

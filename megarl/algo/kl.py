@@ -54,6 +54,16 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.where(steep, 10 + (10 + LINEAR_FROM) * (d - LINEAR_FROM), torch.expm1(inside) - inside)
 
 
+@register_kl("low_var_kl_clamped", "k3_clamped")
+def k3_clamped(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """exp(-x) + x - 1, at most 10: no gradient where the reference is over 13 times likelier, farthest from it.
+
+    When: to repeat the numbers of a run of verl, slime or NeMo-RL.
+    """
+    d = (ref_log_probs - log_probs).clamp(max=LINEAR_FROM)
+    return torch.expm1(d) - d
+
+
 @register_kl("abs")
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """|x|.  As a loss on-policy: the gradient of twice the total variation.

@@ -30,7 +30,7 @@ def step_columns(
 
     response_mask   m keep
     weight          by agg_mode; all 0 if the step has no trainable token
-    rollout_weight  w / mean(w) if `normalize`; for a loss per sequence its geometric mean over the sequence
+    rollout_weight  for a loss per sequence its geometric mean over the sequence; w / mean(w) if `normalize`
     old_log_probs   rollout_log_probs if `bypass`
     selected        1 where the loss's selection says so
 
@@ -58,7 +58,7 @@ def step_columns(
             ratio_weight,
             mask != 0,
             batch.segment_ids,
-            normalize=normalize,
+            of_loss=weight if normalize else None,
             per_sequence=POLICY_LOSSES[loss.policy_loss].per_sequence,
         )
         batch = batch.with_columns(rollout_weight=collapsed)
@@ -70,19 +70,22 @@ def step_columns(
 
 
 def rollout_weights(
-    ratio_weight: Tensor, mask: Tensor, segment_ids: Tensor, *, normalize: bool, per_sequence: bool
+    ratio_weight: Tensor, mask: Tensor, segment_ids: Tensor, *, of_loss: Tensor | None, per_sequence: bool
 ) -> Tensor:
-    """The loss's weight w [N]: normalised to mean 1 over the mask, then a geometric mean per sequence, as asked.
+    """The loss's weight w [N]: a geometric mean per sequence, then normalised, as asked.
 
     exp(mean_b log w) is 0 if any w of the sequence is 0.  A step whose weights are all 0 stays at 0.
+
+    of_loss: the weights [N] by which the loss is aggregated; under them the mean of w becomes 1, so that the loss is
+    the self-normalised estimate, sum a w L / sum a w, of whichever mean the mode is: over tokens or over sequences.
     """
     w = clean(ratio_weight, mask).double()
-    if normalize:
-        total = float(w.sum())
-        w = w * (int(mask.sum()) / total) if total > 0 else w
     if per_sequence:
         w = segment_mean(w.log(), mask, segment_ids, count_segments(segment_ids)).exp()[segment_ids]
-    return clean(w, mask).to(ratio_weight.dtype)
+    w = clean(w, mask)
+    if of_loss is not None and (total := float((of_loss * w).sum())) > 0:
+        w = w * (float(of_loss.double().sum()) / total)
+    return w.to(ratio_weight.dtype)
 
 
 def _column(batch: Batch, name: str, key: str) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -19,7 +20,7 @@ from yaml import YAMLError
 
 import megarl
 from megarl.config import presets
-from megarl.config.keys import FREE, entry_groups, general, leaf_types, type_name
+from megarl.config.keys import entry_groups, general, is_free, leaf_types, type_name
 from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, sources_of, to_config
@@ -31,6 +32,7 @@ from megarl.config.validate.combinations import contradictions
 from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.models import model_config
 from megarl.config.validate.rewards import advice as advice_on_rewards
+from megarl.config.validate.sampling import advice as advice_on_sampling
 from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import with_local_layers, without_shards
 from megarl.config.validate.values import invalid_values, missing_values
@@ -83,7 +85,7 @@ def load_config(
     else:
         wrong += unused
     _stop_if_any(wrong, layers)
-    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config)]
+    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config), *advice_on_sampling(config)]
     return config, list(dict.fromkeys(warnings))
 
 
@@ -283,8 +285,9 @@ def _add_entry(config: DictConfig, key: str) -> None:
 
 
 def _set(config: DictConfig, setting: Setting) -> None:
-    if general(setting.key) in FREE and setting.place is not None:  # a name in config.json, or a path of names
-        OmegaConf.update(config, f"{setting.key}.{setting.place}", setting.value, merge=False, force_add=True)
+    if is_free(setting.key):
+        below = OmegaConf.to_container(OmegaConf.select(config, setting.key), resolve=False)
+        OmegaConf.update(config, setting.key, _merged(below, setting.value), merge=False)
     elif isinstance(setting.place, str):  # a name chosen by the user; it may contain dots
         mapping = OmegaConf.select(config, setting.key)
         with open_dict(mapping):
@@ -292,3 +295,10 @@ def _set(config: DictConfig, setting: Setting) -> None:
     else:
         key = setting.key if setting.place is None else f"{setting.key}.{setting.place}"
         OmegaConf.update(config, key, setting.value, merge=False)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """The names of `above` over those of `below`, in their mappings too; an empty mapping leaves nothing."""
+    if not (isinstance(below, dict) and isinstance(above, dict) and above):
+        return above
+    return below | {name: _merged(below.get(name), value) for name, value in above.items()}

@@ -18,16 +18,8 @@ _TYPE_NAMES = {
     bool: "true or false",
     str: "text",
     NoneType: "null",
-    Any: "a value",
+    Any: "any value",
 }
-# Mappings with the contents of a model's config.json, a request, variables of a template, or fields of Megatron's: any
-# value, nested mappings too.
-FREE = (
-    *("model.config", "critic.model.config", "ref.model.config"),
-    *("reward.judge.request", "data.apply_chat_template_kwargs", "teachers.NAME.model.config"),
-    *(f"{role}.megatron.{group}" for role in ("actor", "critic", "ref", "teachers.NAME") for group in OVERRIDES),
-    *(f"{role}.optim.{OPTIMIZER}" for role in ("actor", "critic")),
-)
 NAME = "NAME"  # stands for any name in a key of a mapping whose entries are groups of keys, such as teachers.NAME.coef
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _SLIP = 2  # characters that a typing error changes at most
@@ -135,10 +127,19 @@ def mapping_of(key: str) -> str | None:
 
     Example: "algorithm.policy_loss_args.beta" -> "algorithm.policy_loss_args".
     """
-    for name, kind in (leaf_types() | entry_types()).items():
-        if is_mapping(kind) and not _is_mapping_of_groups(kind) and general(key).startswith(f"{name}."):
-            return ".".join(key.split(".")[: name.count(".") + 1])
-    return None
+    above = (key[:at] for at, char in enumerate(key) if char == ".")
+    return next((name for name in above if is_mapping(kind := type_of(name)) and not _is_mapping_of_groups(kind)), None)
+
+
+def is_free(key: str) -> bool:
+    """Whether the key is a mapping of any values, other mappings too: arguments, a request, part of a config.json."""
+    return type_of(key) == dict[str, Any]
+
+
+def is_users(key: str) -> bool:
+    """Whether the key is such a mapping, or in one, and its names are not Megatron's, of which verl knows some."""
+    mapping = mapping_of(key) or key
+    return is_free(mapping) and mapping.rpartition(".")[2] not in (OPTIMIZER, *OVERRIDES)
 
 
 def is_mapping(kind: Any) -> bool:
@@ -163,9 +164,10 @@ def fits(value: object, wanted: Any) -> bool:
     if get_origin(wanted) is list:
         return isinstance(value, list) and all(fits(item, get_args(wanted)[0]) for item in value)
     if is_mapping(wanted):
-        return isinstance(value, dict) and all(fits(item, get_args(wanted)[1]) for item in value.values())
+        of = get_args(wanted)[1]
+        return isinstance(value, dict) and all(name is not None and fits(item, of) for name, item in value.items())
     if wanted is Any:
-        return isinstance(value, str | int | float)
+        return not isinstance(value, dict) or fits(value, dict[str, Any])
     if wanted is bool:
         return isinstance(value, bool) or (isinstance(value, str) and value.lower() in _BOOLEANS)
     if isinstance(value, bool):

@@ -68,7 +68,7 @@ REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
 REWARDS = tuple(declared("register_reward", "rewards/functions"))
 REWARD_SERVICES: tuple[str, ...] = constant("rewards/services/__init__.py", "SERVICES")
 REWARDS_OF_CODE = ("code", "code_strict")  # they run code of the model
-RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "math", "choice"}  # rewards that are 1 or 0
+RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "gsm8k_verl", "math", "math_verl", "choice"}  # 1 or 0
 
 METRICS_OF_VERL = ("seq_reward", "seq_final_reward")  # of dynamic sampling; here rewards belong to whole samples
 
@@ -100,7 +100,8 @@ AGENT_ERRORS: tuple[str, ...] = constant("agents/episodes.py", "ON_ERROR")
 AGENT_HISTORIES: tuple[str, ...] = constant("agents/conversation.py", "HISTORIES")
 AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/adapters/__init__.py", "ADAPTERS"))
 TOOL_PARSERS = ("hermes", "none")
-OVERLONG_PROMPTS = ("error", "filter", *constant("data/prompts.py", "CUTS"))
+OVERLONG = ("error", "filter", *constant("data/prompts.py", "CUTS"))
+SFT_ANSWERS: tuple[str, ...] = constant("data/fields.py", "ANSWERS")
 LOGGERS = ("console", "jsonl", "mlflow", "prometheus", "tensorboard", "wandb")
 PROFILERS = ("torch", "nvtx")
 DEVICES = ("auto", "cpu", "cuda")

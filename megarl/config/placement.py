@@ -47,6 +47,11 @@ def serves_beside_actor(config: Config) -> bool:
     return any(set(gpus) & set(seats["trainer"]) for gpus in seats["servers"].values())
 
 
+def servers_map_memory(config: Config) -> bool:
+    """Whether servers map memory of the actor's ranks: those on its GPUs, in turns or at the same time."""
+    return config.rollout.placement == "shared" or serves_beside_actor(config)
+
+
 def pushes_over_nccl(config: Config) -> bool:
     """Whether a run on GPUs sends weights over NCCL: to servers that it starts and that use other GPUs than the actor.
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.aliases import RENAMED_VALUES
-from megarl.config.keys import fits, followed, general, type_name, type_of
+from megarl.config.keys import fits, followed, general, is_free, mapping_of, type_name, type_of
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError, show
@@ -106,6 +106,8 @@ def _put_in_references(composed: DictConfig) -> None:
     raw = dict(_leaves(OmegaConf.to_container(composed, resolve=False), ""))
     for key, value in raw.items():
         reference, seen = _PLAIN.fullmatch(str(value)), {key}
+        if reference and is_free(mapping_of(key) or ""):  # whose names may have dots
+            continue
         while reference and reference[1] in raw and reference[1] not in seen:
             seen.add(reference[1])
             value = raw[reference[1]]

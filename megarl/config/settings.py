@@ -17,7 +17,18 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.config.aliases import PREFIXES, REFUSED, SWITCHES, canonical, converted, without_prefix
-from megarl.config.keys import FREE, fits, followed, general, groups, mapping_of, nearest, type_name, type_of
+from megarl.config.keys import (
+    fits,
+    followed,
+    general,
+    groups,
+    is_free,
+    is_users,
+    mapping_of,
+    nearest,
+    type_name,
+    type_of,
+)
 from megarl.config.verl.files import unknown_option, with_file
 from megarl.config.verl.runs import HF_MODEL, in_sft_places, sft_place
 from megarl.config.verl.taken import Command
@@ -191,8 +202,14 @@ def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
     out: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
-        out += _flat(value, f"{key}.") if isinstance(value, dict) and value else [(key, value)]
+        out += _flat(value, f"{key}.") if isinstance(value, dict) and value and not _is_whole(key) else [(key, value)]
     return out
+
+
+def _is_whole(key: str) -> bool:
+    """Whether the names in a mapping of this key are the user's, and not parts of a key."""
+    key = without_prefix(key)
+    return is_users(key) or mapping_of(key) is not None
 
 
 def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool = False) -> Layer:
@@ -202,7 +219,11 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
     leaves = [(text, *leaf) for text, name, value in written for leaf in _flat({name: value}, "")]
     command = _command(leaves, is_sft=is_sft)
     for text, typed, leaf in leaves:
-        key = sft_place(without_prefix(typed), command) if command.is_sft else without_prefix(typed)
+        if is_users(ours := without_prefix(typed)):
+            with faults.collect():
+                ranked.append((0, _checked(Setting(ours, leaf, text))))
+            continue
+        key = sft_place(ours, command) if command.is_sft else ours
         taken = converted(key, leaf, command)
         if taken is not None:
             warnings += [f"{without_prefix(typed)}={show(leaf)}: {taken.note}"] if taken.note else []
@@ -263,13 +284,18 @@ def _checked(setting: Setting) -> Setting:
     """The same setting converted to the type of its key.  Raises: ConfigError."""
     key, value = setting.key, setting.value
     if (mapping := mapping_of(key)) is not None:
-        return _checked(Setting(mapping, value, setting.text, key.removeprefix(f"{mapping}.")))
+        name = key.removeprefix(f"{mapping}.")
+        if not is_free(mapping):
+            return _checked(Setting(mapping, value, setting.text, name))
+        for each in reversed(name.split(".")):  # a path of names
+            value = {each: value}
+        return _checked(Setting(mapping, value, setting.text))
     wanted = type_of(key)
     if wanted is None:
         raise ConfigError(f"{setting.text}: {_unknown(key)}")
     if setting.place is not None:
         kind = get_args(wanted)[-1]  # of a list's elements, of a mapping's values
-        if general(key) not in FREE and not fits(value, kind):
+        if not fits(value, kind):
             raise ConfigError(f"{setting.text}: expected {type_name(kind)}")
         return setting
     if value is None and general(key) in followed():
@@ -280,6 +306,8 @@ def _checked(setting: Setting) -> Setting:
         value = "off"  # YAML reads a bare off as false
     if not fits(value, wanted):
         raise ConfigError(f"{setting.text}: expected {type_name(wanted)}")
+    if is_free(key) and isinstance(value, dict):
+        value = {str(name): item for name, item in value.items()}
     if isinstance(value, int) and float in get_args(wanted):
         value = float(value)  # OmegaConf does not convert 3 to 3.0 if text is allowed too
     return Setting(key, value, setting.text)

@@ -51,24 +51,24 @@ def load_sweep(overrides: list[str]) -> list[SweptRun]:
     The runs are written to default_local_dir/EXPERIMENT_sweep, each to a folder named after its values.
     Raises ConfigError before anything is started, as load_config does; of the values of one key the first is told.
     """
-    written: dict[str, list[_Choice]] = {}
+    written: list[list[_Choice]] = []
     faults = Faults()
     for word in overrides:
         with faults.collect():
             choices = _choices(word)
         if faults.sentences:
             continue
-        written.pop(choices[0].key, None)  # if a key is given twice, the later word wins
-        written[choices[0].key] = choices
+        # a later word wins over several values of the same key; load_config lays others over each other
+        written = [each for each in written if not (each[0].swept and each[0].key == choices[0].key)] + [choices]
     faults.stop_if_any()
-    swept = [key for key, choices in written.items() if choices[0].swept]
+    swept = [choices[0].key for choices in written if choices[0].swept]
     if not swept:
         raise ConfigError("-m: expected several values of at least one key, such as actor.optim.lr=1e-4,3e-4")
     for key in PLACE:
         if key in swept:
             raise ConfigError(f"{key}: expected one value with -m, the runs' own folders are named after what is swept")
     runs: list[SweptRun] = []
-    for chosen in product(*written.values()):
+    for chosen in product(*written):
         with faults.collect():
             runs.append(_run(chosen))
     faults.keep_first_of_each_key()

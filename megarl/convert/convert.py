@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -29,11 +28,11 @@ from megarl.convert.folders import (
 from megarl.convert.ranks import Ranks
 from megarl.convert.request import AXES, DTYPES, Request
 from megarl.group import Group
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout, misfits, numbers_of
+from megarl.model_settings.families import settings_of
 from megarl.terminal import sentences
-from megarl.weights.hf.folder import CONFIG
 from megarl.weights.mapping.blocks import Role
-from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import some_names
 
 EXIT_FAILED = 1
@@ -90,9 +89,9 @@ def _ranks(group: Group, console: Console, source: ModelFolder, target: ModelFol
 
 
 def check_fits(hf_folder: Path, role: Role, layout: Layout) -> None:
-    """ValueError, before any rank starts, for a family without a table or sizes that do not divide."""
-    config = json.loads((hf_folder / CONFIG).read_text())
-    table_for(config, role=role)
+    """ValueError, before any rank starts, for a model that cannot be built, or sizes that do not divide."""
+    config = read_hf_config(hf_folder)
+    settings_of(config)
     for misfit in misfits(numbers_of(config), layout):
         raise ValueError(misfit.sentence)
 

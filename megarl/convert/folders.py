@@ -20,6 +20,7 @@ import torch
 
 from megarl.config import read_yaml
 from megarl.durable_files import faults_of_sums
+from megarl.hf_config import read_hf_config
 from megarl.mcore.checkpoint.checkpoint import adapters_in, weights_in
 from megarl.mcore.checkpoint.torch_dist import METADATA, sizes_in
 from megarl.rank_files import ABOUT, facts_under
@@ -27,7 +28,7 @@ from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint.checkpoint import FILES_OF_RANKS
 from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest, write_manifest
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer
-from megarl.weights.hf.load import open_for
+from megarl.weights.hf.named import open_for
 from megarl.weights.mapping.blocks import Role
 from megarl.weights.mapping.names import num_bytes
 
@@ -141,7 +142,7 @@ def _hf_dtype(path: Path) -> str:
 
 def hf_sizes(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each tensor of a Hugging Face folder, as it is read; no weights are read."""
-    with open_for(path, json.loads((path / CONFIG).read_text())) as folder:
+    with open_for(path, read_hf_config(path)) as folder:
         return {name: (shape, folder.dtype(name)) for name, shape in folder.hub_shapes.items()}
 
 

@@ -15,20 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.group.follow import Answer, follow
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.checkpoint.held import held_weights
 from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.mcore.checkpoint.torch_dist import TorchDistReader
 from megarl.mcore.models.lora import LoraSettings, apply_lora, merge
-from megarl.mcore.models.model import DTYPES, Model, build_model, read_hf_config
+from megarl.mcore.models.model import DTYPES, Model, build_model
 from megarl.mcore.setup import RankInfo, initialize, replica_group
 from megarl.processes.connection import Tensors
 from megarl.rollout.protocol import tensor_digest
 from megarl.weights.hf.export import finish_folder, hf_sizes, hf_tensors, start_folder
 from megarl.weights.hf.folder import HFFolder
 from megarl.weights.hf.gather import ModelParallel, local_parameters
-from megarl.weights.hf.load import check_names, check_tied, fill, load_hf, open_for
+from megarl.weights.hf.load import fill, load_hf
+from megarl.weights.hf.named import check_names, check_tied, open_for
 from megarl.weights.mapping.blocks import Role
 from megarl.weights.mapping.families import ignorable, table_for, tied
 from megarl.weights.mapping.names import num_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.ragged import Ragged, names_in_batch
-from megarl.sample import REWARD_ERROR, Row, Sample
+from megarl.sample import REWARD_ERROR, Row, Sample, own_name
 
 # Columns that the trainer computes; no column of a row may be called like one of them.
 OWN_COLUMNS = frozenset(
@@ -116,18 +116,19 @@ def mini_batches(batch: Batch, prompts_per_step: int, *, seed: int | None) -> li
 
 
 def _part(sample: Sample, key: str, name: str) -> float:
-    """One of the numbers that a reward function returned; 0 if it failed."""
-    if key == "reward":
+    """One of the numbers that a reward function returned; 0 if it failed.  "reward" is its own one, else the whole."""
+    own = own_name(key)
+    if key == "reward" and own not in sample.reward_extra:
         return sample.reward
     if REWARD_ERROR in sample.reward_extra:
         return 0.0
-    if key not in sample.reward_extra:
+    if own not in sample.reward_extra:
         has = ", ".join(["reward", *sample.reward_extra])
         raise ValueError(
             f"algorithm.reward_weights.{key}: the reward of sample {name} has no number of that name; expected one "
             f"that reward.fn returns for every sample (here: {has})"
         )
-    return sample.reward_extra[key]
+    return sample.reward_extra[own]
 
 
 def _learnt(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:

@@ -129,14 +129,14 @@ def _group(line: dict[str, Any], rest: _Rest) -> tuple[int, list[Sample]]:
 def _prompt_to_json(prompt: Prompt, parts: _Parts) -> dict[str, Any]:
     parts.add("prompt_ids", np.array(prompt.token_ids, dtype=np.int32))
     try:
-        extra = to_json(prompt.extra)
+        extra, truth = to_json(prompt.extra), to_json(prompt.ground_truth)
     except TypeError as error:
         raise ValueError(f"prompt {prompt.uid}: a field of its row cannot be saved, it holds {error}") from error
     return {
         "uid": prompt.uid,
         "num_tokens": len(prompt.token_ids),
         "text": prompt.text,
-        "ground_truth": prompt.ground_truth,
+        "ground_truth": truth,
         "data_source": prompt.data_source,
         "extra": extra,
     }
@@ -144,7 +144,9 @@ def _prompt_to_json(prompt: Prompt, parts: _Parts) -> dict[str, Any]:
 
 def _prompt(line: dict[str, Any], rest: _Rest) -> Prompt:
     token_ids = rest.take("prompt_ids", line.pop("num_tokens")).tolist()
-    return Prompt(token_ids=token_ids, **{**line, "extra": from_json(line["extra"])})
+    return Prompt(
+        token_ids=token_ids, **{**line, **{name: from_json(line[name]) for name in ("extra", "ground_truth")}}
+    )
 
 
 def _sample_to_json(sample: Sample, parts: _Parts) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from os.path import abspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data import FILE_KINDS
-from megarl.data.chat import encode_many, has_chat_template
+from megarl.data.chat import check_ids, encode_many, has_chat_template
 from megarl.data.exact_json import check_writable
 from megarl.data.fields import Question, question_of
 from megarl.data.order import Visits, fingerprint_of
@@ -35,7 +36,7 @@ class Prompts:
     Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
     overlong="filter", which leaves it out and counts it in `num_filtered`, or one of CUTS, see cut, which shortens it
     and counts it in `num_cut`.
-    `template`: see encode_many.  `max_rows`: only the first so many rows count.
+    `template`: see encode_many.  `max_rows`: only the first so many rows count.  `num_ids`: see check_ids.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Prompts:
         system_prompt: str | None = None,
         template: Mapping[str, Any] | None = None,
         max_rows: int | None = None,
+        num_ids: int | None = None,
     ) -> None:
         templated = has_chat_template(tokenizer)
         questions = [
@@ -59,7 +61,9 @@ class Prompts:
             for row in read_rows(files, FILE_KINDS)[:max_rows]
         ]
         texts = [question.text for question in questions]
-        encoded = encode_many(tokenizer, texts, system_prompt=system_prompt, template=template)
+        places, tools = [question.where for question in questions], [question.tools for question in questions]
+        how: dict[str, Any] = {"system_prompt": system_prompt, "template": template, "tools": tools, "places": places}
+        encoded = encode_many(tokenizer, texts, **how)
         self.num_cut = 0
         if overlong in CUTS:
             self.num_cut = sum(len(ids) > max_prompt_length for ids in encoded)
@@ -75,6 +79,9 @@ class Prompts:
         self._questions: list[Question] = [questions[row] for row in self._rows]
         # int32 arrays: lists of Python integers would take several times the memory.
         self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
+        check_ids(
+            ((places[row], ids) for row, ids in zip(self._rows, self._token_ids, strict=True)), tokenizer, num_ids
+        )
         self.fingerprint = fingerprint_of(files, self._rows, shuffle=shuffle, seed=seed)
         self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed)
 
@@ -103,7 +110,7 @@ class Prompts:
         It saves the prompts of the finished groups that wait.
         """
         for question in self._questions:
-            for name, value in question.extra.items():
+            for name, value in [("the ground truth", question.ground_truth), *question.extra.items()]:
                 try:
                     check_writable(value)
                 except TypeError as error:
@@ -132,8 +139,16 @@ class Prompts:
 
     def sets(self, max_samples: int | None = None) -> list[str]:
         """The evaluation set of each prompt of `all`: its data source, or the name of its file if it has none."""
+        files = [_file_of(question) for question in self._questions if not question.data_source]
+        name_of = distinct_names(list(dict.fromkeys(files)), self.data_sources)
         questions = self._questions[:max_samples]
-        return [question.data_source or Path(question.where.rpartition(":")[0]).stem for question in questions]
+        return [question.data_source or name_of[_file_of(question)] for question in questions]
+
+    def left_out(self, max_samples: int | None = None) -> int:
+        """Rows among the first `max_samples` prompts (or all) that are too long and left out."""
+        if max_samples is None or max_samples >= len(self):
+            return self.num_filtered
+        return self._rows[max_samples - 1] + 1 - max_samples
 
     def _prompt(self, index: int, epoch: str) -> Prompt:
         question = self._questions[index]
@@ -145,6 +160,29 @@ class Prompts:
             data_source=question.data_source,
             extra=question.extra,
         )
+
+
+def _file_of(question: Question) -> str:
+    return question.where.rpartition(":")[0]
+
+
+def distinct_names(files: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
+    """A name for each file: the shortest end of its path that no other file has and that is not `taken`.
+
+    >>> distinct_names(["easy/test.jsonl", "hard/test.jsonl", "train.jsonl"])
+    {'easy/test.jsonl': 'easy/test', 'hard/test.jsonl': 'hard/test', 'train.jsonl': 'train'}
+    """
+    ends = {file: list(_ends(Path(abspath(file)))) for file in files}
+    seen = Counter(end for each in ends.values() for end in set(each))
+    free = {file: [end for end in each if seen[end] == 1 and end not in taken] for file, each in ends.items()}
+    return {file: (each or [file])[0] for file, each in free.items()}
+
+
+def _ends(path: Path) -> Iterator[str]:
+    """The ends of a path, the shortest first, each without and with the file's suffix."""
+    for depth in range(1, len(path.parts)):
+        for parts in (path.with_suffix("").parts, path.parts):
+            yield "/".join(parts[-depth:])
 
 
 def cut(ids: list[int], limit: int, side: str) -> list[int]:

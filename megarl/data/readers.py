@@ -7,10 +7,13 @@ import json
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# Rows of a parquet file that become one batch.  Arrow cannot hold 2 GB of nested text in one; then rows come alone.
+_BATCHES = (256, 1)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -19,6 +22,7 @@ class Record(NamedTuple):
 
     where: str  # file:line of a JSONL file, file:row (from 1) of the other kinds
     fields: dict[str, Any]
+    has_gaps: bool = False  # null may stand for a field of an object that only other rows have: Arrow's columns
 
 
 def read_jsonl(path: Path) -> Iterator[Record]:
@@ -50,16 +54,21 @@ def _check_is_unicode(where: str, fields: dict[str, Any]) -> None:
 
 def read_parquet(path: Path) -> Iterator[Record]:
     """The rows of a parquet file, read in batches."""
-    from pyarrow import ArrowException, parquet  # slow import, only needed for such files
+    from pyarrow import ArrowException, ArrowNotImplementedError, parquet  # slow import, only needed for such files
 
-    number = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for fields in batch.to_pylist():
-                number += 1
-                yield Record(f"{path}:{number}", fields)
-    except (ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a parquet file, or a damaged one ({_line(error)})") from None
+    number = 0  # of rows that were read
+    for size in _BATCHES:
+        try:
+            for batch in islice(parquet.ParquetFile(path).iter_batches(size), number // size, None):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield Record(f"{path}:{number}", fields, has_gaps=True)
+            return
+        except ArrowNotImplementedError as error:
+            if size == _BATCHES[-1]:
+                raise ValueError(f"{path}:{number + 1}: Arrow cannot read this row ({_line(error)})") from None
+        except (ArrowException, OSError, ValueError) as error:
+            raise ValueError(f"{path}: not a parquet file, or a damaged one ({_line(error)})") from None
 
 
 def read_dataset_folder(path: Path) -> Iterator[Record]:
@@ -73,7 +82,7 @@ def read_dataset_folder(path: Path) -> Iterator[Record]:
 
     try:
         for number, fields in enumerate(load_from_disk(str(path)), start=1):
-            yield Record(f"{path}:{number}", dict(fields))
+            yield Record(f"{path}:{number}", dict(fields), has_gaps=True)
     except Exception as error:  # a damaged folder: `datasets` raises whatever its contents lead to
         raise ValueError(f"{path}: `datasets` cannot load this folder ({_line(error)})") from error
 

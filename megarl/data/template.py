@@ -12,12 +12,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
+OPEN, CLOSE = "<think>", "</think>"  # around the reasoning in an answer
 MARKERS = ("zqmarkerzq", "qxothermarkxq")  # letters only: they merge with no neighbour that a template writes
 _QUESTION: Message = {"role": "user", "content": "x"}
 _PROBE_TOOLS: Tools = (
@@ -66,8 +66,8 @@ class ChatTemplate:
                 "conversations need; expected a tokenizer with one"
             )
         self._tokenizer, self._settings = tokenizer, dict(settings)
-        self._stop_ids = frozenset(stop_ids) | {tokenizer.eos_token_id}
-        self._special_ids = self._stop_ids | frozenset(tokenizer.all_special_ids)
+        self.stop_ids = frozenset(stop_ids) | {tokenizer.eos_token_id}
+        self.special_ids = self.stop_ids | frozenset(tokenizer.all_special_ids)
         self._arguments: Callable[[Any], Any] = self._arguments_form()
         self._reasons: dict[tuple[tuple[str, ...], bool], str | None] = {}
 
@@ -75,7 +75,47 @@ class ChatTemplate:
 
     def whole(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Ids of all messages and the header of the next answer.  Raises ValueError if the template refuses them."""
-        return self._ids(self._text(messages, tools, answer_follows=True))
+        return self._ids(self.text(messages, tools, answer_follows=True))
+
+    def text(self, messages: Sequence[Message], tools: Tools = (), *, answer_follows: bool) -> str:
+        """The messages as the template writes them, and with `answer_follows` the header of the next answer.
+
+        Raises ValueError if the template refuses them.
+        """
+        prepared = [self._prepared(message) for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                prepared,
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=answer_follows,
+                tokenize=False,
+                **self._settings,
+            )
+        except Exception as error:  # a template is a program, and raises whatever the messages lead it to
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"the chat template refuses these messages: {reason}") from error
+        return str(text)
+
+    def check_written(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raises ValueError if the template refuses the messages, or leaves out their tools or a call of a tool."""
+        if tools and self.text(messages, tools, answer_follows=False) == self.text(messages, answer_follows=False):
+            raise ValueError("the chat template leaves out the tools; expected a template that writes them, or none")
+        names: list[str] = []
+        marked = []
+        for message in messages:
+            calls = []
+            for call in message.get("tool_calls") or ():
+                marker = f"{MARKERS[0]}{len(names)}{MARKERS[1]}"
+                names.append(call["function"]["name"])
+                calls.append({**call, "function": {"name": marker, "arguments": {"at": marker}}})
+            marked.append({**message, "tool_calls": calls} if calls else message)
+        text = self.text(marked, tools, answer_follows=False) if names else ""
+        for number, name in enumerate(names):
+            if f"{MARKERS[0]}{number}{MARKERS[1]}" not in text:
+                raise ValueError(
+                    f"the chat template leaves out the call of the tool {name!r}; expected a template that writes it, "
+                    "or messages without"
+                )
 
     def bridge(self, answer: Message, tail: Sequence[Message], tools: Tools = ()) -> Bridge | None:
         """What follows `answer`, of which only the tool calls count: the messages `tail` and the next answer's header.
@@ -108,16 +148,16 @@ class ChatTemplate:
     def _bridge(self, answer: Message, tail: Sequence[Message], tools: Tools, marker: str) -> Bridge:
         """Raises ValueError if the end of the answer is not where a marker ends, at a special token."""
         stand_in = [_QUESTION, _marked(answer, marker)]
-        alone = self._text(stand_in, tools, answer_follows=False)
+        alone = self.text(stand_in, tools, answer_follows=False)
         num_markers = alone.count(marker)
-        followed = self._text([*stand_in, *tail], tools, answer_follows=True)
+        followed = self.text([*stand_in, *tail], tools, answer_follows=True)
         if not num_markers or followed.count(marker) < num_markers:
             raise ValueError("the template leaves out an answer, or a part of it")
         # Special tokens are atomic: behind one, this text has the same tokens as in the whole conversation.
         end = self._ids(alone.split(marker, num_markers)[-1])
         behind = self._ids(followed.split(marker, num_markers)[-1])
         at = _common(end, behind)
-        for kind in (self._stop_ids, self._special_ids):
+        for kind in (self.stop_ids, self.special_ids):
             inside = [i for i in range(at) if behind[i] in kind]
             if inside:
                 return Bridge(behind[inside[-1]], behind[inside[-1] + 1 :], end_is_header=False)
@@ -153,24 +193,10 @@ class ChatTemplate:
         ]
         self._arguments = _as_object
         try:
-            self._text(probe, _PROBE_TOOLS, answer_follows=False)
+            self.text(probe, _PROBE_TOOLS, answer_follows=False)
         except ValueError:
             return _as_text
         return _as_object
-
-    def _text(self, messages: Sequence[Message], tools: Tools, *, answer_follows: bool) -> str:
-        prepared = [self._prepared(message) for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                prepared,
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=answer_follows,
-                tokenize=False,
-                **self._settings,
-            )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return str(text)
 
     def _prepared(self, message: Message) -> dict[str, Any]:
         """A message with the arguments of its tool calls in the form that the template takes."""

@@ -21,7 +21,7 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
     A number that is not finite becomes null, because JSON has no such number.
     """
-    text = "".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    text = "".join(json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     with path.open("ab", buffering=0) as file:
         before, data = file.tell(), text.encode()
         try:
@@ -97,13 +97,14 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """The value as JSON can say it: a number that is not finite is None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

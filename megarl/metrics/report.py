@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.durable_files import write_text
-from megarl.metrics.jsonl import append_lines
-from megarl.sample import Prompt, Sample
+from megarl.metrics.jsonl import append_lines, plain
+from megarl.sample import Prompt, Sample, line_of, text_of
 
 SAMPLES = "samples.jsonl"
 VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...], "skipped": [...]}
@@ -24,7 +24,7 @@ class Answer:
     """A prompt with its answers and rewards.  Example: Answer("12+34=", "46", "37", "46", 0.0, 1.0)."""
 
     prompt: str
-    ground_truth: str | None
+    ground_truth: Any
     before: str
     after: str
     reward_before: float
@@ -32,8 +32,8 @@ class Answer:
 
 
 def write_summary(path: Path | str, summary: Mapping[str, Any]) -> None:
-    """Write an indented JSON object atomically."""
-    write_text(Path(path), json.dumps(dict(summary), indent=2, ensure_ascii=False) + "\n")
+    """Write an indented JSON object atomically; a number that is not finite becomes null."""
+    write_text(Path(path), json.dumps(plain(summary), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]], *, num_groups: int = 4) -> None:
@@ -58,7 +58,8 @@ def samples_table(
         table.add_column(name, overflow="fold")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for a in answers:
-        texts = [_shorten(text, width) for text in (a.prompt, a.ground_truth or "", a.before, a.after)]
+        truth = "" if a.ground_truth is None else text_of(a.ground_truth)
+        texts = [_shorten(text, width) for text in (a.prompt, truth, a.before, a.after)]
         marks = [(_mark(reward), "green" if reward > 0 else "red") for reward in (a.reward_before, a.reward_after)]
         cells = [Text(text) for text in texts[:3]] + [Text(*marks[0]), Text(texts[3]), Text(*marks[1])]
         table.add_row(*cells)
@@ -70,7 +71,7 @@ def prompt_text(prompt: Prompt) -> str:
     """The prompt of the data file as one string; chat messages as "role: content" lines."""
     if isinstance(prompt.text, str):
         return prompt.text
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+    return "\n".join(map(line_of, prompt.text))
 
 
 def _sample_line(step: int, sample: Sample) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def _sample_line(step: int, sample: Sample) -> dict[str, Any]:
         "uid": prompt.uid,
         "prompt": prompt_text(prompt),
         "completion": sample.text,
-        "ground_truth": prompt.ground_truth,
+        "ground_truth": None if prompt.ground_truth is None else text_of(prompt.ground_truth),
         "reward": sample.reward,
         "reward_extra": sample.reward_extra,
         "finish_reason": sample.finish_reason,

@@ -61,7 +61,8 @@ class Timer:
         """End the step and start the next.  num_tokens: tokens of the prompts and responses that were trained on.
 
         Returns: timing_s/<stage> and timing_s/step in seconds; perf/total_num_tokens; perf/time_per_step in seconds;
-            perf/throughput in tokens per second and device; perf/unaccounted, the share of the step outside all stages.
+            perf/throughput in tokens per second and device, perf/throughput_total of all devices; perf/unaccounted, the
+            share of the step outside all stages.
         """
         assert self._depth == 0, "finish() inside a stage"
         step = self._clock() - self.began
@@ -71,6 +72,7 @@ class Timer:
             "perf/total_num_tokens": float(num_tokens),
             "perf/time_per_step": step,
             "perf/throughput": num_tokens / (step * num_devices) if step > 0 else 0.0,
+            "perf/throughput_total": num_tokens / step if step > 0 else 0.0,
             "perf/unaccounted": max(step - self._accounted, 0.0) / step if step > 0 else 0.0,
         }
         self.start()

@@ -11,6 +11,7 @@ from megarl.config.old_log_probs import pass_share
 from megarl.config.resolve import micro_batch_keys
 from megarl.config.validate.models import group_of, model_of
 from megarl.layout import can_share_prefixes, shares_prefixes
+from megarl.megatron_fields import RECOMPUTED
 from megarl.plan import server_args
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role
@@ -47,6 +48,7 @@ def job_of(
         prompt_tokens=_mean("prompt", prompt_tokens, data.max_prompt_length, PROMPT_SHARE),
         response_tokens=_mean("response", response_tokens, data.max_response_length, RESPONSE_SHARE),
         longest=config.longest[1],
+        longest_served=config.longest_served[1],
         most_response=data.max_response_length,
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
@@ -54,6 +56,7 @@ def job_of(
         log_prob_tokens=own.log_prob_tokens,
         max_sequences=own.max_sequences,
         recompute=own.recompute,
+        recompute_modules=own.recompute_modules,
         optimizer=actor.optim.name,
         dtype=own.dtype,
         fsdp=own.fsdp,
@@ -151,6 +154,7 @@ def role_of(config: Config, name: str) -> Role:
         log_prob_tokens=limit,
         max_sequences=sequences,
         recompute=recompute,
+        recompute_modules=tuple(megatron.override_transformer_config.get(RECOMPUTED, ())),
         optimizer=node.optim.name if name in ("actor", "critic") else None,
         dtype=config.model.dtype,
         fsdp=node.strategy == "fsdp",

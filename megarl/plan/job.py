@@ -22,7 +22,8 @@ class Role:
     max_tokens: int = 16384  # of a training micro-batch, over all context-parallel ranks
     log_prob_tokens: int = 16384  # of a micro-batch of a forward-only pass
     max_sequences: int | None = None  # of any micro-batch, if the limit is one of sequences
-    recompute: str = "none"  # none | selective (core attention) | full (layers)
+    recompute: str = "none"  # none | selective (recompute_modules, or the core attention) | full (layers)
+    recompute_modules: tuple[str, ...] = ()  # by Megatron's names
     optimizer: str | None = "adamw"
     dtype: str = "bfloat16"
     fsdp: bool = False
@@ -58,6 +59,7 @@ class Job:
     prompt_tokens: float = 512.0  # mean
     response_tokens: float = 1024.0  # mean
     longest: int = 2048  # limit of a prompt with its completion
+    longest_served: int = 0  # the same in evaluations, where it is larger
     most_response: int | None = None  # limit of a completion; None: `longest` minus a mean prompt
     mini_batch: int = 256  # prompts per optimizer step
     epochs: int = 1
@@ -67,6 +69,7 @@ class Job:
     log_prob_tokens: int = 16384
     max_sequences: int | None = None
     recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ()
     optimizer: str = "adamw"
     dtype: str = "bfloat16"
     precision: str = "bf16"  # bf16 | fp8: of matrix products in training
@@ -121,9 +124,9 @@ class Job:
     def actor(self) -> Role:
         return Role(
             "actor", self.hf, self.layout, self.num_ranks, self.first_rank, self.max_tokens, self.log_prob_tokens,
-            self.max_sequences, self.recompute, self.optimizer, self.dtype, self.fsdp, self.overlap_grad_reduce,
-            self.param_offload, self.optimizer_offload, self.optimizer_on_host, self.lora_rank, self.local,
-            self.lora_targets, self.shares_prefixes,
+            self.max_sequences, self.recompute, self.recompute_modules, self.optimizer, self.dtype, self.fsdp,
+            self.overlap_grad_reduce, self.param_offload, self.optimizer_offload, self.optimizer_on_host,
+            self.lora_rank, self.local, self.lora_targets, self.shares_prefixes,
         )  # fmt: skip
 
     @property

@@ -149,10 +149,11 @@ def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> It
     if not job.num_servers:
         return
     server = Server(job, constants)
-    if server.cache_bytes < job.longest * server.token_bytes:
+    longest = max(job.longest, job.longest_served)
+    if server.cache_bytes < longest * server.token_bytes:
         yield (
             f"server: {server.weight_bytes / 1e9:.0f} GB of weights leave a cache of {server.cache_bytes / 1e9:.1f} GB "
-            f"in memory_fraction={job.memory_fraction:g} of a GPU, too little for one sequence of {job.longest} tokens"
+            f"in memory_fraction={job.memory_fraction:g} of a GPU, too little for one sequence of {longest} tokens"
         )
 
 

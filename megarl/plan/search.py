@@ -158,7 +158,7 @@ def _ways(job: Job, layout: Layout, constants: Constants) -> Iterator[tuple[floa
             continue
         stages = stage_times(other, training(other, None, constants), serving.NOTHING, constants)
         yield sum(stages.values()), other
-        if way.recompute == "none":
+        if way.recompute != "full":
             return
 
 
@@ -168,8 +168,8 @@ def _with(job: Job, actor: Role) -> Job:
     for name, role in (("critic", job.critic), ("reference", job.reference)):
         if role is not None and role.layout == job.layout:
             follow[name] = replace(
-                role, layout=actor.layout, recompute=actor.recompute, max_tokens=actor.max_tokens,
-                log_prob_tokens=actor.log_prob_tokens,
+                role, layout=actor.layout, recompute=actor.recompute, recompute_modules=actor.recompute_modules,
+                max_tokens=actor.max_tokens, log_prob_tokens=actor.log_prob_tokens,
             )  # fmt: skip
     return replace(
         job, layout=actor.layout, recompute=actor.recompute, max_tokens=actor.max_tokens,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megarl.rewards.functions.auto import reward_of
+from megarl.rewards.functions.boxes import last_box
 from megarl.rewards.functions.choice import chosen_letter
 from megarl.rewards.functions.gsm8k import final_number, marked_number
 from megarl.rewards.result import RewardResult
@@ -16,25 +17,18 @@ from megarl.sample import Completion, Prompt
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}, without spaces; None if there is none.
-
-    >>> last_boxed(r"so it is \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    """
-    _, mark, rest = text.rpartition(r"\boxed{")
-    depth = 1
-    for at, character in enumerate(rest if mark else ""):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return "".join(rest[:at].split())
-    return None
+    """The content of the last box, without spaces; None if there is none."""
+    found = last_box(text)
+    return None if found is None else "".join(found.split())
 
 
 READERS: dict[str, Callable[[str], str | None]] = {
     "exact": str.strip,
     "gsm8k": final_number,
     "gsm8k_strict": marked_number,
+    "gsm8k_verl": marked_number,
     "math": last_boxed,
+    "math_verl": last_boxed,
     "choice": chosen_letter,
 }
 
@@ -43,5 +37,5 @@ def with_pred(fn: str, prompt: Prompt, completion: Completion, result: RewardRes
     """The result of reward `fn` with the answer that it read; a text without an answer votes for ""."""
     if result.pred is not None:
         return result
-    reader = READERS.get(reward_of(prompt.data_source) if fn == "auto" else fn)
+    reader = READERS.get(reward_of(prompt.data_source, prompt.extra) if fn == "auto" else fn)
     return result if reader is None else replace(result, pred=reader(completion.text) or "")

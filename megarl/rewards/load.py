@@ -14,6 +14,7 @@ RewardFn = Callable[[Prompt, Completion], Any]
 
 CONVERSATION = "conversation"  # the field of Prompt.extra with the messages of an episode, for its reward
 
+OUR_ARGUMENTS = ("prompt", "completion")
 # verl's documented signature: compute_score(data_source, solution_str, ground_truth, extra_info=None)
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # That of reward_manager=batch, each a list; scores come back as a list.
@@ -42,16 +43,20 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
         return function  # built in C: its arguments are unknown
     if {"solution_str", "solution_strs"} & parameters.keys():
         return _wrapping(function, _from_verl(fn, function, parameters))
-    if "messages" in parameters:
-        return _wrapping(function, _with_messages(function))
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError:
+    needed = [name for name, parameter in parameters.items() if _is_required(parameter) and name != "messages"]
+    takes = [parameter.name for parameter in parameters.values() if parameter.kind in _BY_POSITION][:2]
+    # Under other names they would be given the wrong values: (completion, truth) would get a prompt and a completion.
+    is_ours = all(name.lstrip("_") in (wanted, "") for name, wanted in zip(takes, OUR_ARGUMENTS, strict=False))
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+    if not is_ours or not set(needed) <= set(takes) or not (takes_any or len(takes) == len(OUR_ARGUMENTS)):
         raise ValueError(
-            f"reward.fn={fn}: it takes ({', '.join(parameters)}); expected (prompt, completion) "
+            f"reward.fn={fn}: it takes ({', '.join(parameters)}); expected ({', '.join(OUR_ARGUMENTS)}) "
             f"or ({', '.join(VERL_ARGUMENTS)})"
-        ) from None
-    return function
+        )
+    return _wrapping(function, _with_messages(function)) if "messages" in parameters else function
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _wrapping(function: Callable[..., Any], adapted: RewardFn) -> RewardFn:

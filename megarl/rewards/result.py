@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from megarl.float32 import EXPECTED, is_finite
-from megarl.sample import Prompt
+from megarl.sample import Prompt, own_name, text_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ Outcome = RewardResult | str  # a result, or why there is none
 def to_result(value: Any) -> RewardResult:
     """Convert a finite number, or a dict whose "score" is one.
 
-    Its other numbers become `extra`, its "pred" is what the answer says in the end, the rest is dropped.
+    Its other numbers, finite too, become `extra`, its "pred" is what the answer says in the end, the rest is dropped.
 
     Raises TypeError or ValueError for anything else: a reward of NaN would make all advantages of its group NaN.
     """
@@ -36,7 +37,10 @@ def to_result(value: Any) -> RewardResult:
     if "score" not in value:
         raise TypeError(f"returned a dict with the keys {list(value)}; expected 'score' among them")
     numbers = {str(key): _number(item) for key, item in value.items() if key not in ("score", "pred")}
-    extra = {key: number for key, number in numbers.items() if number is not None}
+    extra = {own_name(key): number for key, number in numbers.items() if number is not None}
+    for key, number in extra.items():
+        if not is_finite(number):
+            raise ValueError(f"returned {number} as its number {key!r}; {EXPECTED}")
     pred = value.get("pred")
     return RewardResult(_finite(value["score"]), extra, None if pred is None else str(pred))
 
@@ -49,14 +53,22 @@ def joined(results: Mapping[str, RewardResult], weights: Mapping[str, float]) ->
     """
     extra: dict[str, float] = {}
     for name, result in results.items():
-        extra[name] = result.reward
-        extra |= {f"{name}/{key}": number for key, number in result.extra.items()}
+        extra[own_name(name)] = result.reward
+        extra |= {own_name(f"{name}/{key}"): number for key, number in result.extra.items()}
     pred = next((result.pred for result in results.values() if result.pred is not None), None)
     return RewardResult(sum(weights.get(name, 1.0) * result.reward for name, result in results.items()), extra, pred)
 
 
 def ground_truth_of(prompt: Prompt) -> str:
-    """The expected answer.  Raises ValueError if the row has none."""
+    """The expected answer as text.  Raises ValueError if the row has none, or one that is no text and no number."""
+    truth = truth_of(prompt)
+    if isinstance(truth, bool) or not isinstance(truth, (str, int, float, Decimal)):
+        raise ValueError(f"the ground truth is a {type(truth).__name__}; this reward expects a text or a number")
+    return text_of(truth)
+
+
+def truth_of(prompt: Prompt) -> Any:
+    """The expected answer as the row has it.  Raises ValueError if it has none."""
     if prompt.ground_truth is None:
         raise ValueError("the prompt has no ground truth; expected data.ground_truth_key to name a field of the row")
     return prompt.ground_truth

@@ -10,7 +10,9 @@ import select
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from sys import getrefcount
 
 from megarl import sandbox
 from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, close_from, prctl
@@ -44,8 +46,19 @@ class Surroundings:
 
 
 def end_children() -> None:
-    """End the processes that a sample left behind, and what these left behind."""
-    while left := _children() - _Process.kept:
+    """End the processes that a sample left behind, and what these left behind.
+
+    Those live on that Python itself keeps to start and watch others, and those of a pool, an executor, a manager or
+    another object that the reward still holds: the next sample uses them.
+    """
+    helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    kept = _Process.kept | helpers
+    for child in multiprocessing.active_children():
+        if getrefcount(child) > 4:  # multiprocessing's set, this list, the variable and the argument are four
+            kept.add(child.pid)
+        else:
+            child.kill()  # by its starter, which may be multiprocessing's fork server, a child of this process
+    while left := _children() - kept:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for pid in left:

@@ -40,12 +40,14 @@ def start_worker(
     # A thread, because the main thread may be in a function that never returns when the run is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     surroundings = surroundings or Surroundings()
+    multiprocessing.set_start_method(None, force=True)  # Python's default, not the one by which this process started
     os.environ.update(surroundings.environment)  # a reward's file may look at them when it is imported
     load_plugins(plugins)
     _Settings.rewards = {name: load_reward(fn) for name, fn in fns.items()}
     _Settings.timeout_s = timeout_s
     surroundings.set_up(timeout_s)
     signal.signal(signal.SIGALRM, _on_alarm)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that the reward forks ends by it, as elsewhere
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 
 
@@ -65,15 +67,20 @@ def run_jobs(jobs: list[Job], budget_s: float) -> tuple[list[Outcome], float]:
 
 def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
     """Run a function on one sample; an exception, a bad return value or a timeout becomes a sentence."""
+    try:
+        return _outcome(fn, prompt, completion)
+    finally:  # nothing refers to the function's variables any more, not even an exception
+        end_children()
+
+
+def _outcome(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
     reward = _Settings.rewards[fn]
     try:
         _arm(_Settings.timeout_s)
         try:
-            result = with_pred(fn, prompt, completion, to_result(reward(prompt, completion)))
+            return with_pred(fn, prompt, completion, to_result(reward(prompt, completion)))
         finally:
             _disarm()
-            end_children()
-        return result
     except _TimeUpError:
         return f"no answer within {_Settings.timeout_s:g} s"
     except (Exception, SystemExit) as error:

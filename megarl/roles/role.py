@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megarl.algo.distillation import Distillation
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint.files import Saving
 from megarl.mcore.models.lora import AdapterSet, LoraSettings, apply_lora, attached, detach, settings_of
-from megarl.mcore.models.model import Model, build_model, read_hf_config
+from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.offload import Moved, OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training

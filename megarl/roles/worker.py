@@ -42,7 +42,7 @@ from megarl.weights.hf.export import save_hf
 from megarl.weights.hf.head import read_heads
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.agreement import gather_json
-from megarl.weights.push.gpu_handles import Gpus
+from megarl.weights.push.gpu_handles import Gpus, check_can_be_mapped
 from megarl.weights.push.push import Canary, Pusher, PushError
 
 
@@ -88,6 +88,8 @@ class Worker:
         self.layout = Layout(**arguments["layout"])
         where = {"device": arguments["device"], "seed": arguments["seed"], "timeout_s": arguments["timeout_s"]}
         self.device = device_for(arguments["device"])
+        if self.device.type == "cuda" and arguments.get("is_mapped"):
+            check_can_be_mapped(os.environ)  # the driver asked its own; another machine's may differ
         self.profiler = RankProfiler(self.device)
         self.rank_info = initialize(self.layout, **where)
         self.share = replica_group(timeout_s=arguments["timeout_s"])

@@ -70,10 +70,19 @@ class MakeWriter(Protocol):
 
 
 class Completions:
-    """The writer of plain completions: see `collect_group`."""
+    """The writer of plain completions: see `collect_group`.  `special_tokens`: their texts have these, too."""
 
-    def __init__(self, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, piece_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        tokenizer: PreTrainedTokenizerBase,
+        score: Score,
+        piece_tokens: int,
+        *,
+        special_tokens: bool = False,
+    ) -> None:
         self._pool, self._tokenizer, self._score, self._piece_tokens = pool, tokenizer, score, piece_tokens
+        self._special_tokens = special_tokens
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,8 +99,14 @@ class Completions:
     def counters(self) -> dict[str, float]:
         return {}
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def _decode(self, completion: Completion) -> str:
+        return text_of(self._tokenizer, completion, special_tokens=self._special_tokens)
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, completion: Completion, *, special_tokens: bool) -> str:
+    """What a reward reads: the text without special tokens, or with all but the one that ended the completion."""
+    ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+    return str(tokenizer.decode(ids, skip_special_tokens=not special_tokens))
 
 
 async def collect_group(
@@ -101,7 +116,7 @@ async def collect_group(
     params: SamplingParams,
     score: Score,
     *,
-    decode: Callable[[list[int]], str],
+    decode: Callable[[Completion], str],
     piece_tokens: int = 0,
     greedy: bool = False,
     urgent: bool = False,
@@ -111,7 +126,7 @@ async def collect_group(
     A completion that the reward could not score leaves the group, because any number for it would teach something.  If
     fewer than two are left, or the greedy one leaves, the group is a LostRollout: nothing is left to compare.
 
-    `decode` turns a completion's tokens into text without special tokens. With params.sampling_seed every completion
+    `decode` turns a completion into text. With params.sampling_seed every completion
     has its own seed: see for_completion. `piece_tokens`, `urgent`: see pieces.write. With `greedy` one more, greedy
     completion is generated, and each sample has its reward. Exceptions of `score` are raised.
     """
@@ -120,7 +135,7 @@ async def collect_group(
         completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens, urgent=urgent)
     except RolloutFailed as error:
         return LostRollout(prompt, str(error))
-    completions = [replace(completion, text=decode(completion.token_ids)) for completion in completions]
+    completions = [replace(completion, text=decode(completion)) for completion in completions]
     results = await score(prompt, completions)
     assert len(results) == len(completions), (
         f"the reward gave {len(results)} results for {len(completions)} completions"

@@ -26,7 +26,7 @@ from megarl.data.ledger import FILTERED, LOST, OUTCOMES, SKIPPED, TRAINED, Ledge
 from megarl.rollout.collector.collector_client import Ticket
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage
-from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Sample
+from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Sample, own_name
 
 PROMPTS, FINISHED = "prompts", "finished"
 
@@ -65,13 +65,14 @@ class Filter:
     def _value(self, sample: Sample, at: int) -> float:
         if self.metric == "score" or REWARD_ERROR in sample.reward_extra:  # after a reward error it is 0
             return sample.reward
-        if self.metric not in sample.reward_extra:
+        own = own_name(self.metric)
+        if own not in sample.reward_extra:
             has = ", ".join(sample.reward_extra) or "none"
             raise ValueError(
                 f"algorithm.filter_groups.metric={self.metric}: the reward of sample {sample.prompt.uid}#{at} has no "
                 f"number of that name; expected score or one that reward.fn returns for every sample (here: {has})"
             )
-        return sample.reward_extra[self.metric]
+        return sample.reward_extra[own]
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ losses tell which data they need; settings that contradict these needs are refus
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from megarl.config import Config, names, schema
 from megarl.config.old_log_probs import why_own_pass
 from megarl.config.settings import show
 from megarl.config.validate.algorithms import bypass_contradictions, other_layout
+from megarl.config.validate.models import config_of_folder
 from megarl.roles.handles import Update
 from megarl.rollout.prefetch import Filter
 from megarl.routed_experts import ROUTED_EXPERTS
@@ -271,7 +270,7 @@ def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:
 
 def check_vocabularies(policy: str, reference: str, config: Config) -> None:
     """Raises ValueError if the models of two folders have different vocabulary sizes, so that no full KL exists."""
-    ours, theirs = (json.loads((Path(f) / "config.json").read_text())["vocab_size"] for f in (policy, reference))
+    ours, theirs = (config_of_folder(f)["vocab_size"] for f in (policy, reference))
     if ours != theirs:
         compared = f"a full KL compares them token for token with the {ours} of model.path={config.model.path}"
         raise ValueError(

@@ -20,6 +20,7 @@ from megarl.metrics.trackers.console import warn
 from megarl.projections import chosen, projections_of
 from megarl.terminal import pages
 from megarl.trainer.build import model_folder
+from megarl.trainer.checks.reward_rows import chosen_rewards
 from megarl.trainer.evaluation.evaluate import Evaluation
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
 from megarl.trainer.observed.run_log import Totals
@@ -75,7 +76,10 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
     is_checked = run.val_prompts and run.config.trainer.check_export and after.groups
     again = _score_of_export(run) if is_checked else None
     summary: dict[str, Any] = {"steps": run.num_steps}
-    summary |= {"prompts_filtered": run.num_filtered, "prompts_cut": run.num_cut}
+    summary |= run.shortened
+    summary["rewards"] = run.config.reward.fn
+    if rewards := chosen_rewards(run.config, run.prompts.questions):
+        summary["rewards_by_data_source"] = rewards
     before_file = run.dir / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""
@@ -142,7 +146,7 @@ def _score_of_export(run: Run) -> TransformersScore:
     # The run is over: an answer without a score must not take what is there.
     on_error = "zero" if run.config.reward.on_error == "zero" else "unscored"
     rewards = run.maker_of_rewards(on_error=on_error, audit=None)
-    task = Task(str(run.dir / "hf"), run.val_prompts, rewards, run.config.data.max_response_length)
+    task = Task(str(run.dir / "hf"), run.val_prompts, rewards, run.config.rollout.val_kwargs.max_response_length)
     log = run.dir / "logs" / "check_export.log"
     return TransformersScore(task, log, silence_s=run.config.trainer.call_timeout_s)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megarl.config import Config, layout_of, used_roles
-from megarl.config.placement import placements, serves_beside_actor
+from megarl.config.placement import placements, servers_map_memory, serves_beside_actor
 from megarl.config.schema.roles import Lora
 from megarl.config.validate.models import MINI_PLACE, config_of_folder, missing_folder, model_numbers, more_than_text
 from megarl.config.validate.servers import misplaced
@@ -37,6 +37,7 @@ from megarl.servers import supervisor
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import VARIABLES
 from megarl.servers.server_process import HERE, Machines
+from megarl.weights.hf.named import check_for_sglang
 from megarl.weights.mapping.server_map import is_enlarged
 from megarl.weights.push.channel import own_address
 
@@ -157,7 +158,7 @@ def make_group(
         silence_s=trainer.silence_s,
         start_timeout_s=trainer.start_timeout_s,
         environment=({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else {}) | (VARIABLES if joins else {}),
-        setup={"has_neighbours": serves_beside_actor(config)},
+        setup={"has_neighbours": serves_beside_actor(config), "is_mapped": servers_map_memory(config)},
     )
 
 
@@ -308,6 +309,8 @@ def make_servers(config: Config, token: str, nodes: Nodes | None = None, *, trai
     launches, machines = [], []
     launch = server_launch(config)
     reads_weights = not (trains and config.first_push_is_whole) or _is_padded(launch)
+    if reads_weights and launch.engine == "sglang":
+        check_for_sglang(launch.model_path)
     launch = replace(launch, reads_weights=reads_weights, returns_routes=trains and launch.returns_routes)
     launch = replace(launch, num_threads=server_threads(config, trains=trains))
     for places, gpu in placements(config, trains=trains):
@@ -328,8 +331,7 @@ def _is_padded(launch: EngineLaunch) -> bool:
     """Whether the server pads the model, whose padding no push brings."""
     if not launch.uses_cpu or launch.engine != "sglang":
         return False
-    hf = json.loads((Path(launch.model_path) / "config.json").read_text())
-    return is_enlarged("sglang", hf, launch.tensor_parallel_size)
+    return is_enlarged("sglang", config_of_folder(launch.model_path), launch.tensor_parallel_size)
 
 
 def check_gpus(config: Config, *, trains: bool) -> None:
@@ -355,11 +357,16 @@ def plugins(config: Config) -> list[str]:
 
 
 def check_ids(config: Config, highest: int) -> None:
-    """A critic or reference may have a smaller vocabulary than the actor, but must cover all ids of the tokenizer.
+    """All models must know all ids of the tokenizer; the vocabulary of a critic or reference may else be smaller.
 
     Token ids above `highest` are padding.  Raises ValueError for a smaller one.
     """
     ours = model_numbers(config, "actor").vocab_size
+    if ours is not None and ours <= highest:
+        raise ValueError(
+            f"model.path={config.model.path}: its vocabulary has {ours} tokens, and the tokenizer of "
+            f"{config.model.tokenizer_path} has ids up to {highest}; expected a tokenizer of this model"
+        )
     for role in set(used_roles(config, "train")) - {"actor"}:
         theirs = model_numbers(config, role).vocab_size
         if ours is not None and theirs is not None and theirs <= highest and theirs < ours:
@@ -372,9 +379,16 @@ def check_ids(config: Config, highest: int) -> None:
 
 def check_reads_text(config: Config) -> None:
     """Raises ValueError for a policy of more than text; the folder of a hub name is there only now."""
-    hf = json.loads((Path(model_folder(config.model.path)) / "config.json").read_text())
-    if sentence := more_than_text(hf):
+    if sentence := more_than_text(config_of_folder(model_folder(config.model.path))):
         raise ValueError(f"model.path={config.model.path}: {sentence}")
+
+
+def shortened(key: str, config: Config, found: Prompts, max_samples: int | None = None) -> str:
+    """A line on the prompts of these files that are too long, and so left out or cut; "" if there are none."""
+    left_out, how = found.left_out(max_samples), f"data.overlong_prompts={config.data.overlong_prompts}"
+    longer = f"prompts are longer than data.max_prompt_length={config.data.max_prompt_length}"
+    what = "left out" if left_out else "cut"
+    return f"{key}: {left_out or found.num_cut:,} {longer} and {what} ({how})" if left_out or found.num_cut else ""
 
 
 def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None = None) -> Prompts:
@@ -395,4 +409,18 @@ def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None =
         system_prompt=data.system_prompt,
         template=data.apply_chat_template_kwargs,
         max_rows=max_rows,
+        num_ids=num_token_ids(config),
     )
+
+
+def stop_ids(folder: str) -> list[int]:
+    """The tokens at which servers end a completion of a folder's model, besides the tokenizer's."""
+    files = [Path(folder) / name for name in ("config.json", "generation_config.json")]
+    given = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.exists()]
+    return [token for ids in given if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
+
+
+def num_token_ids(config: Config) -> int | None:
+    """Of the policy's vocabulary, the padding of its embedding included; None if its config.json does not say."""
+    size = config_of_folder(model_folder(config.model.path)).get("vocab_size")
+    return None if size is None else int(size)

@@ -17,7 +17,6 @@ from megarl.agents.process import Job
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.settings import show
-from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import names_of, starts_reward_server, trained_names
 from megarl.data.chat import load_tokenizer
 from megarl.data.template import ChatTemplate
@@ -35,7 +34,7 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import EngineColumn
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.trainer.build import model_folder, plugins, supervision
+from megarl.trainer.build import model_folder, num_token_ids, plugins, supervision
 
 SERVERS_PER_COLLECTOR = 8
 
@@ -79,7 +78,7 @@ def make_collectors(
         dp_ranks=dp_ranks,
         joins=rollout.engine == "hf",  # in a request of several SGLang fails them all together
         columns=columns,
-        num_ids=config_of_folder(model_folder(config.model.path)).get("vocab_size"),
+        num_ids=num_token_ids(config),
         reports_unfit=reports_unfit,
         slow_factor=rollout.slow_factor,
         joined_slots=0 if rollout.max_in_flight else rollout.max_running_requests,
@@ -94,7 +93,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
     """
     agent, rollout = config.agent, config.rollout
     if not config.has_agents:
-        return Completions
+        return partial(Completions, special_tokens=config.reward.special_tokens)
     assert agent.max_tokens is not None, "it is resolved"
     environment = variables("agent.environment", agent.environment)
     settings = Settings(
@@ -106,10 +105,12 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         timeout_s=agent.timeout_s,
         num_processes=-(-agent.num_processes // num_collectors),
         on_error=agent.on_error,
+        over_limit_reward=agent.over_limit_reward,
         surroundings=Surroundings(agent.memory_mb, agent.file_mb, environment=environment),
         training=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         system_prompt=config.data.system_prompt,
         template=config.data.apply_chat_template_kwargs,
+        special_tokens=config.reward.special_tokens,
     )
     return partial(Episodes, settings)
 

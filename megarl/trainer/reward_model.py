@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from megarl.algo.finite import BadNumber
 from megarl.config import Config
+from megarl.config.validate.models import config_of_folder
 from megarl.data.chat import load_tokenizer
 from megarl.float32 import is_finite
 from megarl.roles.reward_model import RewardModel
@@ -30,7 +29,7 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
         return
     key = f"reward.model.path={config.reward.model.path}"
     folder = model_folder(config.reward.model.path or "", "reward.model.path")
-    hidden = json.loads((Path(folder) / "config.json").read_text()).get("hidden_size")
+    hidden = config_of_folder(folder).get("hidden_size")
     with open_hf(folder) as weights:
         shape = weights.shapes.get(_HEAD)
     if shape != (1, hidden):

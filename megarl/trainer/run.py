@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from megarl.algo.finite import BadNumber
 from megarl.config import Config, layout_of, to_yaml
+from megarl.config.idle import idle
 from megarl.config.placement import joins_servers, pushes_over_nccl
 from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
@@ -25,7 +26,7 @@ from megarl.metrics.report import SAMPLES, VISITS
 from megarl.metrics.timeline import TIMELINE, Timeline
 from megarl.metrics.timer import Timer
 from megarl.metrics.tokens import TOKENS, TokenLog
-from megarl.metrics.trackers.console import warn
+from megarl.metrics.trackers.console import note, warn
 from megarl.metrics.trackers.trackers import Trackers
 from megarl.plugins import load_plugins
 from megarl.rewards.scorer import Rewards
@@ -48,6 +49,7 @@ from megarl.trainer.build import (
     model_folder,
     ranks_address,
     read_prompts,
+    shortened,
     start_trackers,
 )
 from megarl.trainer.checkpoint import checkpoint
@@ -55,7 +57,7 @@ from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.saver import Saver
-from megarl.trainer.checks.reward_rows import check_audited, check_truths
+from megarl.trainer.checks.reward_rows import check_audited, check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
 from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
@@ -120,6 +122,8 @@ class Run:
         check_reward_model(config, self.algorithm)
         check_teachers(config)
         if resume is None:  # else this was done at the start
+            for line in idle(config):
+                note(line)
             with RewardTrial(config) as trial:
                 self._read(trial)
         else:
@@ -157,10 +161,18 @@ class Run:
         self.val_prompts = val.all(data.val_max_samples) if val else []
         self.val_sets = val.sets(data.val_max_samples) if val else []
         check_audited(self.config, len(self.val_prompts))
-        self.num_filtered = self.prompts.num_filtered + (val.num_filtered if val else 0)
-        self.num_cut = self.prompts.num_cut + (val.num_cut if val else 0)
+        self.shortened = {"prompts_filtered": self.prompts.num_filtered, "prompts_cut": self.prompts.num_cut}
+        if val is not None:
+            filtered = val.left_out(data.val_max_samples)
+            self.shortened |= {"val_prompts_filtered": filtered, "val_prompts_cut": val.num_cut}
         if trial is not None:
-            check_truths(self.config, [self.prompts, *([val] if val else [])])
+            lines = [shortened("data.train_files", self.config, self.prompts)]
+            lines += [shortened("data.val_files", self.config, val, data.val_max_samples)] if val else []
+            for line in filter(None, lines):
+                warn(line)
+            read = [self.prompts, *([val] if val else [])]
+            say_chosen(self.config, [question for prompts in read for question in prompts.questions], note)
+            check_truths(self.config, read)
             num_rows = self.config.reward.try_rows
             trial.check([*self.prompts.some(num_rows), *(val.some(num_rows) if val else ())])
 

@@ -38,8 +38,10 @@ from megarl.trainer.build import (
     make_group,
     make_mini_model,
     model_folder,
+    num_token_ids,
     optim_settings,
     start_trackers,
+    stop_ids,
 )
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, find, restore, save_before
 from megarl.trainer.checkpoint.manifest import Damaged
@@ -71,8 +73,8 @@ def _sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     with Signals(trainer.term_grace_s) as signals:
         make_mini_model(config)
-        examples = _examples(config, config.sft.train_files)
-        held_out = _examples(config, config.sft.val_files) if config.sft.val_files else None
+        examples = _examples(config, "sft.train_files", config.sft.train_files)
+        held_out = _examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
         num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
         if num_steps < 1:
             raise ValueError(
@@ -265,17 +267,30 @@ def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer
     return metrics | timer.finish(num_tokens=batch.num_tokens)
 
 
-def _examples(config: Config, files: Sequence[str]) -> SftExamples:
-    return SftExamples(
+def _examples(config: Config, key: str, files: Sequence[str]) -> SftExamples:
+    """The examples of these files, of which a line says what became of the rows."""
+    sft = config.sft
+    found = SftExamples(
         files,
         load_tokenizer(model_folder(config.model.tokenizer_path)),
-        prompt_key=config.sft.prompt_key,
-        response_key=config.sft.response_key,
-        max_length=config.sft.max_length,
+        prompt_key=sft.prompt_key,
+        response_key=sft.response_key,
+        max_length=sft.max_length,
         seed=config.data.seed,
+        overlong=sft.overlong_rows,
+        answers=sft.answers,
         system_prompt=config.data.system_prompt,
         template=config.data.apply_chat_template_kwargs,
+        stop_ids=stop_ids(model_folder(config.model.path)),
+        num_ids=num_token_ids(config),
     )
+    sentences().print(f"{key}=[{', '.join(files)}]: {found.said}")
+    if found.strange_ends:
+        warn(
+            f"{key}: the chat template ends answers with {', '.join(found.strange_ends)}, at which servers of "
+            f"model.path={config.model.path} do not stop; eos_token_id of its generation_config.json says where they do"
+        )
+    return found
 
 
 def _actor(config: Config, group: Group, num_steps: int, resumed: Checkpoint | None) -> Actor:

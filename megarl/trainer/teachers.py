@@ -6,11 +6,9 @@ A sample's teacher has a number, from 1 in the order of the configuration; 0 sta
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +20,7 @@ from megarl.config import Config
 from megarl.config.names import NO_ADVANTAGES
 from megarl.config.schema.teachers import Distill
 from megarl.config.settings import show
+from megarl.config.validate.models import config_of_folder
 from megarl.data.chat import load_tokenizer
 from megarl.group import Group
 from megarl.plugins import user_function
@@ -178,7 +177,7 @@ def make_teachers(
     """
     if not config.teachers:
         return None
-    numbers = json.loads((Path(model_folder(config.model.path)) / "config.json").read_text())
+    numbers = config_of_folder(model_folder(config.model.path))
     models = {name: _make_teacher(config, name, group_of, token, started) for name in config.teachers}
     coefs = {name: keys.coef for name, keys in config.teachers.items()}
     return Teachers(models, coefs, make_route(config), config.distill, num_steps, numbers["vocab_size"])

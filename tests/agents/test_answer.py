@@ -28,6 +28,10 @@ GOOD = call('\n{"name": "add", "arguments": {"a":1}}\n')
         (f"I add.\n{GOOD}\n{GOOD}", Answer("I add.", tool_calls=(ADD, ADD))),
         (f"<think>{GOOD}</think>No.", Answer("No.", GOOD)),
         (call('{"name": "stop"}'), Answer("", tool_calls=(ToolCall("stop", "{}"),))),
+        (call('{"name": "stop", "arguments": null}'), Answer("", tool_calls=(ToolCall("stop", "{}"),))),
+        (call('{"name": "stop", "arguments": ""}'), Answer("", tool_calls=(ToolCall("stop", "{}"),))),
+        (call('{"name": "add", "arguments": "{\\"a\\": 1}"}'), Answer("", tool_calls=(ADD,))),
+        (call('{"name": "add", "parameters": {"a": 1}}'), Answer("", tool_calls=(ADD,))),
         (
             call('{"name": "say", "arguments": {"it": "\u00e9"}}'),
             Answer("", tool_calls=(ToolCall("say", '{"it": "\u00e9"}'),)),
@@ -42,7 +46,7 @@ def test_an_answer_is_read(text, answer):
     "inner",
     [
         *("", "add", "[]", "5", '{"name": 5}', '{"arguments": {}}', '{"name": "a", "arguments": 5}'),
-        *('{"name": "a", "arguments": []}', '{"name": "a", "arguments": null}', '{"name": "\\ud800"}', '{"name": "a"'),
+        *('{"name": "a", "arguments": []}', '{"name": "a", "arguments": "x"}', '{"name": "\\ud800"}', '{"name": "a"'),
     ],
 )
 def test_a_malformed_call_stays_text_and_is_counted(inner):

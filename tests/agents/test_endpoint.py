@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from agent_endpoint import CALL, TOKEN, Scripted, endpoint_of
-from chat_templates import tokenizer_of
+from chat_templates import tokenizer_of, with_bos
 from fake_servers import broken
 
 from megarl.rollout.pieces import write
@@ -205,6 +205,28 @@ async def test_text_and_ids_in_are_the_same_tree():
         stream = await ask("/v1/completions", {"model": "policy", "prompt": [*held, 6], "stream": True})
         assert stream.content.endswith(b"data: [DONE]\n\n") and b'"text": "three"' in stream.content
         assert [len(row.learnt) for row in check_exact(session, seen)] == [2, 1]
+
+
+async def test_ids_may_be_of_the_models_padding_and_no_more():
+    size = len(tokenizer_of("qwen3"))
+    async with speaking("one", num_ids=size + 3) as (ask, session, endpoint, seen):
+        assert (await ask("/v1/completions", {"model": "policy", "prompt": [5, size + 2]})).status_code == 200
+        assert seen[0][0]["input_ids"] == [5, size + 2]
+        for body in ({"token_ids": [size + 3]}, {"token_ids": [5], "sampling_params": {"stop_token_ids": [size + 3]}}):
+            reply = await ask("/inference/v1/generate", body)
+            assert (reply.status_code, reply.json()["error"]["message"]) == (
+                400,
+                f"{size + 3} is no token id: expected 0 to {size + 2}",
+            )
+
+
+async def test_a_text_that_begins_with_the_beginning_of_text_gets_no_other(monkeypatch):
+    async with speaking("one", style="llama3") as (ask, session, endpoint, seen):
+        tokenizer = session.policy.tokenizer
+        monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", with_bos(tokenizer))
+        for text in ("hello", "<bos>hello"):
+            assert (await ask("/v1/completions", {"model": "policy", "prompt": text})).status_code == 200
+        assert seen[0][0]["input_ids"] == seen[0][1]["input_ids"] == tokenizer.encode("hello")
 
 
 REFUSED = [

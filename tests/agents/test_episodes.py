@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from urllib.error import HTTPError
 
 import aiohttp
 import pytest
@@ -14,6 +15,8 @@ from pools import until
 
 from megarl.agents.conversation import Asked
 from megarl.agents.episodes import EpisodeError
+from megarl.agents.limit_errors import is_refusal
+from megarl.agents.refusals import OverLimit
 from megarl.agents.session import Session
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pool.slots import Slots
@@ -128,6 +131,80 @@ async def episode(chat, prompt):
         assert sample.reward_extra["agent/over_limit"] == 1.0 and sample.truncated
         counts = stage.episodes.counters()
         assert (counts["agent/errors"], counts["agent/timeouts"]) == (0, 0)
+
+
+PLAYER = """
+    from megarl.agents.chat import OverLimit
+
+    async def episode(chat, prompt):
+        first = await chat(chat.messages)
+        if first.text == "short":
+            return -1.0
+        while True:
+            try:
+                await chat(chat.messages)
+            except OverLimit as limit:
+                WHAT
+"""
+
+
+@pytest.mark.parametrize("what", ["raise", "return"])
+async def test_a_limit_never_pays_the_number_of_reward_fn_where_episodes_have_rewards_of_their_own(what, caplog):
+    code = PLAYER.replace("WHAT", what)
+    async with stage_of(code, "longer", "short", "short", max_turns=3) as stage:  # the limit is met last, or first
+        group = await stage.group(3)
+        assert [sample.reward for sample in group] == [-1.0, -1.0]
+        assert stage.scored.seen == [] and not caplog.text
+        counts = stage.episodes.counters()
+        assert (counts["agent/unrewarded"], counts["agent/errors"], counts["agent/timeouts"]) == (1, 0, 0)
+        assert stage.pool.counters()["wasted_unscored"] > 0
+
+
+async def test_an_episode_over_its_limit_gets_the_reward_of_the_setting():
+    code = PLAYER.replace("WHAT", "raise")
+    async with stage_of(code, "longer", "short", "short", max_turns=3, over_limit_reward=-2.0) as stage:
+        assert sorted(sample.reward for sample in await stage.group(3)) == [-2.0, -1.0, -1.0]
+        assert stage.episodes.counters()["agent/unrewarded"] == 0 and stage.scored.seen == []
+
+
+async def test_what_a_turn_was_given_before_the_limit_stays_its_reward():
+    code = PLAYER.replace("WHAT", "raise").replace("while True", "chat.reward(0.5, first)\n        while True")
+    async with stage_of(code, "longer", "short", max_turns=3, over_limit_reward=-2.0) as stage:
+        assert sorted(sample.reward for sample in await stage.group(2)) == [-1.0, 0.5]
+
+
+async def test_reward_fn_says_so_once_where_it_scores_an_episode_over_its_limit(caplog):
+    async with stage_of(PLAYER.replace("WHAT", "raise"), "longer", "maybe", max_turns=2) as stage:
+        assert [sample.reward for sample in await stage.group(2)] == [len("maybe")] * 2
+        assert caplog.text.count("reward.fn scores its last answer") == 1
+
+
+@pytest.mark.parametrize("what", ["{}['missing']", "return 'x'"])
+async def test_a_fault_behind_the_limit_is_an_error_of_the_agent(what, caplog):
+    async with stage_of(PLAYER.replace("WHAT", what), "longer", "short", "short", max_turns=3) as stage:
+        assert [sample.reward for sample in await stage.group(3)] == [-1.0, -1.0]
+        counts = stage.episodes.counters()
+        assert (counts["agent/errors"], counts["agent/unrewarded"]) == (1, 0) and stage.scored.seen == []
+        assert "it leaves its group" in caplog.text
+
+
+def test_an_error_of_a_client_or_one_raised_from_it_is_told_from_a_fault_behind_it():
+    def raised(error, cause=None):
+        error.__cause__ = cause
+        return error
+
+    limit, wrapped = OverLimit("it may have no more"), RuntimeError("no answer")
+    plain = HTTPError("http://x", 400, "Bad Request", {}, None)
+    with_status = type("BadRequestError", (Exception,), {"status_code": 400})("the prompt is long")
+    for error in (
+        *(limit, plain, with_status, raised(wrapped, limit), ExceptionGroup("both", [limit, plain])),
+        RuntimeError("litellm.BadRequestError: the episode has 6 turns, and may have 6: it is over"),
+        RuntimeError("agent.sh ended with exit code 22; the last that it said: The requested URL returned error: 400"),
+    ):
+        assert is_refusal(error), error
+    for error in (KeyError("missing"), RuntimeError("no answer"), ExceptionGroup("both", [limit, KeyError("missing")])):
+        error.__context__ = limit  # raised while it was handled
+        assert not is_refusal(error), error
 
 
 async def test_many_sub_agents_that_meet_the_limit_at_once_end_no_episode():

@@ -76,6 +76,26 @@ async def test_a_process_that_fails_costs_its_own_episode_only(caplog):
         assert words in caplog.text
 
 
+async def test_a_process_at_its_limit_is_told_from_one_with_a_fault_behind_it(caplog):
+    code = """
+        def episode(base_url, prompt):
+            said = say(base_url, prompt.text)
+            try:
+                while said != "short":
+                    say(base_url, prompt.text)
+            except Exception:
+                if said == "fault":
+                    raise KeyError("its own")
+                raise
+            return -1.0
+    """
+    async with stage_of(code, "limit", "fault", "short", "short", max_turns=1) as stage:
+        assert [sample.reward for sample in await stage.group(4)] == [-1.0, -1.0]
+        counts = stage.episodes.counters()
+        assert (counts["agent/unrewarded"], counts["agent/errors"]) == (1, 1)
+    assert "its own" in caplog.text and stage.scored.seen == []
+
+
 async def test_a_process_that_takes_too_long_ends_with_what_it_started(tmp_path):
     code = f"""
         import subprocess, time

@@ -57,8 +57,30 @@ def test_statistics_by_hand_with_the_correction_off():
         "share_rejected": 0.0,
         "is_on": 0.0,
     }
-    numbers = {name: stat.result() for name, stat in stats.items()}
+    numbers = {name: stat.result() for name, stat in stats.items() if name.startswith("rollout_corr/")}
     assert numbers == {f"rollout_corr/{name}": pytest.approx(x, rel=1e-6) for name, x in expected.items()}
+
+
+def test_differences_of_probabilities_have_verls_names():
+    """Probabilities 1/2, 1/4, 1/8 of the trainer and 1/4, 1/4, 1/4 or 1/2, 1/8, 1/8 of the server."""
+    old = torch.tensor([0.5, 0.25, 0.125, 0.9]).log()
+    mask, lengths = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([4])
+
+    def told(*rollout: float) -> dict[str, float]:
+        columns = {
+            "response_mask": mask,
+            "old_log_probs": old,
+            "rollout_log_probs": torch.tensor([*rollout, 0.1]).log(),
+        }
+        _, stats = correct(Batch(torch.zeros(4, dtype=torch.int64), lengths, columns), Correction())
+        return {name.removeprefix("training/"): s.result() for name, s in stats.items() if name.startswith("training/")}
+
+    apart = {"rollout_probs_diff_mean": 0.125, "rollout_probs_diff_max": 0.25, "rollout_probs_diff_std": 0.125}
+    assert told(0.25, 0.25, 0.25) == pytest.approx(apart), "constants are not correlated"
+    found = told(0.5, 0.125, 0.125)
+    # centred: 5/24, -1/24, -4/24 and 1/4, -1/8, -1/8; their product 7.5/96 / sqrt(42/576 * 3/32)
+    assert found["rollout_actor_probs_pearson_corr"] == pytest.approx(7.5 / 96 / math.sqrt(42 / 576 * 3 / 32), rel=1e-6)
+    assert found["rollout_probs_diff_mean"] == pytest.approx(0.125 / 3)
 
 
 # The weights in training are version 7; in the first sequence ages 2 and 1, in the second 5, -, 0 and 0.

@@ -1,3 +1,5 @@
+import math
+
 import algo_reference as ref
 import pytest
 import torch
@@ -33,6 +35,16 @@ def test_k3_keeps_small_differences_in_float32():
     new, base = at([1e-3, -1e-3], torch.float32)
     x = (new - base).tolist()
     assert kl_estimate("k3", new, base).tolist() == pytest.approx([v * v / 2 - v**3 / 6 for v in x], rel=1e-3)
+
+
+def test_beyond_10_k3_is_linear_and_the_clamped_one_has_no_gradient():
+    new, base = at([-1.0, -5.0])
+    for name, at_5, slope in (("k3", 10 + 12.610868638149876 * (5 - 2.610868638149876), -12.610868638149876),
+                              ("k3_clamped", 10.0, 0.0)):  # fmt: skip
+        value = kl_estimate(name, new, base)
+        (grad,) = torch.autograd.grad(value.sum(), new)
+        assert value.tolist() == pytest.approx([math.e - 2, at_5])
+        assert grad.tolist() == pytest.approx([1 - math.e, slope])
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(f"{n}+" for n in NAMES)])

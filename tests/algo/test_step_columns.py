@@ -69,15 +69,30 @@ def test_rollout_weights_by_hand():
     assert made("ppo") == [0.0, 1.0, 4.0, 0.5, 0.0, 2.0]
     assert made("ppo", normalize=True) == pytest.approx([0.0, *(x / 1.5 for x in w[1:])])  # their mean is 7.5 / 5
     assert made("gspo") == pytest.approx([0.0, 2.0, 2.0, 0.5, 0.0, 0.0])  # sqrt(4), and 0 where one is 0
-    assert made("gmpo", normalize=True) == pytest.approx([0.0, 2 / 1.5, 2 / 1.5, 0.5 / 1.5, 0.0, 0.0])
+    assert made("gmpo", normalize=True) == pytest.approx([0.0, 2 / 0.9, 2 / 0.9, 0.5 / 0.9, 0.0, 0.0])  # 4.5 / 5
     with pytest.raises(ValueError, match="rollout_correction.level needs the column rollout_weight"):
         step_columns(step(), loss=ActorLoss(use_rollout_weight=True), agg_mode="token-mean")
+
+
+def test_weights_are_normalised_under_those_of_the_aggregation():
+    """Three sequences of 2, 1 and 2 tokens: means over them, and not over tokens, where the loss is one over them."""
+    batch = step(rollout_weight=[NAN, 1.0, 4.0, 0.5, 0.0, 2.0])
+    loss = ActorLoss("ppo", use_rollout_weight=True)
+    for mode, mean in (
+        ("token-mean", 7.5 / 5),
+        ("seq-mean-token-mean", (2.5 + 0.5 + 1.0) / 3),
+        ("seq-mean-token-sum", 7.5 / 5),
+    ):
+        made = step_columns(batch, loss=loss, agg_mode=mode, normalize=True).columns
+        assert made["rollout_weight"].tolist() == pytest.approx([x / mean for x in (0, 1, 4, 0.5, 0, 2)])
+        weighted = (made["weight"] * made["rollout_weight"]).sum() / made["weight"].sum()
+        assert float(weighted) == pytest.approx(1.0)
 
 
 def test_weights_that_are_all_zero_stay_zero():
     mask, segments = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     for per_sequence in (False, True):
-        w = rollout_weights(torch.zeros(3), mask, segments, normalize=True, per_sequence=per_sequence)
+        w = rollout_weights(torch.zeros(3), mask, segments, of_loss=torch.ones(3), per_sequence=per_sequence)
         assert w.tolist() == [0.0, 0.0, 0.0]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import ConfigError, load_config
 from megarl.data.chat import load_tokenizer
-from megarl.weights.hf.load import check_names, open_for
+from megarl.weights.hf.named import check_names, open_for
 from megarl.weights.mapping.families import ignorable, table_for
 
 NUMBERS = st.sampled_from([None, True, 0, -1, 1, 2, 3, 10**30, 0.5, float("nan"), "4", "", [], [1], {}, {"factor": 2}])

@@ -23,8 +23,8 @@ trainer.experiment_name=[a] | expected text
 algorithm.policy_loss_args=3 | expected names with a number each, as {name:0.1}
 algorithm.policy_loss_args.beta=x | expected a number
 algorithm.reward_weights={format:[1]} | expected a number
-algorithm.adv_estimator_args=3 | expected names with a value each, as {name:0.1}
-algorithm.adv_estimator_args.a=[1] | expected a value
+algorithm.adv_estimator_args=3 | expected names with any value each, as {name:0.1}
+algorithm.policy_loss_args.a=[1] | expected a number
 actor.optim=3 | actor.optim is a group of keys; expected actor.optim.NAME=VALUE
 recipe=3 | expected the name of a recipe or the path of a YAML file
 actor.ppo_epochs=1.5 | expected an integer

@@ -10,7 +10,7 @@ from config_helpers import refusal
 from verl_words import PROPERTY, SCRIPTS, Pasted, paste, says_what_happens_instead, words_of
 
 from megarl.config import load_config
-from megarl.config.keys import FREE, is_reference
+from megarl.config.keys import is_free, is_reference
 from megarl.config.validate.values import value_of
 from megarl.rewards import load_reward
 from megarl.sample import Completion, Prompt, VersionSpan
@@ -46,8 +46,9 @@ def test_nine_of_ten_words_are_taken_and_none_is_ignored(
     for word, settings in accepted.items():
         assert settings, f"{word} is taken, but sets nothing"
         for setting in settings:
-            field = setting.place if setting.key in FREE else None
-            given.setdefault((setting.key, field), []).append(setting.value)
+            entries = setting.value if is_free(setting.key) else {None: setting.value}
+            for field, value in entries.items():
+                given.setdefault((setting.key, field), []).append(value)
     for (key, field), values in given.items():
         found = value_of(config, key) if field is None else value_of(config, key)[field]
         assert found in values or None in values or any(map(is_reference, values)), key

@@ -11,6 +11,7 @@ from megarl.algo import POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
 from megarl.algo.advantages.estimate import DATA
 from megarl.algo.hyperparameters import hyperparameter_names
 from megarl.data.batch import OWN_COLUMNS, make_batch, mini_batches, sample_names
+from megarl.rewards.result import RewardResult, joined
 from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
@@ -79,6 +80,14 @@ def test_several_rewards_of_a_sample_become_columns_in_the_order_that_is_asked_f
     assert batch.select([1]).per_sequence["reward_parts"].tolist() == [[4.0, 2.0, 0.25]]
     failed = make_batch([[scored(0.0, {"reward_error": 1.0}), *groups[0]]], reward_parts=("length", "reward"))
     assert failed.per_sequence["reward_parts"].tolist() == [[0.0, 0.0], [3.0, 1.0], [4.0, 2.0]], "all 0 where it failed"
+
+
+def test_a_part_called_reward_is_the_reward_of_that_name_and_without_one_the_whole():
+    results = [joined({"reward": RewardResult(0.25), "format": RewardResult(form)}, {}) for form in (1.0, 0.5)]
+    groups = [[scored(result.reward, result.extra) for result in results]]
+    batch = make_batch(groups, reward_parts=("reward", "format"))
+    assert batch.per_sequence["score"].tolist() == [1.25, 0.75]
+    assert batch.per_sequence["reward_parts"].tolist() == [[0.25, 1.0], [0.25, 0.5]]
 
 
 def test_a_missing_reward_is_told_with_the_name_of_the_sample():

@@ -3,7 +3,9 @@
 import json
 
 import datasets
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from megarl.data import FILE_KINDS
 from megarl.data.fields import example_of, question_of
@@ -36,7 +38,7 @@ VERL = {"reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {
     ("fields", "keys", "text", "truth", "source", "extra"),
     [
         ({"prompt": "1+=", "ground_truth": "2", "data_source": "s", "n": 3}, {}, "1+=", "2", "s", {"n": 3}),
-        ({"q": "1+1=", "a": 2, "prompt": "kept"}, RENAMED, "1+1=", "2", "", {"prompt": "kept"}),  # a number is a truth
+        ({"q": "1+1=", "a": 2, "prompt": "kept"}, RENAMED, "1+1=", 2, "", {"prompt": "kept"}),  # a number stays one
         ({"prompt": CHAT, "images": None}, {}, CHAT, None, "", {"images": None}),  # as in a file of mixed rows
         ({"messages": CHAT}, {}, CHAT, None, "", {}),
         ({"prompt": CHAT, **VERL}, {}, CHAT, "42", "", VERL),
@@ -47,12 +49,57 @@ def test_a_rows_fields_become_a_prompt(fields, keys, text, truth, source, extra)
     assert (got.text, got.ground_truth, got.data_source, got.extra) == (text, truth, source, extra)
 
 
+@pytest.mark.parametrize("truth", ["46.0", 46.0, 0, True, [1, "a"], {"target": ["a"]}, None])
+def test_a_ground_truth_stays_what_the_row_has(truth):
+    for fields in ({"ground_truth": truth}, {"reward_model": {"ground_truth": truth}}):
+        found = question({"prompt": "x", **fields}).ground_truth
+        assert found == truth and type(found) is type(truth)
+    assert question({"prompt": "x", "ground_truth": float("nan")}).ground_truth is None, "as if the row had none"
+
+
 def test_gsm8k_rows_become_a_user_message_where_there_is_a_template():
     fields = {"question": "How many?", "answer": "So 1,000 #### 5.\n#### 1,005 "}
     assert question(fields).text == [{"role": "user", "content": "How many?"}]
     assert question(fields, template=False).text == "How many?"
     assert question(fields).ground_truth == "1005"
     assert question(fields).extra == {"answer": fields["answer"]}
+
+
+def test_messages_keep_texts_calls_and_numbers_and_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
+    called = {"function": {"name": "f", "arguments": '{"x": null}'}}
+    rows = [
+        {"role": "user", "content": parts, "name": "me", "when": {"year": 1}},
+        {"role": "assistant", "tool_calls": [called], "reasoning_content": "so", "weight": 0},
+        {"role": "tool", "content": "", "tool_call_id": None},
+    ]
+    asked, answer, response = question({"messages": rows, "tools": ["f"]}).text
+    assert asked == {"role": "user", "content": "ab", "name": "me"}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": None}}}]
+    assert answer == {
+        "role": "assistant", "content": None, "reasoning_content": "so", "weight": 0, "tool_calls": calls
+    }  # fmt: skip
+    assert response == {"role": "tool", "content": ""}
+
+
+def test_nulls_that_arrow_puts_into_objects_are_no_arguments(tmp_path):
+    """Each object of a column has the fields of all of them."""
+    calls = [{"function": {"name": "f", "arguments": {name: {"at": 1}}}} for name in "ab"]
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": {n: {"type": n}}}}} for n in "ab"
+    ]
+    rows = [
+        {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": [tool]}
+        for call, tool in zip(calls, tools, strict=True)
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    keys = {"prompt_key": "prompt", "response_key": "response", "has_chat_template": True}
+    found = [example_of(row, **keys) for row in read_rows(str(tmp_path / "a.parquet"), FILE_KINDS)]
+    assert [one.behind[0]["tool_calls"][0]["function"]["arguments"] for one in found] == [
+        {"a": {"at": 1}},
+        {"b": {"at": 1}},
+    ]
+    assert [list(one.tools) for one in found] == [[tools[0]], [tools[1]]]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +110,27 @@ def test_gsm8k_rows_become_a_user_message_where_there_is_a_template():
         ({"prompt": []}, "f.jsonl:7: prompt is a list; expected a string or a list of chat messages"),
         ({"messages": [{"role": "user"}]}, r'f.jsonl:7: messages\[0\] is not {"role": string, "content": string}'),
         ({"messages": [*CHAT, "x"]}, r'f.jsonl:7: messages\[1\] is not {"role": string'),
+        (
+            {"messages": [{"role": "assistant", "content": None}, *CHAT]},
+            r"f.jsonl:7: messages\[0\] is not {.role.: str",
+        ),
+        (
+            {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"name": "a", "arguments": {}}]}, *CHAT]},
+            r'messages\[1\].tool_calls\[0\] is not {"function": {"name": string, "arguments": object}}$',
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": {}}, {"role": "x"}]},
+            r"messages\[1\] is not",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": "a"}]},
+            r"\[0\].tool_calls is a str; expected",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "a"}}]},
+            "has a function_call; ex",
+        ),
         ({"messages": WITH_ANSWER}, "f.jsonl:7: the last message is the assistant's; expected a prompt that ends with"),
-        ({"prompt": "x", "ground_truth": [1]}, "f.jsonl:7: ground_truth is a list; expected a string or a number"),
-        ({"prompt": "x", "ground_truth": True}, "f.jsonl:7: ground_truth is a bool; expected a string or a number"),
         ({"question": "x", "answer": "42"}, "f.jsonl:7: the answer has no '####' before its number"),
         ({"prompt": "<image> x", "images": [{"bytes": b"x"}]}, "f.jsonl:7: the field 'images' is more than text; exp"),
         ({"prompt": "x", "video": "a.mp4"}, "f.jsonl:7: the field 'video' is more than text; expected rows of text a"),
@@ -81,11 +146,11 @@ def test_a_bad_question_is_named_by_file_and_line(fields, sentence):
 
 
 def test_the_three_shapes_of_an_example():
-    assert (example({"prompt": "1+1=", "response": "2"}).response) == "2"
+    assert example({"prompt": "1+1=", "response": "2"}).behind == [{"role": "assistant", "content": "2"}]
     got = example({"messages": WITH_ANSWER})
-    assert (got.text, got.response) == (CHAT, "hello")
+    assert (got.text, got.behind) == (CHAT, WITH_ANSWER[1:])
     got = example({"question": "How many?", "answer": "#### 2"}, template=False)
-    assert (got.text, got.response) == ("How many?", "#### 2")
+    assert (got.text, got.behind) == ("How many?", [{"role": "assistant", "content": "#### 2"}])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +159,23 @@ def test_the_three_shapes_of_an_example():
         ({"prompt": "x"}, "expected the keys 'prompt' and 'response', 'messages', or .*; the row has 'prompt'"),
         ({}, "f.jsonl:7: expected the keys .* the row has no keys"),
         ({"prompt": "x", "response": "y", "audios": ["a.wav"]}, "f.jsonl:7: the field 'audios' is more than text"),
-        ({"prompt": "x", "response": 3}, "f.jsonl:7: response is a int; expected a string"),
+        ({"prompt": "x", "response": 3}, "f.jsonl:7: response is a int; expected a string$"),
+        ({"prompt": "x", "response": WITH_ANSWER[1:]}, "f.jsonl:7: response is a list; expected a string$"),
+        ({"prompt": CHAT, "response": CHAT}, "f.jsonl:7: response is a list; .* of which the last is the assistant's"),
+        ({"prompt": "x", "completion": "y"}, "has 'prompt', 'completion'; sft.response_key=completion takes it"),
+        (
+            {"messages": [*CHAT, {**WITH_ANSWER[1], "weight": 0}]},
+            "f.jsonl:7: no answer is learnt; expected one without",
+        ),
+        (
+            {"messages": WITH_ANSWER, "tools": [{"name": "a"}]},
+            "f.jsonl:7: tools is no list of {.type.: .function., .fun",
+        ),
+        (
+            {"prompt": "x", "response": "y", "tools": [{"function": {"name": "a"}}]},
+            "f.jsonl:7: tools beside a prompt that",
+        ),
+        ({"messages": WITH_ANSWER, "tools": "a, b"}, "f.jsonl:7: tools is no list of"),
         ({"messages": CHAT}, "f.jsonl:7: expected messages of at least two turns, the last by the assistant"),
         ({"messages": WITH_ANSWER[1:]}, "expected messages of at least two turns"),
     ],
@@ -138,6 +219,31 @@ def test_parquet_and_datasets_folder_give_the_same_rows(tmp_path):
         rows = read_rows(str(tmp_path / name), FILE_KINDS)
         assert [row.fields for row in rows] == ROWS
         assert rows[1].where == f"{tmp_path / name}:2"
+
+
+def write_nested(path, num_rows, size):
+    """Rows whose truth is a list of one text of `size` letters: small on the disk, and none of them a category."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * num_rows, pa.int32()), pa.array(["x" * size]))
+    lists = pa.ListArray.from_arrays(pa.array(range(num_rows + 1), pa.int32()), texts)
+    truths = pa.StructArray.from_arrays([lists], names=["ground_truth"])
+    table = pa.table({"prompt": [str(i) for i in range(num_rows)], "reward_model": truths})
+    parquet.write_table(table, path, store_schema=False)
+
+
+def test_rows_of_a_nested_parquet_file_come_in_order_whatever_the_batches(tmp_path):
+    write_nested(tmp_path / "a.parquet", 600, 3)
+    rows = read_rows(str(tmp_path / "a.parquet"), FILE_KINDS)
+    assert [row.fields["prompt"] for row in rows] == [str(i) for i in range(600)]
+    assert rows[-1] == (f"{tmp_path}/a.parquet:600", {"prompt": "599", "reward_model": {"ground_truth": ["xxx"]}}, True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("num_rows", "size"), [(2300, 1 << 20), (300, 10 << 20)], ids=["many", "large"])
+def test_nested_rows_of_more_than_two_gigabytes_are_read(tmp_path, num_rows, size):
+    """Of the second file 256 rows are more than one batch can hold."""
+    write_nested(tmp_path / "a.parquet", num_rows, size)
+    numbers = [int(row.fields["prompt"]) for row in FILE_KINDS[".parquet"](tmp_path / "a.parquet")]
+    assert numbers == list(range(num_rows))
 
 
 @pytest.mark.parametrize(

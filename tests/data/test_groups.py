@@ -41,7 +41,12 @@ def groups_of_visits(draw: st.DrawFn) -> dict[int, list[Sample]]:
     for visit, group in zip(visits, groups, strict=True):
         extra = draw(st.dictionaries(words, st.integers() | words | st.binary(max_size=3), max_size=2))
         text: Any = draw(words | st.just([{"role": "user", "content": "é\n\u2028"}]))
-        prompt = replace(group[0].prompt, text=text, ground_truth=draw(st.none() | words), extra=extra)
+        prompt = replace(
+            group[0].prompt,
+            text=text,
+            ground_truth=draw(st.none() | words | st.floats(0, 1) | st.lists(words)),
+            extra=extra,
+        )
         found[visit] = [draw(redrawn(prompt, sample, numbers)) for sample in group[: draw(st.integers(0, 3))]]
     return found
 

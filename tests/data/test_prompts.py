@@ -4,6 +4,7 @@ import json
 
 import datasets
 import pytest
+from chat_templates import tokenizer_of
 
 from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.order import fingerprint_of
@@ -75,6 +76,7 @@ def test_a_long_prompt_is_refused_by_line_or_counted(tmp_path, tokenizer):
         Prompts(path, tokenizer, max_prompt_length=4)
     prompts = Prompts(path, tokenizer, max_prompt_length=4, overlong="filter", shuffle=False)
     assert (prompts.num_filtered, len(prompts)) == (1, 2)
+    assert [prompts.left_out(first) for first in (1, 2, 9, None)] == [0, 1, 1, 1]
     assert [prompts.visit(number).uid for number in range(2)] == ["0-0", "0-2"]
     with pytest.raises(ValueError, match="data.max_prompt_length=0: every prompt of .*a.jsonl is longer"):
         Prompts(path, tokenizer, max_prompt_length=0, overlong="filter")
@@ -107,6 +109,31 @@ def test_some_rows_come_from_all_sources_in_turn_with_their_lines(tmp_path, toke
     assert [where for where, _ in some] == [f"{file}:{line}" for line in (1, 4, 6, 2, 5)]
     assert [prompt.text for _, prompt in some][:2] == ["0+1=", "3+1="]
     assert len(prompts.some(99)) == 6
+
+
+def test_prompts_have_no_id_that_the_model_does_not_have(sums, tokenizer):
+    """A tokenizer may have more tokens than the model has embeddings; what no prompt holds does not matter."""
+    highest = max(tokenizer.encode("0+1=7"))
+    assert len(Prompts(sums, tokenizer, max_prompt_length=4, num_ids=highest + 1)) == 8
+    with pytest.raises(
+        ValueError, match=rf"sums.jsonl:\d: it holds the token '.', whose id is {highest}, and the model "
+    ):
+        Prompts(sums, tokenizer, max_prompt_length=4, num_ids=highest)
+
+
+def test_calls_of_the_history_and_tools_are_rendered(tmp_path):
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    asked.append({"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "2"})
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    file, tokenizer = write(tmp_path / "a.jsonl", [{"prompt": asked, "tools": tools}]), tokenizer_of("kimi")
+    (prompt,) = Prompts(file, tokenizer, max_prompt_length=999).all()
+    expected = tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(prompt.token_ids) == expected
+    assert (prompt.text, prompt.extra) == (asked, {"tools": tools})
+    write(tmp_path / "b.jsonl", [{"prompt": asked[:1], "tools": tools}, {"prompt": asked[:1]}])
+    with pytest.raises(ValueError, match=r"b.jsonl:1: the chat template leaves out the tools; expected"):
+        Prompts(str(tmp_path / "b.jsonl"), tokenizer_of("chatml"), max_prompt_length=999)
 
 
 # demonstrations

@@ -1,7 +1,7 @@
 """Prompts as token ids; what follows an answer, in fifteen styles of chat templates, where rendering only appends."""
 
 import pytest
-from chat_templates import STYLES, WITH_TOOLS, byte_tokenizer, source, template_of, tokenizer_of
+from chat_templates import STYLES, WITH_TOOLS, byte_tokenizer, source, template_of, tokenizer_of, with_bos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,6 +234,46 @@ def test_a_system_prompt_goes_before_strings_and_messages_but_not_before_another
     assert kept == encode(tokenizer, own)
 
 
+def test_a_string_that_begins_as_the_tokenizer_begins_has_one_beginning():
+    """As prompts that a chat template has written before."""
+    tokenizer = byte_tokenizer(source("llama3"), "<|eot_id|>")
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    plain = encode(tokenizer, "hello")
+    tokenizer.backend_tokenizer.post_processor = with_bos(tokenizer)
+    bos = tokenizer.bos_token_id
+    assert encode_many(tokenizer, ["hello", rendered, "", "<bos>"]) == [
+        [bos, *plain], tokenizer.encode(rendered, add_special_tokens=False), [bos], [bos]
+    ]  # fmt: skip
+    assert encode(tokenizer, "<bos>") == [bos]
+
+
+def test_messages_that_the_template_refuses_are_named_with_the_first_of_them():
+    texts = [CHAT, [*CHAT, *CHAT], "1+1", [*CHAT, *CHAT]]
+    with pytest.raises(
+        ValueError, match=r"^b: the chat .* messages: roles must alternate.* \(the first of 2 refused r"
+    ):
+        encode_many(tokenizer_of("llama2"), texts, places="abcd")
+    for message in ({"role": "user"}, {"role": "user", "content": None}):
+        with pytest.raises(ValueError, match="^the chat template refuses these messages: "):
+            encode(tokenizer_of("llama2"), [message])
+
+
+def test_calls_and_tools_are_in_the_prompt_or_refused():
+    messages = [QUESTION, with_calls(1), response("15")]
+    (ids,) = encode_many(tokenizer_of("qwen2_5"), [messages], tools=[TOOLS])
+    assert ids == template_of("qwen2_5").whole(messages, TOOLS)
+    text = tokenizer_of("qwen2_5").decode(ids)
+    assert '"arguments": {"a": 1, "b": "two"}' in text and '"description": "Adds."' in text
+    with pytest.raises(
+        ValueError, match="the chat template leaves out the call of the tool 'add'; expected a template"
+    ):
+        encode(tokenizer_of("chatml"), messages)
+    with pytest.raises(
+        ValueError, match="the chat template leaves out the tools; expected a template that writes them"
+    ):
+        encode_many(tokenizer_of("chatml"), [[QUESTION]], tools=[TOOLS])
+
+
 def test_variables_reach_the_template_and_unknown_ones_do_nothing():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %}={% endif %}"
@@ -246,7 +286,11 @@ def test_variables_reach_the_template_and_unknown_ones_do_nothing():
 
 
 def test_a_response_ends_with_the_end_of_text(tokenizer):
-    assert encode_responses(tokenizer, ["46", ""]) == [ids_of(tokenizer, "4", "6", "<eos>"), [tokenizer.eos_token_id]]
+    assert encode_responses(tokenizer, ["46", "", "4<eos>"]) == [
+        ids_of(tokenizer, "4", "6", "<eos>"),
+        [tokenizer.eos_token_id],
+        ids_of(tokenizer, "4", "<eos>"),
+    ]
 
 
 def test_a_tokenizer_that_lacks_what_is_needed_is_refused():

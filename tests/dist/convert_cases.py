@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megarl.convert.worker import Worker
 from megarl.group import RankError, Reply
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, adapted
-from megarl.mcore.models.model import build_model, read_hf_config, unwrap
+from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.hf.load import load_hf
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.checkpoint.adapters import identity
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
-from megarl.mcore.models.model import build_model, read_hf_config, unwrap
+from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches

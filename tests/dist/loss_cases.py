@@ -25,8 +25,9 @@ from megarl.algo import (
 )
 from megarl.batch import Batch, LossOutput, Stats
 from megarl.data.packing import plan
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
-from megarl.mcore.models.model import Model, build_model, read_hf_config
+from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches

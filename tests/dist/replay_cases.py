@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import wrap_for_training

@@ -14,10 +14,11 @@ from parity_cases import LOSSES, make_step
 from torch import nn
 
 from megarl.data.packing import plan
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.checkpoint.held import held_optimizer, held_weights
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches

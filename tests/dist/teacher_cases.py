@@ -13,9 +13,10 @@ from megarl.algo.distillation import Distillation
 from megarl.batch import Batch, MicroBatch
 from megarl.data.packing import RankPlan, plan
 from megarl.data.prefix_tree import families
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.models.lora import LoraSettings, apply_lora
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import make_row, micro_batches

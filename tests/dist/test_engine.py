@@ -1,5 +1,6 @@
 """How a layout is computed does not change what is computed: recomputed, overlapped, put away, without a wrapper."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,16 @@ ON_TWO = {
     "muon tp2 to dp2 bf16": replace(MUON, saved_under=Layout(tp=2), dtype="bfloat16"),
     "muon tp2 bf16": replace(MUON, layout=Layout(tp=2), dtype="bfloat16"),
 }
+
+
+def untied(cases: Mapping[str, Case]) -> dict[str, Case]:
+    """The same of models whose heads have weights of their own; adapters leave heads alone."""
+    tied = {name: case for name, case in cases.items() if "untied" not in case.folder and not case.with_adapters}
+    return {f"{name}, untied": replace(case, folder=f"untied {case.folder}") for name, case in tied.items()}
+
+
+UNTIED_ALONE = untied(ALONE | MORE_ALONE)
+UNTIED_ON_TWO = untied({name: case for name, case in ON_TWO.items() if name != "fsdp cp2"})  # it is there, and clipped
 ON_FOUR = {
     "fsdp tp2": replace(DENSE, layout=Layout(tp=2), engine=FSDP),
     "fsdp tp2+sp cp2": replace(DENSE, layout=Layout(tp=2, cp=2, sequence_parallel=True), engine=FSDP),
@@ -117,7 +128,8 @@ def found(
 ) -> Answers:
     """Case -> what each rank returned."""
     groups = []
-    for ranks, cases in ((one_rank, ALONE), (one_rank, MORE_ALONE), (two_ranks, ON_TWO), (four_ranks, ON_FOUR)):
+    tables = [(one_rank, ALONE), (one_rank, MORE_ALONE | UNTIED_ALONE), (four_ranks, ON_FOUR)]
+    for ranks, cases in (*tables, (two_ranks, ON_TWO), (two_ranks, UNTIED_ON_TWO)):
         own = {name: replace(case, folder=folders[case.folder]) for name, case in cases.items()}
         root = str(tmp_path_factory.mktemp("checkpoints"))
         groups.append((cases, partial(ranks.run, all_runs, own, root, timeout_s=500)))
@@ -133,29 +145,39 @@ def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert all(torch.equal(got["weights"][name], tensor) for name, tensor in expected["weights"].items())
 
 
+SAME_BITS = {
+    "uniform": "dense",
+    "none": "dense",
+    "offloaded": "dense",
+    "offloaded bf16, late": "dense bf16",
+    "parameters offloaded": "dense",
+    "adapters offloaded": "adapters",
+}
+MORE_SAME_BITS = {
+    "experts uniform": "experts",
+    "none bf16": "dense bf16",
+    "muon none": "muon",
+    "dp2 overlap": "dp2",
+    "dp2 adapters overlap": "dp2 adapters",
+    "dp2 sharded overlap offloaded": "dp2 sharded",
+    "dp2 sharded bf16, late": "dp2 sharded bf16",
+    "ep2 overlap": "ep2",
+    "pp2 vpp2 overlap": "pp2 vpp2",
+    "muon dp2 offloaded": "muon dp2",
+    "fsdp offloaded": "fsdp",
+    "fsdp bf16, late": "fsdp bf16",
+    "fsdp bf16 saved": "fsdp bf16",
+}
+MORE_SAME_BITS |= {
+    f"{case}, untied": f"{like}, untied"
+    for case, like in (SAME_BITS | MORE_SAME_BITS).items()
+    if f"{case}, untied" in UNTIED_ALONE | UNTIED_ON_TWO
+}
+
+
 @pytest.mark.parametrize(
     ("case", "like"),
-    [
-        ("uniform", "dense"),
-        ("none", "dense"),
-        ("offloaded", "dense"),
-        ("offloaded bf16, late", "dense bf16"),
-        ("parameters offloaded", "dense"),
-        ("adapters offloaded", "adapters"),
-        pytest.param("experts uniform", "experts", marks=pytest.mark.full),
-        pytest.param("none bf16", "dense bf16", marks=pytest.mark.full),
-        pytest.param("muon none", "muon", marks=pytest.mark.full),
-        pytest.param("dp2 overlap", "dp2", marks=pytest.mark.full),
-        pytest.param("dp2 adapters overlap", "dp2 adapters", marks=pytest.mark.full),
-        pytest.param("dp2 sharded overlap offloaded", "dp2 sharded", marks=pytest.mark.full),
-        pytest.param("dp2 sharded bf16, late", "dp2 sharded bf16", marks=pytest.mark.full),
-        pytest.param("ep2 overlap", "ep2", marks=pytest.mark.full),
-        pytest.param("pp2 vpp2 overlap", "pp2 vpp2", marks=pytest.mark.full),
-        pytest.param("muon dp2 offloaded", "muon dp2", marks=pytest.mark.full),
-        pytest.param("fsdp offloaded", "fsdp", marks=pytest.mark.full),
-        pytest.param("fsdp bf16, late", "fsdp bf16", marks=pytest.mark.full),
-        pytest.param("fsdp bf16 saved", "fsdp bf16", marks=pytest.mark.full),
-    ],
+    [*SAME_BITS.items(), *(pytest.param(*pair, marks=pytest.mark.full) for pair in MORE_SAME_BITS.items())],
 )
 def test_every_engine_gives_the_same_bits(found: Answers, case: str, like: str) -> None:
     for got, expected in zip(found[case], found[like], strict=True):
@@ -181,7 +203,7 @@ def assert_as_alone(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["fsdp", "fsdp cp2", *ON_FOUR, *(name for name in ON_TWO if "untied" in name)])
+@pytest.mark.parametrize("case", ["fsdp", "fsdp cp2", *ON_FOUR, *(n for n in ON_TWO if n.startswith("untied"))])
 def test_fully_sharded_or_untied_and_clipped_it_is_the_same_model(found: Answers, case: str) -> None:
     untied, kind = case.startswith("untied"), "experts" if "ep2" in case or "experts" in case else "dense"
     expected = found[f"untied {kind}" if untied else kind][0]
@@ -251,16 +273,19 @@ MUON_TOLERANCE = {"": 1e-4, "bf16": 2e-2}
     ("case", "like"),
     [("muon dp2", "muon"), ("muon pp2", "muon"), ("muon ep2", "muon experts"), ("muon tp2 etp2", "muon experts")],
 )
-def test_muon_does_not_depend_on_the_layout(found: Answers, case: str, like: str) -> None:
-    expected = found[like][0]
-    assert found[case][0]["norms"] == pytest.approx(expected["norms"], rel=1e-4)
-    assert_close(found[case][0]["weights"], expected["weights"], MUON_TOLERANCE[""])
+@pytest.mark.parametrize("head", ["", ", untied"], ids=["tied", "untied"])
+def test_muon_does_not_depend_on_the_layout(found: Answers, case: str, like: str, head: str) -> None:
+    got, expected = found[case + head][0], found[like + head][0]
+    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    assert_close(got["weights"], expected["weights"], MUON_TOLERANCE[""])
 
 
 @pytest.mark.full
-def test_a_checkpoint_of_muon_goes_on_under_another_layout(found: Answers) -> None:
-    assert_close(found["muon tp2 to dp2"][0]["weights"], found["muon"][0]["weights"], MUON_TOLERANCE[""])
-    bf16 = [found[name][0]["weights"] for name in ("muon tp2 to dp2 bf16", "muon tp2 bf16")]
+@pytest.mark.parametrize("head", ["", ", untied"], ids=["tied", "untied"])
+def test_a_checkpoint_of_muon_goes_on_under_another_layout(found: Answers, head: str) -> None:
+    got, expected = (found[name + head][0]["weights"] for name in ("muon tp2 to dp2", "muon"))
+    assert_close(got, expected, MUON_TOLERANCE[""])
+    bf16 = [found[name + head][0]["weights"] for name in ("muon tp2 to dp2 bf16", "muon tp2 bf16")]
     assert_close(*bf16, MUON_TOLERANCE["bf16"])
 
 
@@ -271,11 +296,12 @@ def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
         assert error < tolerance, f"{name}: relative error {error:.1e}"
 
 
-def test_muon_is_its_formula_on_every_projection_by_itself(found: Answers) -> None:
+@pytest.mark.parametrize("case", ["muon", pytest.param("muon, untied", marks=pytest.mark.full)])
+def test_muon_is_its_formula_on_every_projection_by_itself(found: Answers, case: str) -> None:
     """Each step from the weights before it; q, k, v, gate and up are matrices of their own, as in the HF model."""
     means: dict[str, torch.Tensor] = {}
     squares: dict[str, torch.Tensor] = {}
-    for t, (before, gradients, after) in enumerate(found["muon"][0]["traced"], start=1):
+    for t, (before, gradients, after) in enumerate(found[case][0]["traced"], start=1):
         for name, weight in before.items():
             w, g = weight.double(), gradients[name].double()
             is_matrix = ".layers." in name and w.ndim == 2

@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
 }
 CRITICS = ("qwen3_moe/ep2", "qwen3_moe/pp2 vpp2 ep2")
 NAMES = [f"{family}/{name}" for family, sizes in LAYOUTS.items() for layouts in sizes.values() for name in layouts]
+HEADS = ("", "tied ")  # whether the head has weights of its own, as in models of this size, or those of the embedding
 ADAM: dict[str, Any] = {"optim": "adamw", "num_steps": 3}
 SHARDED = {
     "qwen3_moe": (4, Layout(pp=2, vpp=2, ep=2, use_distributed_optimizer=True)),
@@ -59,7 +60,8 @@ SHARDED = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("experts")
     for family in LAYOUTS:
-        write_model(root / family, family, tied=False)
+        for head in HEADS:
+            write_model(root / f"{head}{family}", family, tied=bool(head))
     return root
 
 
@@ -69,15 +71,24 @@ def found(root: Path) -> Found:
     for family, sizes in LAYOUTS.items():
         alone = {f"{family}/one": Case("actor", num_steps=3), f"{family}/adam": Case("actor", **ADAM)}
         alone[f"{family}/one critic"] = Case("critic", num_steps=3)
-        tables.append(Table(1, str(root / family), alone))
+        tables.append(with_both_heads(Table(1, str(root / family), alone)))
         for size, layouts in sizes.items():
             cases = {f"{family}/{name}": Case("actor", how, num_steps=3) for name, how in layouts.items()}
             critics = [name for name in CRITICS if name in cases]
             cases |= {f"{name} critic": replace(cases[name], role="critic") for name in critics}
             if size == SHARDED.get(family, (0,))[0]:
                 cases[f"{family}/sharded"] = Case("actor", SHARDED[family][1], **ADAM)
-            tables.append(Table(size, str(root / family), cases))
+            tables.append(with_both_heads(Table(size, str(root / family), cases)))
     return Found(*tables)
+
+
+def with_both_heads(table: Table) -> Table:
+    """The actors of the table also with heads that are tied, on the same ranks; a critic has none."""
+    untied = Path(table.folder)
+    folder = str(untied.with_name(f"tied {untied.name}"))
+    actors = {name: case for name, case in table.cases.items() if case.role == "actor"}
+    tied = {f"tied {name}": replace(case, folder=folder) for name, case in actors.items()}
+    return replace(table, cases={**table.cases, **tied})
 
 
 def trained(case: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -85,7 +96,9 @@ def trained(case: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: t for name, t in case["gradient"].items() if not name.endswith(BIAS)}
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"{name} critic" for name in CRITICS)])
+@pytest.mark.parametrize(
+    "name", [*(head + name for head in HEADS for name in NAMES), *(f"{name} critic" for name in CRITICS)]
+)
 def test_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name: str) -> None:
     one, other = found[f"{name.split('/')[0]}/one{' critic' * name.endswith('critic')}"], found[name]
     expected = trained(one[0])
@@ -96,7 +109,7 @@ def test_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name:
     assert_same_after(other[0], one[0], GRADIENT_TOLERANCE)
 
 
-@pytest.mark.parametrize("family", SHARDED)
+@pytest.mark.parametrize("family", [head + family for head in HEADS for family in SHARDED])
 def test_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(found: Found, family: str) -> None:
     assert_same_after(found[f"{family}/sharded"][0], found[f"{family}/adam"][0], GRADIENT_TOLERANCE)
 

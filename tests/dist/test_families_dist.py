@@ -15,7 +15,7 @@ from tiny_models import FAMILIES, write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megarl.batch import Batch, MicroBatch
-from megarl.data.hf_config import read_config
+from megarl.hf_config import read_config
 from megarl.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups

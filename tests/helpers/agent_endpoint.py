@@ -51,12 +51,16 @@ class Scripted:
 
 @asynccontextmanager
 async def endpoint_of(
-    *servers: Any, style: str = "qwen3", params: SamplingParams | None = None, **options: Any
+    *servers: Any,
+    style: str = "qwen3",
+    params: SamplingParams | None = None,
+    num_ids: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[tuple[Endpoint, list[list[Any]]]]:
-    """Yields (endpoint, list of bodies of /generate of each server); `options`: of the policy."""
+    """Yields (endpoint, list of bodies of /generate of each server); `num_ids`: the pool's, `options`: the policy's."""
     settings: dict[str, Any] = {"max_tokens": 4096, "history": "generated", "tool_parser": hermes, **options}
     params = params or SamplingParams(max_new_tokens=256, sampling_seed=3)
-    async with pool_of(*servers, timeout_s=60, rest_s=0.001, retries=1) as (pool, _, seen):
+    async with pool_of(*servers, timeout_s=60, rest_s=0.001, retries=1, num_ids=num_ids) as (pool, _, seen):
         policy = Policy("policy", tokenizer_of(style), template_of(style), pool, params, **settings)
         async with Endpoint(policy, token=TOKEN) as endpoint:
             yield endpoint, seen

@@ -252,6 +252,7 @@ KL_ESTIMATORS: dict[str, Callable[[float], float]] = {
     "kl": lambda x: x,
     "mse": lambda x: x * x / 2,
     "low_var_kl": k3,
+    "low_var_kl_clamped": lambda x: 10.0 if -x > 2.610868638149876 else math.exp(-x) + x - 1,
     "abs": abs,
 }
 

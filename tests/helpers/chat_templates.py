@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.template import ChatTemplate
@@ -90,6 +90,11 @@ def byte_tokenizer(template: str, eos: str = "<|im_end|>", *, special_tags: bool
     )
     fast.chat_template = template
     return fast
+
+
+def with_bos(tokenizer: PreTrainedTokenizerFast) -> processors.TemplateProcessing:
+    """The post-processor that begins every text with <bos>, as Llama's and Gemma's do."""
+    return processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)])
 
 
 @cache

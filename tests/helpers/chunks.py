@@ -32,11 +32,23 @@ def weights(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]:
 
 
 def gradients(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]:
-    """{HF name: the whole gradient} on every rank."""
-    held = {param: param.data for param in parameters(model)}
-    for param in held:
-        param.data = param.main_grad.clone()
+    """{HF name: the whole gradient} on every rank.
+
+    Meanwhile the modules have other parameters: one whose data was of another type would have lost its hooks.
+    """
+    made = {param: _gradient(param) for param in parameters(model)}
+    places = [module._parameters for chunk in model for module in chunk.modules()]
+    held = [dict(place) for place in places]
+    for place in places:
+        place.update({name: made.get(param) for name, param in place.items()})
     whole = weights(model, hf, role)
-    for param, data in held.items():
-        param.data = data
+    for place, params in zip(places, held, strict=True):
+        place.update(params)
     return whole
+
+
+def _gradient(param: Any) -> nn.Parameter:
+    """As a parameter that is laid out as its own is."""
+    made = nn.Parameter(param.main_grad.clone(), requires_grad=False)
+    vars(made).update(vars(param))
+    return made

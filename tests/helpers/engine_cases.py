@@ -15,10 +15,11 @@ from parity_cases import LOSSES, make_step
 
 from megarl.batch import Batch, MicroBatch
 from megarl.data.packing import plan
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, apply_lora
-from megarl.mcore.models.model import build_model, read_hf_config, unwrap
+from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
 from megarl.mcore.training.execution import ExecutionOptions
@@ -131,7 +132,7 @@ def _run(case: Case, root: str) -> dict[str, Any]:
         if case.with_gradients:
             traced.append((before, gradients(trained.model, trained.hf, "actor"), trained.weights()))
     if case.saved_under:
-        where = Path(root) / f"{case.engine.strategy} {case.optim} {case.dtype}"
+        where = Path(root) / f"{Path(case.folder).name} {case.engine.strategy} {case.optim} {case.dtype}"
         with synchronized(trained.model):
             checkpoint.save(where, trained.model, trained.optimizer)
         destroy_groups()

@@ -21,10 +21,11 @@ from megarl.algo.step_columns import step_columns
 from megarl.batch import Batch, LossOutput
 from megarl.data.packing import plan
 from megarl.data.prefix_tree import CommonPrefixes, families
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.logprobs import logprobs
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
-from megarl.mcore.models.model import Model, build_model, read_hf_config
+from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
@@ -67,7 +68,11 @@ def with_support(batch: Batch, vocab_size: int) -> Batch:
 
 
 def make_step(vocab_size: int, num_sequences: int = 13) -> Batch:
-    """Ragged sequences with every column a loss may ask for; the first sequence trains no token."""
+    """Ragged sequences with every column a loss may ask for; the first sequence trains no token.
+
+    Without token 0, padding, whose embedding may be 0: each norm would multiply its gradient by up to 1,000, and no
+    other could be seen beside it.
+    """
     g = torch.Generator().manual_seed(3)
     lengths = torch.randint(2, 14, (num_sequences,), generator=g)
     n = int(lengths.sum())
@@ -78,7 +83,7 @@ def make_step(vocab_size: int, num_sequences: int = 13) -> Batch:
     columns = {name: torch.randn(n, generator=g) for name in ("advantages", "values", "returns")}
     columns |= {name: -2.5 + 0.3 * torch.randn(n, generator=g) for name in ("old_log_probs", "ref_log_probs")}
     columns |= {"response_mask": mask, "weight": mask / mask.sum()}
-    return Batch(torch.randint(0, vocab_size, (n,), generator=g), lengths, columns)
+    return Batch(torch.randint(1, vocab_size, (n,), generator=g), lengths, columns)
 
 
 def make_alike_step(vocab_size: int) -> Batch:
@@ -127,6 +132,7 @@ class Case:
     by_flex: bool = False  # by the calls that are made on GPUs
     lora: bool = False  # adapters are trained: their gradient and weights are looked at
     dtype: str = "float32"  # float32 takes local layers
+    folder: str | None = None  # of another model than its table's
     exact: bool = False  # weights, activations and gradients are float64; on one rank, and without steps
     policy_loss: str | None = None  # of an actor: instead of that of LOSSES, over samples of several rows
     policy_args: Mapping[str, float] = field(default_factory=dict)
@@ -172,7 +178,7 @@ def run_cases(folder: str, cases: dict[str, Case]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in cases.items():
         try:
-            found[name] = run_case(folder, case)
+            found[name] = run_case(case.folder or folder, case)
         except Exception:  # the others of the table are tried all the same
             found[name] = {"error": traceback.format_exc()}
     return found

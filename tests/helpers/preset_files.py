@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config import config_dir
+from megarl.hf_config import completed
 from megarl.layout import KEYS, Layout
 
 NAMES = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))
@@ -47,7 +48,8 @@ def content_of(preset: str) -> dict[str, Any]:
 
 
 def hf_of(preset: str) -> dict[str, Any]:
-    return content_of(preset)["model"]["config"]
+    """As the config.json with these numbers is read."""
+    return completed(content_of(preset)["model"]["config"])
 
 
 def cases_of(preset: str) -> list[Case]:

@@ -12,8 +12,9 @@ from parity_cases import LOSSES, make_step
 from torch import Tensor
 
 from megarl.data.examples.tiny import write_tiny_model
+from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import device_for
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training

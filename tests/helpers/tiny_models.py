@@ -185,7 +185,11 @@ def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTr
     kind, own = FAMILIES[family]
     config = kind(**(SIZES | own | sizes | {"tie_word_embeddings": tied}))
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return filled(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def filled(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with random weights everywhere, ready to be evaluated."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(torch.randn_like(param) * 0.2 + (1.0 if "norm" in name else 0.0))

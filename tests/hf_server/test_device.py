@@ -1,6 +1,5 @@
 """What the server does for a GPU, as far as a CPU shows it: one device for all tensors, memory freed and taken back."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from megarl.hf_server.generation.sampling import uniforms
 from megarl.hf_server.generation.scheduler import CACHE, WEIGHTS, HFEngine
 from megarl.hf_server.weights import WeightUpdates
 from megarl.rollout.protocol import SamplingParams
+from megarl.weights.hf.folder import open_hf
 
 META = torch.device("meta")  # torch refuses to mix it with a CPU, as it refuses to mix a GPU with a CPU
 GPU = torch.device("cuda", 0)
@@ -73,7 +73,8 @@ def test_on_a_gpu_released_weights_free_their_memory_and_come_back_with_a_push(e
     model, before = engine.model, engine.model.checksums()
     for parameter in model._model.parameters():
         parameter.data = parameter.data.clone()  # memory of a file or of numpy cannot be freed as a GPU's can
-    model.weights = model._named_weights(sorted(Path(model.folder).glob("*.safetensors")))
+    with open_hf(model.folder) as held:
+        model.weights = model._named_weights(held)
     model.memory = devices.Storages(model.weights.values())
     pushed = {name: tensor.clone() for name, tensor in model.weights.items()}
     model.device = GPU  # no work runs on it here: torch without CUDA passes over what the orders ask of it

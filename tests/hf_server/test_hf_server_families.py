@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.data.examples.tiny import FAMILIES, write_tiny_model
-from megarl.data.hf_config import read_config
+from megarl.hf_config import read_config
 from megarl.hf_server.generation.kv_cache import Decode, Prefill
 from megarl.hf_server.generation.model import HFModel
 from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest

@@ -59,8 +59,9 @@ def test_table_for_the_terminal_and_as_markdown():
 
 def test_summary_is_there_as_a_whole(tmp_path):
     path = tmp_path / "summary.json"
+    write_summary(path, {"accuracy_after": 0.95, "steps": 3, "metrics": {"val/score": math.nan}})
+    assert "NaN" not in path.read_text() and json.loads(path.read_text())["metrics"] == {"val/score": None}
     write_summary(path, {"accuracy_after": 0.95, "steps": 3})
-    assert json.loads(path.read_text()) == {"accuracy_after": 0.95, "steps": 3}
     with pytest.raises(TypeError):
         write_summary(path, {"bad": object()})
     assert json.loads(path.read_text()) == {"accuracy_after": 0.95, "steps": 3}

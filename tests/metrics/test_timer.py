@@ -45,6 +45,7 @@ def test_stages_add_up_nest_and_leave_a_rest():
             "perf/total_num_tokens": 400,
             "perf/time_per_step": 10,
             "perf/throughput": 20,
+            "perf/throughput_total": 40,
             "perf/unaccounted": 0.2,
         }
     )

@@ -13,6 +13,7 @@ from megarl.plan import candidates
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import find
 from megarl.plan.job import Job
+from megarl.plan.memory.gpu_budget import gpu_budgets_of_trainer
 from megarl.plan.predict import predict
 from megarl.plan.search import reason, search, seconds_text, words_of
 
@@ -45,6 +46,21 @@ def test_stages_are_as_even_as_they_can_be():
 def test_short_sequences_are_not_shared():
     assert {layout.cp for layout in candidates.layouts(run("qwen3_8b", 8, longest=2048))} == {1}
     assert {layout.pp for layout in candidates.layouts(run("qwen3_8b", 8, fsdp=True))} == {1}
+
+
+def test_modules_that_a_run_computes_again_stay_its_own() -> None:
+    given = "{recompute_modules:[moe_act,layernorm]}"
+    words = ["recipe=grpo_qwen3_30b_a3b_4x8h100", "actor.megatron.recompute_granularity=selective"]
+    words += [f"actor.megatron.recompute_{key}=null" for key in ("method", "num_layers")]
+    config, said = load_config([*words, f"actor.megatron.override_transformer_config={given}"], command="config")
+    assert not any("recompute_modules" in each for each in said)
+    job = job_of(config, find("h100"))
+    assert job.actor.recompute_modules == ("moe_act", "layernorm")
+    ways = list(candidates.ways(job.actor, job.longest))
+    assert {(way.recompute, way.recompute_modules) for way in ways} == {("selective", ("moe_act", "layernorm"))}
+    whole = replace(job, recompute="none", recompute_modules=())
+    for key in ("total", "activations"):
+        assert gpu_budgets_of_trainer(job)["actor"][key] < gpu_budgets_of_trainer(whole)["actor"][key]
 
 
 def test_servers_that_are_tried_take_as_many_gpus():

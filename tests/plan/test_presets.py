@@ -63,7 +63,7 @@ def test_a_preset_composes_with_its_smallest_layout(name):
     config, warnings = load_config([*case.words, DATA], command="train")
     assert not warnings
     assert config.model.path == content_of(name)["model"]["path"]
-    assert config.model.config == hf_of(name)
+    assert config.model.config == content_of(name)["model"]["config"]
     assert config.trainer.num_ranks == case.num_ranks
     assert config.actor.megatron.tensor_model_parallel_size == case.layout.tp
     assert config.critic.megatron.pipeline_model_parallel_size == case.layout.pp

@@ -13,7 +13,7 @@ import torch
 from megarl.plugins import is_async
 from megarl.rewards import REWARDS, load_reward, register_reward
 from megarl.rewards.functions import exact
-from megarl.rewards.result import RewardResult, to_result
+from megarl.rewards.result import RewardResult, joined, to_result
 from megarl.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
@@ -64,6 +64,10 @@ one_more_score = lambda solution_strs: [0, *(1 for _ in solution_strs)]
 strange_score = lambda solution_str, tokenizer: 0
 strange_batch_score = lambda solution_strs, tokenizer: [0]
 one = lambda prompt: 0
+others = lambda completion, truth: 0
+swapped = lambda completion, prompt: 0
+lists = lambda prompts, completions, **kwargs: [0]
+unused = lambda _prompt, completion: 7
 """
 
 
@@ -88,6 +92,7 @@ def called(fn, prompt=PROMPT):
         ("compute_score", ["sums", "2", "2", {"level": 3}]),
         ("short_score", True),
         ("any_score", ["data_source", "extra_info", "ground_truth"]),
+        ("unused", 7),
         ("batch_score", {"score": 1.0, "level": 3}),  # its lists have one answer
         ("later_batch_score", ["data_sources", "extra_infos", "ground_truths"]),
         ("later", 0),
@@ -124,7 +129,7 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
         return solution_str == ground_truth
 
     register_reward("one")(lambda prompt: 0)
-    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected \(prompt, completion\)"):
+    with pytest.raises(ValueError, match=r"^reward.fn=one: it takes \(prompt\); expected \(prompt"):
         load_reward("one")
     assert load_reward("short") is short
     assert called("short") == -1
@@ -150,7 +155,16 @@ def test_a_path_may_be_relative_and_an_installed_module_named(path, tmp_path, mo
         ("gone/mine.py:f", r"reward.fn=gone/mine.py:f: there is no file .*gone/mine.py$"),
         ("{path}:gone", r"mine.py has no function 'gone'; it has ours, compute_score, "),
         ("{path}:number", r"has no function 'number'"),
-        ("{path}:one", r"it takes \(prompt\); expected \(prompt, completion\) or \(data_source, solution_str, "),
+        (
+            "{path}:others",
+            r"it takes \(completion, truth\); expected \(prompt, completion\) or \(data_source, ",
+        ),
+        ("{path}:swapped", r"it takes \(completion, prompt\); expected \(prompt, completion\) or"),
+        ("{path}:lists", r"it takes \(prompts, completions, kwargs\); expected \(prompt, completion\) or"),
+        (
+            "{path}:one",
+            r"it takes \(prompt\); expected \(prompt, completion\) or \(data_source, solution_str, ",
+        ),
         ("{path}:strange_score", r"no value for tokenizer; expected \(data_source, solution_str, "),
         ("{path}:strange_batch_score", r"no value for tokenizer; expected \(data_sources, solution_strs, "),
         ("no.such.module:f", r"importing no.such.module failed with ModuleNotFoundError: No module named 'no'$"),
@@ -195,6 +209,23 @@ def test_a_dict_gives_a_score_and_further_numbers():
     got = to_result({"score": 1, "acc": True, "length": np.int64(7), "pred": "46", "parts": [1, 2], "none": None})
     assert got == RewardResult(1.0, {"acc": 1.0, "length": 7.0})
     assert got.pred == "46"
+
+
+@pytest.mark.parametrize(
+    "name", ["reward", "score", "uid", "set", "audit", "audit_error", "reward_error", "agent/turns"]
+)
+def test_a_further_number_of_a_name_that_is_taken_has_another_one(name):
+    own = f"extra/{name}"
+    if name != "score":
+        assert to_result({"score": 1, name: 0.5}) == RewardResult(1.0, {own: 0.5})
+    both = joined({name: RewardResult(0.25), "format": RewardResult(1.0, {"words": 3.0})}, {})
+    assert both == RewardResult(1.25, {own: 0.25, "format": 1.0, "format/words": 3.0})
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 1e300])
+def test_a_further_number_that_is_not_finite_is_refused_by_name(number):
+    with pytest.raises(ValueError, match="as its number 'length'; expected a finite number of float32"):
+        to_result({"score": 1.0, "length": number})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {"score": -math.inf}, 1e300, {"score": -3.41e38}])

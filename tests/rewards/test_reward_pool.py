@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -263,6 +264,85 @@ def test_a_reward_has_its_limits_its_variables_and_no_children_when_it_ends(fn):
     assert key.reward == 7
     assert first.reward != second.reward
     assert not runs(int(first.reward)) and not runs(int(second.reward))
+
+
+PROCESSES = """
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+kept = {}
+
+
+def half(x):
+    return x / 2
+
+
+def put(queue):
+    queue.put(1.0)
+
+
+def by_processes(prompt, completion):
+    what, _, method = completion.text.partition(" ")
+    context = multiprocessing.get_context(method or None)
+    if what == "process":
+        queue = context.Queue()
+        process = context.Process(target=put, args=(queue,))
+        process.start()
+        number = queue.get()
+        process.join()
+        return number
+    if what == "pool":
+        with context.Pool(2) as pool:
+            return sum(pool.map(half, [1, 1]))
+    if what == "executor":
+        with ProcessPoolExecutor(1, context) as executor:
+            return executor.submit(half, 2).result()
+    if what == "manager":
+        with context.Manager() as manager:
+            shared = manager.list([1.0])
+            return shared[0]
+    if what == "threads":
+        with ThreadPoolExecutor(2) as executor:
+            return sum(executor.map(half, [1, 1]))
+    if what == "kept":  # made by the first sample, used by all
+        if method not in kept:
+            kept[method] = context.Pool(1), ProcessPoolExecutor(1, context)
+        pool, executor = kept[method]
+        return pool.apply(half, [1]) + executor.submit(half, 1).result()
+    process = context.Process(target=time.sleep, args=(900,))
+    process.start()
+    if what == "raise":
+        raise ValueError(process.pid)
+    return process.pid
+"""
+
+
+@pytest.fixture(scope="module")
+def with_processes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("processes") / "mine.py"
+    path.write_text(PROCESSES)
+    return f"{path}:by_processes"
+
+
+def test_every_sample_may_start_processes_and_use_a_pool_that_the_first_one_made(with_processes):
+    texts = ["process", "process", "kept", "kept", "process forkserver", "process forkserver", "threads", "threads"]
+    ((*outcomes,),) = run(with_processes, texts, timeout_s=100)
+    assert [outcome if isinstance(outcome, str) else outcome.reward for outcome in outcomes] == [1.0] * len(texts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["", "fork", "spawn", "forkserver"])
+def test_processes_pools_executors_and_managers_of_every_start_method_serve_every_sample(with_processes, method):
+    kinds = ("process", "pool", "executor", "manager", "kept")
+    ((*outcomes, left, other, raised),) = run(
+        with_processes,
+        [f"{kind} {method}" for kind in (*kinds * 3, "leave", "leave", "raise")],
+        timeout_s=100,
+    )
+    assert [outcome if isinstance(outcome, str) else outcome.reward for outcome in outcomes] == [1.0] * len(outcomes)
+    pids = [int(left.reward), int(other.reward), int(re.findall(r"ValueError: (\d+)", raised)[0])]
+    until(lambda: not any(map(runs, pids)), "what a sample leaves running ends with it")
 
 
 def test_children_end_with_a_process_that_is_killed_and_memory_has_no_limit_unless_set(fn):

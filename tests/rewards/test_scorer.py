@@ -116,9 +116,10 @@ DAPO = ("math_dapo", "math_dapo_reasoning", "math", "aime", "aime_2024")
     [
         ("openai/gsm8k", "so it is #### 46", 1.0),
         ("openai/gsm8k", "so it is 46", 0.0),  # the mark is wanted, as in verl
-        ("lighteval/MATH", r"\boxed{\frac{92}{2}}", 1.0),
+        ("lighteval/MATH", r"\boxed{ 46 }", 1.0),
+        ("lighteval/MATH", "46", 0.0),  # the box is wanted
         ("numina_olympiads", r"\boxed{\frac{92}{2}}", 1.0),
-        *((source, text, score) for source in DAPO for text, score in (("Answer: $46$", 1.0), (r"\boxed{46}", -1.0))),
+        *((source, text, score) for source in DAPO for text, score in (("Answer: $46$", 1.0), (r"\boxed{47}", -1.0))),
         ("", "46", 1.0),
         ("arithmetic", " 46", 1.0),
         ("arithmetic", "#### 46", 0.0),

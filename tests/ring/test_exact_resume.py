@@ -158,8 +158,8 @@ def test_evaluations_beside_the_training_are_those_in_its_way_whatever_dies(part
         assert codes == ([-9, -9, -9, 0] if plan else [0])
         found[name] = lines(tmp_path / name / "evaluations.jsonl")
         assert [(line["step"], line["version"]) for line in found[name]] == [(step, step) for step in range(5)]
-        logged = steps(tmp_path / name, "val-core/arithmetic/reward/mean@2")
-        assert sorted(logged) == [*range(5)] and "val-aux/arithmetic/reward/mean@2/stderr" in found[name][0]
+        logged = steps(tmp_path / name, "val-core/arithmetic/acc/mean@2")
+        assert sorted(logged) == [*range(5)] and "val-aux/arithmetic/acc/mean@2/stderr" in found[name][0]
         assert all(len(prompt["audit"]) == len(prompt["reward"]) == 2 for prompt in found[name][0]["prompts"])
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert summary["evaluated_version"] == 4 and summary["score_before"] == logged[0]

@@ -229,6 +229,19 @@ def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
     assert len(calls) == 2 * freed
 
 
+@pytest.mark.parametrize(("device", "mapped"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_a_rank_refuses_memory_of_its_machine_that_servers_may_not_open(
+    monkeypatch: pytest.MonkeyPatch, device: str, mapped: bool
+) -> None:
+    """The driver sees the variables of its own machine only."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setattr(worker_module, "device_for", torch.device)
+    monkeypatch.delattr(worker_module, "RankProfiler")  # what comes next
+    refused = device == "cuda" and mapped
+    with pytest.raises(ValueError if refused else NameError, match="PYTORCH_CUDA_ALLOC_CONF|RankProfiler"):
+        Worker().setup({"layout": {}, "device": device, "seed": 0, "timeout_s": 60.0, "is_mapped": mapped}, {})
+
+
 @pytest.mark.parametrize(
     ("options", "stays"),
     [

@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from chat_templates import byte_tokenizer, source
 from fake_servers import EOS, Writer, completion_of, refusing, silent
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from pools import pool_of, until
 from several_rows import groups_of_rows
 
 from megarl.rewards.result import RewardResult
-from megarl.rollout.collect import collect_group, for_completion
+from megarl.rollout.collect import collect_group, for_completion, text_of
 from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.protocol import SamplingParams
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
@@ -26,7 +27,9 @@ async def number_of_tokens(prompt, completions):
 
 
 async def collect(pool, n=2, params=PARAMS, prompt=PROMPT, score=number_of_tokens, **how):
-    return await collect_group(pool, prompt, n, params, score, decode=lambda ids: f"{ids}", **how)
+    return await collect_group(
+        pool, prompt, n, params, score, decode=lambda completion: f"{completion.token_ids}", **how
+    )
 
 
 async def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_and_scored():
@@ -41,6 +44,22 @@ async def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_a
                 assert (sample.text, sample.reward) == (f"{tokens}", float(len(tokens)))
                 assert (sample.prompt, sample.reward_extra, sample.greedy_reward) == (PROMPT, {"n": 1.0}, None)
         assert [body["sampling_params"]["n"] for body in seen[0][:3]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("finish", "special_tokens", "text"),
+    [
+        ("stop", False, "12 = 3"),
+        ("stop", True, "<think>12</think> = 3"),
+        ("length", False, "12 = 3"),
+        ("length", True, "<think>12</think> = 3<|im_end|>"),
+    ],
+)
+def test_rewards_read_special_tokens_if_they_are_to(finish, special_tokens, text):
+    """As of models whose tags of reasoning are special tokens."""
+    tokenizer = byte_tokenizer(source("chatml"), special_tags=True)
+    written = Completion(tokenizer.encode("<think>12</think> = 3<|im_end|>"), [], finish, ())
+    assert text_of(tokenizer, written, special_tokens=special_tokens) == text
 
 
 def test_seeds_depend_on_the_run_the_visit_and_the_index_alone():

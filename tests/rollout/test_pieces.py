@@ -93,14 +93,6 @@ async def test_a_completion_ends_at_its_own_limit(limit):
         assert len(seen[0]) == (limit + 1) // 2
 
 
-async def test_a_token_outside_the_tokenizer_is_no_fault_of_the_prompt():
-    """A model may write ids of the padding of its vocabulary."""
-    highest = max(PROMPT)
-    assert max(WHOLE[:4]) > highest
-    async with pool_of(Writer(), vocab_size=highest + 1) as (pool, *_):
-        assert (await write(pool, PROMPT, PARAMS, piece_tokens=4)).token_ids == WHOLE
-
-
 class Full(Writer):
     """Has room for so many tokens; stock SGLang writes as many as fit, and refuses a prompt that fills it."""
 

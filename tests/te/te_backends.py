@@ -56,7 +56,7 @@ def ask(questions: Sequence[Question]) -> list[str]:
 
 
 def _choices(question: Question) -> Iterator[str]:
-    with _fake_world(question):
+    with fake_world(question.layout, question.num_ranks):
         engine = ExecutionOptions(transformer_impl="transformer_engine")
         config: Any = model.transformer_config(question.hf, question.layout, question.dtype, engine)
         if question.exchanges_heads is not None:
@@ -66,11 +66,11 @@ def _choices(question: Question) -> Iterator[str]:
 
 
 @contextmanager
-def _fake_world(question: Question) -> Iterator[None]:
-    """Groups of rank 0 whose collectives return at once."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=question.num_ranks)
+def fake_world(layout: Layout, num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Groups of one rank of so many, whose collectives return at once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
-        make_groups(question.layout)
+        make_groups(layout)
         yield
     finally:
         destroy_groups()

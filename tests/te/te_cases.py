@@ -1,11 +1,12 @@
 """Optimizer steps by Transformer-Engine's layers, on ranks that have imported `te_on_cpu`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 from parity_cases import Case, run_case
+from saved_tensors import kept_by_a_layer
 
 from megarl.mcore import fixes
 from megarl.mcore.models import model
@@ -16,19 +17,25 @@ from megarl.mcore.training.execution import ExecutionOptions
 
 def run_te_cases(cases: Mapping[str, tuple[str, Case]]) -> dict[str, Any]:
     """Name -> (folder, case); in float32, whatever layers a case has."""
+    return {name: _run(case.engine, run_case, folder, case) for name, (folder, case) in cases.items()}
+
+
+def kept_by_te_layers(cases: Mapping[str, tuple[dict[str, Any], ExecutionOptions]]) -> dict[str, float]:
+    """Name -> (a model's numbers, engine), and the numbers that a layer keeps of a token."""
+    return {name: _run(engine, kept_by_a_layer, hf, engine) for name, (hf, engine) in cases.items()}
+
+
+def _run(engine: ExecutionOptions, work: Callable[..., Any], *args: Any) -> Any:
     import te_on_cpu  # loaded before Megatron; the tests' own process has Megatron without it
 
     te_on_cpu.activate()
-    found = {}
-    for name, (folder, case) in cases.items():
-        with ExitStack() as patches:
-            if case.engine.transformer_impl == "transformer_engine":
-                patches.enter_context(te_on_cpu.fused_in_float32())
-                patches.enter_context(mock.patch.object(execution, "has_transformer_engine", lambda: True))
-                patches.enter_context(mock.patch.object(ExecutionOptions, "for_dtype", lambda self, dtype: self))
-                patches.enter_context(mock.patch.object(model, "available_fusions", fusions_of_gpu))
-            found[name] = run_case(folder, case)
-    return found
+    with ExitStack() as patches:
+        if engine.transformer_impl == "transformer_engine":
+            patches.enter_context(te_on_cpu.fused_in_float32())
+            patches.enter_context(mock.patch.object(execution, "has_transformer_engine", lambda: True))
+            patches.enter_context(mock.patch.object(ExecutionOptions, "for_dtype", lambda self, dtype: self))
+            patches.enter_context(mock.patch.object(model, "available_fusions", fusions_of_gpu))
+        return work(*args)
 
 
 def fixed() -> dict[str, tuple[bool, bool]]:

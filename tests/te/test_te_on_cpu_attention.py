@@ -10,7 +10,7 @@ import pytest
 import torch
 from preset_files import NAMES, cases_of, hf_of
 from te_backends import Question, ask
-from te_start import run
+from te_start import loaded, run
 
 from megarl.layout import Layout, exchange_misfits, numbers_of
 
@@ -40,7 +40,7 @@ def chosen() -> dict[str, str]:
     }
     questions |= {name: question for name, (question, _) in OTHERS.items()}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        (answers,) = pool.submit(run, 1, ask, list(questions.values())).result()
+        (answers,) = loaded(pool.submit(run, 1, ask, list(questions.values())).result())
     return dict(zip(questions, answers, strict=True))
 
 

@@ -30,8 +30,8 @@ def run_of(folder: Path, *words: str) -> Any:
         maker_of_rewards=lambda **how: partial(Rewards, ["exact"], **how),
         audit=Audit(),
         num_steps=3,
-        num_filtered=0,
-        num_cut=0,
+        shortened={"prompts_filtered": 0, "prompts_cut": 0},
+        prompts=SimpleNamespace(questions=[Prompt("0-0", [1], "1+1=", "2")] * 3),
         val_prompts=[Prompt("eval-0", [1], "1+1=", "2")],
     )
 

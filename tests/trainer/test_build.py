@@ -53,18 +53,19 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
 
 
 @pytest.mark.parametrize(
-    ("words", "beside"),
+    ("words", "beside", "mapped"),
     [
-        (["rollout.first_gpu=1", "rollout.memory_fraction=0.3"], True),
-        (["rollout.first_gpu=2"], False),
-        (["rollout.first_gpu=1", "rollout.placement=shared"], False),  # in turns
-        (["rollout.urls=['https://a:1']"], False),
-        (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False),
+        (["rollout.first_gpu=1", "rollout.memory_fraction=0.3"], True, True),
+        (["rollout.first_gpu=2"], False, False),
+        (["rollout.first_gpu=1", "rollout.placement=shared"], False, True),  # in turns
+        (["rollout.urls=['https://a:1']"], False, False),
+        (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False, False),
     ],
 )
-def test_ranks_learn_of_servers_that_work_on_their_gpus_at_the_same_time(words: list[str], beside: bool) -> None:
+def test_ranks_learn_of_servers_on_their_gpus(words: list[str], beside: bool, mapped: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
-    assert make_group(config, config.actor, "ranks_0")._setup["has_neighbours"] == beside
+    setup = make_group(config, config.actor, "ranks_0")._setup
+    assert (setup["has_neighbours"], setup["is_mapped"]) == (beside, mapped)
 
 
 def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +160,13 @@ def test_servers_get_the_time_to_load_and_may_be_busy_with_a_push_as_long_as_a_c
 )
 def test_servers_read_weights_only_if_no_push_brings_all_of_them(words: list[str], trains: bool, reads: bool) -> None:
     config = load("model.path=/m", "model.dtype=bfloat16", "rollout.engine=sglang", "trainer.device=cuda", *words)
-    with mock.patch.object(build_module, "model_folder", lambda path: path):
+    looked_at: list[str] = []
+    with (
+        mock.patch.object(build_module, "model_folder", lambda path: path),
+        mock.patch.object(build_module, "check_for_sglang", looked_at.append),
+    ):
         servers = make_servers(config, "token", trains=trains)
+    assert looked_at == ["/m"] * reads
     assert [server.process.launch.reads_weights for server in servers._servers] == [reads]
 
 
@@ -171,6 +177,8 @@ def test_a_vocabulary_that_lacks_ids_of_the_tokenizer_is_refused() -> None:
     check_ids(config, 151664)
     with pytest.raises(ValueError, match="^critic.model.path=c: its vocabulary has 151936 tokens, .* of t has ids up"):
         check_ids(config, 151936)
+    with pytest.raises(ValueError, match="^model.path=m: its vocabulary has 152064 tokens, .* of t has ids up to 1520"):
+        check_ids(config, 152064)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`megarl sft`: a stage that is struck gives the same weights to the bit; its learning rate; and whether it learnt."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import main
 from megarl.config import load_config
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.trainer.sft import hardly_moved
 
 pytestmark = pytest.mark.dist
@@ -124,6 +126,36 @@ def test_a_loss_that_has_not_moved_is_told_with_the_learning_rate() -> None:
     learnt_by_heart = [4.0] * 5 + [1.0] * 5
     assert hardly_moved(series(*learnt_by_heart, held_out=(4.0, 4.5)), 1e-6).startswith("val/loss was 4.0000 at first")
     assert hardly_moved(series(*learnt_by_heart, held_out=(4.0, 3.0)), 1e-6) == ""
+
+
+def test_sft_spans_of_a_run_end_where_its_model_stops_and_hold_its_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base model: its chat template ends turns with another token than its end of text."""
+    folder = write_tiny_model(tmp_path / "model", hidden=32, layers=1, ffn=32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}<system>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    row = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    words = [f"sft.train_files=[{tmp_path}/a.jsonl]", f"model.path={folder}", "sft.max_length=64"]
+    words += [f"trainer.default_local_dir={tmp_path}/runs", "trainer.device=cpu", "trainer.n_gpus_per_node=1"]
+    assert main(["sft", *words]) == 2, "one row is no batch"
+    said = " ".join(capsys.readouterr())
+    assert "a.jsonl]: 1 rows are 1 sequences with 3 learnt tokens" in said  # <user> is no header: it is learnt
+    assert "the chat template ends answers with <system>, at which servers of model.path=" in said
+    stops = {"eos_token_id": [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<system>")]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+    tokenizer.add_tokens(["ß"])
+    tokenizer.save_pretrained(folder)
+    assert main(["sft", *words]) == 2
+    assert "ends answers with" not in " ".join(capsys.readouterr())
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "ß1", "response": "2"}))
+    assert main(["sft", *words]) == 2
+    assert re.search(
+        r"error: .*a.jsonl:1: it holds the token 'ß', whose id is (\d+), and the model has \1 \(",
+        capsys.readouterr().err,
+    )
 
 
 def test_the_learning_rate_fits_the_width_unless_it_is_set() -> None:

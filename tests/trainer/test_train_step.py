@@ -92,6 +92,22 @@ def test_old_log_probs_come_from_the_first_step_and_their_gap_is_measured_either
     assert stats["rollout_corr/log_prob_gap_mean"].result() == gap
 
 
+def test_what_is_rejected_is_known_before_the_answers_of_a_prompt_are_compared() -> None:
+    """Scores 0, 1 and 5; the server's log-probs of the last are far from the trainer's."""
+    rollout = {0.0: -1.0, 1.0: -1.0, 5.0: -9.0}
+    group = [
+        Sample.of(Prompt("0-0", [4], ""), Completion([5], [log_prob], "stop", (VersionSpan(0, 0, 1),)), reward)
+        for reward, log_prob in rollout.items()
+    ]
+    correction = "algorithm.rollout_correction"
+    words = (f"{correction}.reject_by=k2", f"{correction}.reject_level=sequence", f"{correction}.reject_high=1")
+    how = ("rollout.n=3", "algorithm.adv_estimator=grpo", "data.train_batch_size=1", "actor.ppo_mini_batch_size=1")
+    batch, stats = learn(0, [group], Roles(made()), make_algorithm(load(*how, *words)), Timer())
+    assert batch is not None and stats["rollout_corr/share_rejected"].result() == pytest.approx(1 / 3)
+    advantages = batch.columns["advantages"][batch.columns["response_mask"] != 0]
+    assert advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-5)
+
+
 def test_the_control_experiment_learns_from_shuffled_rewards() -> None:
     """Four groups whose rewards are 0 and 1; how little that teaches is shown below."""
     right, shuffled = (
@@ -195,6 +211,15 @@ def test_an_evaluation_that_no_reward_could_score_ends_no_run_that_has_trained(
     with pytest.raises(EvaluationLost) if ends else nullcontext():
         assert measure(step, evaluator, said, log, said, Signals(1.0)).groups == []
         assert capsys.readouterr().err == "warning: every prompt was lost\n"
+
+
+def test_answers_without_a_score_are_counted_over_a_run_and_its_continuation() -> None:
+    totals = Totals(0.0, {})
+    for unscored in (15.0, 16.0):
+        totals.add({"rollout/lost": 0.0, "reward/unscored": unscored})
+    again = Totals(0.0, totals.state_dict())
+    again.add({"rollout/lost": 1.0})
+    assert (again.state_dict()["unscored_answers"], again.state_dict()["lost_rollouts"]) == (31, 1)
 
 
 def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:

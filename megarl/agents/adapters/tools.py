@@ -10,6 +10,7 @@ A class without `reward` leaves the last answer to reward.fn.  What is not `asyn
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from megarl.agents.chat import Chat, OverLimit, ToolRequest
+from megarl.agents.chat import Chat, OverLimit, ToolRequest, shown
 from megarl.agents.in_thread import called, in_thread
 from megarl.plugins import user_function
 from megarl.sample import Prompt
 
 _NO_TOOLS = ("reset", "reward")
+_MALFORMED = json.dumps({"error": "a tool call could not be read; expected a JSON object with name and arguments"})
 Episode = Callable[[Chat, Prompt], Awaitable[Any]]
 
 
@@ -44,17 +46,20 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
         tools, messages, text = await in_thread(make), chat.messages, ""
         begin = getattr(tools, "reset", None)
         row = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
-        if begin and (shown := await called(begin, **_taken(begin, {**row, **prompt.extra}))) is not None:
-            messages[-1]["content"] += str(shown)
+        if begin and (begun := await called(begin, **_taken(begin, {**row, **prompt.extra}))) is not None:
+            messages[-1]["content"] += shown(begun)
         try:
             while True:
                 answer = await chat(messages, tools=schemas)
                 text = answer.text
                 messages.append(answer.message)
-                if not answer.tool_calls:
+                if not answer.tool_calls and not answer.malformed_calls:
                     break
                 for call in answer.tool_calls:
-                    messages.append(call.response(await _response(tools, names, call)))
+                    messages.append(await _response(tools, names, call))
+                if answer.malformed_calls:  # the model sees what was wrong: behind the responses, or in a question
+                    messages += [] if answer.tool_calls else [{"role": "user", "content": ""}]
+                    messages[-1]["content"] = f"{messages[-1]['content']}\n{_MALFORMED}".lstrip()
         except OverLimit:  # scored as it stands
             pass
         return await _reward(tools, text)
@@ -81,14 +86,14 @@ def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, An
     return {name: value for name, value in values.items() if name in parameters}
 
 
-async def _response(tools: Any, names: list[str], call: ToolRequest) -> Any:
+async def _response(tools: Any, names: list[str], call: ToolRequest) -> dict[str, Any]:
     """What the tool returns, or its error: the model has written the call, and sees what is wrong with it."""
     if call.name not in names:
-        return {"error": f"there is no tool {call.name}; there are {', '.join(names)}"}
+        return call.response({"error": f"there is no tool {call.name}; there are {', '.join(names)}"})
     try:
-        return await called(getattr(tools, call.name), **call.arguments)
+        return call.response(await called(getattr(tools, call.name), **call.arguments))
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return call.response({"error": f"{type(error).__name__}: {error}"})
 
 
 async def _reward(tools: Any, text: str) -> Any:

@@ -50,6 +50,9 @@ def estimate(
 
     teacher_reward is a reward of each token alone: it is discounted with 0, and compared with nothing.
 
+    A sample of which rejection or a filter kept nothing (`keep`) does not count in its group: the baseline is of the
+    samples that are trained, as a baseline of others would move the probability of what is kept as a whole.
+
     The tokens of a sample are those that it learns, row after row, or in the order of `turn` if there is this column.
 
     Args: batch: the column response_mask; for the KL old_log_probs and ref_log_probs, or full_kl; the estimator's
@@ -83,6 +86,8 @@ def estimate(
         **(adv_estimator_args or {}),
     }
     asked = _asked_for(adv_estimator, timed, settings)
+    if "group_ids" in asked:
+        mask = mask & ~rejected_whole(timed, mask)
     advantages, returns = _per_token(adv_estimator, rewards, mask, segment_ids, asked)
     if "teacher_reward" in timed.columns:
         advantages = advantages + timed.columns["teacher_reward"]
@@ -95,9 +100,17 @@ def estimate(
         )
     columns = {"token_level_rewards": rewards, "advantages": advantages, "returns": returns}
     columns = {name: column[inverse] for name, column in columns.items()}
-    mask = mask[inverse]
+    mask = batch.columns["response_mask"] != 0
     require_finite({name: columns[name] for name in ("advantages", "returns")}, mask, batch.segment_ids)
     return batch.with_columns(**{name: clean(column, mask).float() for name, column in columns.items()}), stats
+
+
+def rejected_whole(batch: Batch, mask: Tensor) -> Tensor:
+    """[N] bool: the tokens of samples of which no trainable token is kept; False without the column `keep`."""
+    if "keep" not in batch.columns:
+        return torch.zeros_like(mask)
+    kept = segment_count(mask & (batch.columns["keep"] != 0), batch.segment_ids, batch.num_sequences)
+    return (kept == 0)[batch.segment_ids]
 
 
 def in_order_of_time(batch: Batch) -> tuple[Batch, Tensor]:

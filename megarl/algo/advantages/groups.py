@@ -1,7 +1,7 @@
 """Sums, means and standard deviations over prompt groups, for all groups at once.
 
-A sample without a trainable token does not count in its group.  Groups may differ in size.  In a group with one
-remaining sample there is nothing to compare, and every estimator that compares gives this sample 0.
+A sample without a trainable token, or of which none is kept, does not count in its group.  Groups may differ in size.
+In a group with one remaining sample there is nothing to compare, and every estimator that compares gives this sample 0.
 All computation is in float64: the mean of equal float32 scores is then exact, so that their difference is 0 and not a
 rounding error that a division by the standard deviation would amplify.
 """

@@ -62,6 +62,21 @@ class Config:
         return "data.max_prompt_length + data.max_response_length", together
 
     @property
+    def longest_evaluated(self) -> tuple[str, int]:
+        """The same of evaluations, whose completions have a limit of their own; 0 tokens without one."""
+        if not self.data.val_files:
+            return "data.val_files", 0
+        if self.has_agents:
+            return self.longest
+        together = self.data.max_prompt_length + self.rollout.val_kwargs.max_response_length
+        return "data.max_prompt_length + rollout.val_kwargs.max_response_length", together
+
+    @property
+    def longest_served(self) -> tuple[str, int]:
+        """The same of what servers write, in training or in an evaluation."""
+        return max(self.longest, self.longest_evaluated, key=lambda found: found[1])
+
+    @property
     def uses_reference(self) -> bool:
         """Is there a KL term, in the loss or in the reward?"""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward

@@ -22,4 +22,7 @@ class Agent:
     memory_mb: int = 8192  # of each such process
     file_mb: int = 1024  # size of a file that such a process writes
     on_error: str = "unscored"  # after an error or a timeout: unscored leaves its group | zero counts 0 | stop the run
+    over_limit_reward: float | None = (
+        None  # of an episode that a limit ended before its own reward; null = unscored, or reward.fn's if none has one
+    )
     environment: list[str] = field(default_factory=list)  # names of further variables that agents get, such as keys

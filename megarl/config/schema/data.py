@@ -35,7 +35,7 @@ class Judge:
     url: str | None = None  # of an OpenAI-compatible endpoint, with its version: http://host:port/v1
     model: str | None = None  # the name of the judge at this endpoint
     prompt: str | None = None  # what it is asked, with {question}, {answer} and {truth}
-    read: str = r"(?i)score:?\s*(-?\d+(?:\.\d+)?)"  # the number in its answer: a regular expression | json:FIELD
+    read: str = r"(?i)score(?: is)?[\s*_:=`]*+(-?\d*\.?\d+(?:e[-+]?\d+)?)"  # finds the number: a regex | json:FIELD
     votes: int = 1  # it is asked so often for each answer; the mean counts
     api_key_env: str | None = None  # the environment variable that holds the key; null = it needs none
     request: dict[str, Any] = field(default_factory=dict)  # further fields of the request: {temperature:0}
@@ -61,6 +61,7 @@ class Reward:
     )  # of several rewards, by name (of a file's function); else 1
     by_data_source: dict[str, str] = field(default_factory=dict)  # data_source of a row -> its reward, instead of fn
     audit: str | None = None  # a held-out reward, scored beside the others on every answer and never trained
+    special_tokens: bool = False  # the answer that a reward reads has its special tokens, but for the one that ends it
     num_workers: int = 1  # processes that compute rewards
     try_rows: int = 4  # rows of each set of prompts on which rewards are tried before a run starts; 0 = no trial
     timeout_s: float = 5.0  # time limit of one reward in these processes
@@ -85,6 +86,8 @@ class Sft:
     val_files: list[str] = field(default_factory=list)  # the same, held out: their loss is evaluated; empty = none
     prompt_key: str = "prompt"  # field of a row: not part of the loss
     response_key: str = "response"  # field of a row: trained on
+    answers: str = "all"  # of a conversation, which of the assistant's answers are trained on: all | last
     epochs: int = 1  # passes over the files
     batch_size: int = 64  # sequences per optimizer step
     max_length: int = 1024  # longest prompt and response together, in tokens
+    overlong_rows: str = "error"  # longer than max_length: error | filter | cut: left | right | middle

@@ -32,4 +32,4 @@ class Optim:
 
 @dataclass
 class CriticOptim(Optim):
-    lr: float = 1e-5  # peak learning rate; higher than the actor's, because the value head is new
+    lr: float = 1e-5  # peak learning rate; does not follow the actor's: about 10 times it, as the value head is new

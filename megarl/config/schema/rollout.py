@@ -12,6 +12,7 @@ class ValKwargs:
     temperature: float = 0.0  # of the evaluation's completions; 0 = greedy
     top_p: float = 1.0  # nucleus sampling of the evaluation's completions
     n: int = 1  # completions per evaluation prompt; their scores are averaged
+    max_response_length: int = II("data.max_response_length")  # longest completion of the evaluation, in tokens
 
 
 @dataclass

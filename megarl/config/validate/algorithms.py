@@ -16,7 +16,6 @@ from megarl.config.schema import Config
 from megarl.config.settings import show
 from megarl.declared import argument_faults
 from megarl.layout import KEYS
-from megarl.megatron_fields import RECOMPUTED, TRANSFORMER
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -35,9 +34,6 @@ def advice(config: Config) -> Iterator[str]:
         differ = "log-probs of the quantized servers differ from the trainer's"
         how = "algorithm.rollout_correction.level=token corrects it"
         yield f"rollout.quantization={config.rollout.quantization}: {differ}; {how}"
-    if RECOMPUTED in actor.megatron.override_transformer_config:
-        key = f"actor.megatron.{TRANSFORMER}.{RECOMPUTED}"
-        yield f"{key}: `megarl plan` does not count it: less memory and more time is needed than it says"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield "actor.use_kl_loss=true and algorithm.use_kl_in_reward=true: the KL penalty counts twice"
     if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:

@@ -70,11 +70,11 @@ def _batches(config: Config, command: str) -> Iterator[str]:
         if prompts % mini:
             near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
             yield f"{role}.ppo_mini_batch_size={mini}: expected a divisor of data.train_batch_size={prompts}, as {near}"
-    name, longest = models.longest_sequence(config, command)
     of_teachers = (f"{role}.log_prob_max_token_len_per_gpu" for role in config.teacher_roles)
     for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
                 "ref.log_prob_max_token_len_per_gpu", *of_teachers, "rollout.max_total_tokens"):  # fmt: skip
         limit = value_of(config, key)
+        name, longest = models.longest_sequence(config, command, is_served=key.startswith("rollout."))
         if limit is not None and limit < longest:
             yield f"{key}={limit}: expected room for one sequence, at least {name} = {longest}"
 

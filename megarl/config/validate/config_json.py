@@ -23,7 +23,7 @@ _TEXT: tuple[Test, str] = (lambda v: isinstance(v, str), "text")
 _FIELDS: dict[str, tuple[Test, str]] = {
     **dict.fromkeys(
         (
-            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"),
+            *("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim"),
             *("intermediate_size", "vocab_size", "max_position_embeddings", "decoder_sparse_step"),
         ),
         _SIZE,
@@ -36,6 +36,8 @@ _FIELDS: dict[str, tuple[Test, str]] = {
         ),
         _COUNT,
     ),
+    # Bounded, as classes of transformers make a list of as many kinds of layers.
+    "num_hidden_layers": (lambda v: _is_whole(v, 1) and v <= 10_000, "an integer from 1 to 10000"),
     "model_type": _TEXT,
     "architectures": (lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of texts"),
     "mlp_only_layers": (lambda v: isinstance(v, list) and all(_is_whole(x, 0) for x in v), "a list of layers from 0"),

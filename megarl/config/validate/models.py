@@ -11,6 +11,7 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.config.settings import ConfigError, show
 from megarl.config.validate.config_json import invalid_fields, read_object
+from megarl.hf_config import completed
 from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 from megarl.model_types import MISSING
 
@@ -39,22 +40,23 @@ def model_of(config: Config, role: str) -> Any:
 def model_config(config: Config, role: str) -> dict[str, Any]:
     """config.json of a role's model, from its folder if it exists, else from model.config; {} if neither exists."""
     node = model_of(config, role)
-    file = _file(node.path)
-    if file is None:
+    if (file := _file(node.path)) is None:
         return node.config
-    try:
-        return read_object(file)
-    except ConfigError as error:
-        raise ConfigError(f"{group_of(role)}.path={node.path}: {error}") from None
+    return _numbers_in(file, f"{group_of(role)}.path={node.path}")
 
 
 def config_of_folder(path: str) -> dict[str, Any]:
-    """The config.json of a folder; {} if there is none."""
-    file = _file(path)
+    """The config.json of a folder, as `model_config` reads it; {} if there is none."""
+    return _numbers_in(file, path) if (file := _file(path)) else {}
+
+
+def _numbers_in(file: Path, place: str) -> dict[str, Any]:
+    """A config.json completed by its family's class, unless `invalid_numbers` has something to say about it."""
     try:
-        return read_object(file) if file else {}
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        found = read_object(file)
+        return found if any(invalid_fields(found)) else completed(found)
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def invalid_numbers(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
@@ -200,17 +202,22 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
     """One sentence for each model with fewer positions than the longest sequence."""
     for role in with_own_models(config, roles):
         known = model_numbers(config, role).max_position_embeddings
-        name, longest = longest_sequence(config, command)
+        name, longest = longest_sequence(config, command, is_served=role == "actor")
         if known is not None and longest > known:
             said = f"{group_of(role)}.path={model_of(config, role).path} knows {known} positions"
             yield f"{name}={longest}: {said} (max_position_embeddings); expected at most {known}"
 
 
-def longest_sequence(config: Config, command: str) -> tuple[str, int]:
-    """The keys of the longest sample, or row of supervised training, and its length in tokens."""
+def longest_sequence(config: Config, command: str, *, is_served: bool = False) -> tuple[str, int]:
+    """The keys of the longest sample, or row of supervised training, and its length in tokens.
+
+    `is_served`: or of the longest one that servers write.
+    """
     if command == "sft":
         return "sft.max_length", config.sft.max_length
-    return config.longest
+    if not is_served:
+        return config.longest
+    return config.longest_evaluated if command == "evaluate" else config.longest_served
 
 
 def _file(path: str) -> Path | None:

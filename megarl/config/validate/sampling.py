@@ -22,6 +22,14 @@ def largest_top_k(limit: int) -> int:
     return limit // 2
 
 
+def advice(config: Config) -> Iterator[str]:
+    """One sentence for an evaluation that asks for the same answer several times."""
+    val = config.rollout.val_kwargs
+    if config.data.val_files and val.n > 1 and val.temperature == 0:
+        why = "rollout.val_kwargs.temperature=0 is greedy, and writes the same answer each time"
+        yield f"rollout.val_kwargs.n={val.n}: {why}; expected n=1, or a temperature above 0"
+
+
 def contradictions(config: Config) -> Iterator[str]:
     """One sentence for each invalid combination."""
     rollout = config.rollout

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from megarl.data.hf_config import read_config
+from megarl.hf_config import read_config, read_hf_config
 from megarl.hf_server import device as devices
 from megarl.hf_server.generation.chosen_experts import ChosenExperts
 from megarl.hf_server.generation.kv_cache import Decode, KVSlots, Prefill
 from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.routed_experts import RoutedExperts
-from megarl.weights.hf.folder import check_finite
+from megarl.weights.hf.folder import HFFolder, check_finite
+from megarl.weights.hf.named import open_for
 from megarl.weights.mapping.families import ignorable
 from megarl.weights.verify.digests import Kind, digest
 
@@ -43,18 +43,21 @@ class HFModel:
         """`device`: cpu, or a GPU with its number, as cuda:0.  `returns_routes`: note the experts of every token."""
         transformers_logging.disable_progress_bar()
         self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
-        config = read_config(folder)
+        self._numbers, config = read_hf_config(folder), read_config(folder)
         if getattr(config, "quantization_config", None):
             raise ValueError(
                 f"{folder}: the hf engine serves no quantized weights; expected a folder that "
                 f"`megarl convert from={folder} to=FOLDER format=hf` wrote"
             )
         attention = "eager" if config.model_type in _WITH_SINKS else "sdpa"
-        self._model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
-        )
-        self._model.eval().requires_grad_(False).to(self.device)
-        self.config = self._model.config
+        with open_for(folder, self._numbers) as held:  # refuses folders that transformers and the trainer read apart
+            self._model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+            )
+            self._model.eval().requires_grad_(False).to(self.device)
+            self.config = self._model.config
+            self.weights = self._named_weights(held)
+            self._correct(held)
         self._body = self._model.base_model
         self._head = self._model.get_output_embeddings()
         self._has_float32_logits = self._head.bias is None and devices.has_float32_product(self._head.weight)
@@ -62,8 +65,6 @@ class HFModel:
         self.context_length: int = self.config.max_position_embeddings
         self._window: int | None = getattr(self.config, "sliding_window", None)  # in tokens, including the current one
         self.eos_ids = _eos_ids(folder, self._model)
-        self.weights = self._named_weights(_safetensors_files(folder))
-        self._widen_router_biases(_safetensors_files(folder))
         self.memory = devices.Storages(self.weights.values())
         self.routes = _routes(folder, self.config.to_dict()) if returns_routes else None
         self._chosen = ChosenExperts(self._body, self.routes) if self.routes else None
@@ -172,13 +173,11 @@ class HFModel:
     def read_folder(self, folder: str) -> dict[str, Tensor]:
         """All weights of another folder in the model's dtypes, checked. Raises ValueError, also for a missing name."""
         tensors: dict[str, Tensor] = {}
-        left_out = ignorable(self.config.to_dict(), "actor")
-        for file in _safetensors_files(folder):
-            with safe_open(file, framework="pt") as opened:
-                for name in (n for n in opened.keys() if n in self.weights or n not in left_out):  # noqa: SIM118
-                    dtype = self.weights[name].dtype if name in self.weights else self.dtype
-                    tensors[name] = opened.get_tensor(name).to(dtype)
-                    check_finite(tensors[name], name, file)
+        left_out = ignorable(self._numbers, "actor")
+        with open_for(folder, self._numbers) as held:
+            for name in (n for n in held.hub_shapes if n in self.weights or n not in left_out):
+                dtype = self.weights[name].dtype if name in self.weights else self.dtype
+                tensors[name] = held.read_hub(name).to(dtype)
         missing = sorted(set(self.weights) - set(tensors))
         if missing:
             raise ValueError(f"nothing was loaded, because {folder} lacks {', '.join(missing)}")
@@ -193,32 +192,32 @@ class HFModel:
         kind: Kind = "words" if self.device.type == "cuda" else "sha256"
         return {name: digest(tensor, kind) for name, tensor in self.weights.items()}
 
-    def _named_weights(self, files: Sequence[Path]) -> dict[str, Tensor]:
+    def _named_weights(self, held: HFFolder) -> dict[str, Tensor]:
         """The weights by their names in the folder: of tied weights only the stored name."""
-        held = hub_tensors(self._model, self.config.model_type)
-        stored: dict[str, Path] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                stored |= dict.fromkeys(opened.keys(), file)
-        weights = {name: tensor for name, tensor in held.items() if name in stored}
+        all_of_model, stored = hub_tensors(self._model, self.config.model_type), held.hub_shapes
+        weights = {name: tensor for name, tensor in all_of_model.items() if name in stored}
         covered = {tensor.data_ptr() for tensor in weights.values()}
-        nameless = sorted(name for name, tensor in held.items() if tensor.data_ptr() not in covered)
+        nameless = sorted(name for name, tensor in all_of_model.items() if tensor.data_ptr() not in covered)
         if nameless:
             raise ValueError(
                 f"{self.folder}: the hf engine finds no tensor named {nameless[0]}, expected a folder that holds "
                 "every parameter of the model under the hub's names"
             )
         for name, tensor in weights.items():
-            check_finite(tensor, name, stored[name])
+            check_finite(tensor, name, held.path_of(name))
         return weights
 
-    def _widen_router_biases(self, files: Sequence[Path]) -> None:
-        """Make them float32, as the trainer's are: for some families transformers casts them with the weights."""
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                biases = {name for name in opened.keys() if name.endswith("e_score_correction_bias")}  # noqa: SIM118
-                for name in biases & self.weights.keys():  # a folder may have further layers, which are not served
-                    self.weights[name].data = opened.get_tensor(name).float().to(self.device)
+    def _correct(self, held: HFFolder) -> None:
+        """Read what transformers reads otherwise than the trainer.
+
+        Of a tensor in several files it may take another than the index names, and for some families it casts the
+        biases of routers, which are float32, with the weights.
+        """
+        for name, tensor in self.weights.items():  # a folder may have further layers, which are not served
+            if name in held.in_several:
+                tensor.copy_(held.read_hub(name))
+            if name.endswith("e_score_correction_bias"):
+                tensor.data = held.read_hub(name).float().to(self.device)
 
     def _check_served(self) -> None:
         """Raises ValueError for a model whose forward pass differs from `_hidden` and `logits`."""
@@ -246,13 +245,6 @@ def _routes(folder: str, config: Mapping[str, Any]) -> RoutedExperts:
     if (found := RoutedExperts.of(config)) is None:
         raise ValueError(f"{folder}: its layers have no experts, expected none of --enable-return-routed-experts")
     return found
-
-
-def _safetensors_files(folder: str) -> list[Path]:
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: found no *.safetensors, expected a Hugging Face model folder")
-    return files
 
 
 def _eos_ids(folder: str, model: torch.nn.Module) -> tuple[int, ...]:

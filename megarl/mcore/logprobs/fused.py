@@ -203,7 +203,11 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def _reached(grads: dict[str, Tensor]) -> Tensor:
-    """Indices of tokens with a non-zero gradient: logits of prompts and padding are not recomputed."""
+    """Indices of tokens with a non-zero gradient: logits of prompts and padding are not recomputed.
+
+    The host waits here for the device, once a row: which tokens a loss leaves without a gradient (by a clipped ratio or
+    a mask of its own, and losses may be plug-ins) is known there alone, and their logits cost more than the wait.
+    """
     return torch.stack([grad != 0 for grad in grads.values()]).any(0).nonzero().squeeze(1)
 
 

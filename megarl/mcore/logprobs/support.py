@@ -42,9 +42,6 @@ class Support:
         at = predicted.clamp(min=0)
         return cls(starts[at], torch.where(predicted >= 0, counts[at], 0), ids)
 
-    def to(self, device: torch.device) -> Support:
-        return Support(self.starts.to(device), self.counts.to(device), self.ids.to(device))
-
     def split(self, places: Tensor, most: int) -> tuple[Tensor, ...]:
         """Parts of these places [C], one after the other, with about `most` ids each: fewer than `most` and one more
         place's."""

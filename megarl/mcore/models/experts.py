@@ -1,9 +1,4 @@
-"""Experts and their routers as config.json describes them, without load-balancing losses: the user defines the loss.
-
-Routers score experts by a softmax over them, or each by a sigmoid.  With sigmoids, experts are chosen by their score
-plus a bias that gets no gradient (arXiv:2412.19437, section 2.1.2).  Pretraining updates this bias to balance the load;
-here it keeps the value from the folder, so that trainer and servers choose the same experts.
-"""
+"""The biases that sigmoid routers add to the scores of experts to choose them: part of the weights, always float32."""
 
 from __future__ import annotations
 
@@ -11,87 +6,6 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
-
-from megarl.mcore.models.hf import HFConfig, Settings, need, refuse
-
-_COMMON: Settings = {
-    "moe_router_load_balancing_type": "none",
-    "moe_router_dtype": "fp32",  # in bfloat16 rounding alone would choose other experts
-}
-
-
-def softmax_experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[int] = 1) -> Settings:
-    """`renormalised`: the weights of the chosen experts sum to 1, else they are the softmax over all experts.
-
-    Megatron chooses experts by logits and transformers by probabilities: the same experts, unless the float32 softmax
-    makes different logits equal.
-    """
-    chosen = need(hf, "num_experts_per_tok")
-    if renormalised and chosen == 1:
-        raise ValueError(
-            "config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; expected at least 2"
-        )
-    return _COMMON | {
-        "num_moe_experts": need(hf, "num_experts", "num_local_experts"),
-        "moe_ffn_hidden_size": ffn,
-        "moe_layer_freq": layers,
-        "moe_router_topk": chosen,
-        "moe_router_pre_softmax": not renormalised,
-    }
-
-
-def sigmoid_experts(hf: HFConfig, *, count: int, ffn: int) -> Settings:
-    """Experts in every layer, chosen by biased sigmoid scores; the weights of the chosen ones sum to a constant."""
-    refuse(hf, scoring_func="sigmoid", norm_topk_prob=True)
-    return _COMMON | {
-        "num_moe_experts": count,
-        "moe_ffn_hidden_size": ffn,
-        "moe_router_topk": _at_least(2, hf, "num_experts_per_tok"),
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-    }
-
-
-def shared_and_routed_experts(hf: HFConfig) -> Settings:
-    """DeepSeek-V3's: dense layers first, then shared experts beside groups of routed ones."""
-    refuse(hf, topk_method="noaux_tc", moe_layer_freq=1)
-    layers, dense = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
-    ffn, shared = need(hf, "moe_intermediate_size"), _at_least(1, hf, "n_shared_experts")
-    if dense >= layers:
-        raise ValueError(
-            f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; expected less"
-        )
-    routed = sigmoid_experts(hf, count=need(hf, "n_routed_experts", "num_local_experts"), ffn=ffn)
-    return (
-        routed
-        | _groups(hf, routed["moe_router_topk"])
-        | {
-            "moe_shared_expert_intermediate_size": ffn * shared,
-            "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-        }
-    )
-
-
-def _at_least(least: int, hf: HFConfig, key: str) -> int:
-    value: int = need(hf, key)
-    if value < least:
-        raise ValueError(f"config.json: {key}={value} is not supported; expected at least {least}")
-    return value
-
-
-def _groups(hf: HFConfig, chosen: int) -> Settings:
-    """Experts form groups, and only experts of the best `topk_group` groups can be chosen."""
-    groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    if best >= groups:
-        return {}
-    if chosen // best != 2:  # Megatron ranks a group by this many best experts; the model's code by two
-        raise ValueError(
-            f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; expected twice "
-            "topk_group, as a group is ranked by its two best experts"
-        )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
 
 
 def router_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

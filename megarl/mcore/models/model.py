@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,23 +21,15 @@ from megarl.mcore.models.experts import keep_router_biases
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
 from megarl.mcore.models.gpt_oss import prepare_biases
-from megarl.mcore.models.hf import HFConfig
 from megarl.mcore.models.layers import block_spec
-from megarl.mcore.models.rope import make_rope
 from megarl.mcore.models.transformer_engine import mark_shards, share_sinks
 from megarl.mcore.training.execution import ExecutionOptions
 from megarl.megatron_fields import FUSIONS
+from megarl.model_settings.hf import HFConfig
+from megarl.model_settings.rope import make_rope
 
 Model = list[nn.Module]  # this rank's chunks in layer order: one, or one for each interleaved stage
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The config.json of an HF folder.  Raises a ValueError if there is none."""
-    file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder}: there is no config.json; expected the folder of a Hugging Face model")
-    return json.loads(file.read_text())
 
 
 def check_layout(hf: HFConfig, layout: Layout) -> None:

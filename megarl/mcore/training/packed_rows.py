@@ -43,7 +43,7 @@ class PackedRow:
     tokens: Tensor  # [1, T/cp] int64
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
-    targets: Tensor  # [T/cp] int64, the index in the batch of the token that each place predicts; -1: of none
+    targets: Tensor  # [T/cp] int64 in host memory: the index in the batch of what each place predicts; -1: of none
     support: Support | None  # of `labels`, in host memory, if the batch knows it
     packed: PackedParams
     predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
@@ -54,8 +54,14 @@ class PackedRow:
 
     def slice(self, column: Tensor) -> Tensor:
         """The batch's column [N, ...] -> at each place of this rank the entry of the token that it predicts, on every
-        stage: [T/cp, ...], 0 where there is none."""
-        return _at(column, self.targets.to(column.device))
+        stage: [T/cp, ...], 0 where there is none.  Both in host memory."""
+        return _at(column, self.targets)
+
+    def support_there(self) -> Support | None:
+        """`support` on the row's device, which nobody waits for."""
+        if (own := self.support) is None:
+            return None
+        return Support(*on_device([own.starts, own.counts, own.ids], self.tokens.device))
 
     def column(self, output: Tensor) -> Tensor:
         """This rank's outputs [T/cp, ...] -> the batch's column [N, ...], whole on every context-parallel rank."""
@@ -162,7 +168,6 @@ def _row(
         "tokens": _at(batch.tokens, sources)[None],
         "positions": positions[None],
         "labels": _at(batch.tokens, targets),
-        "targets": targets,
         "predicts": predicts,
         "predicted": predicted,
     }
@@ -189,6 +194,7 @@ def _row(
     )
     return PackedRow(
         **there,
+        targets=targets,
         support=Support.of(batch, targets),
         packed=packed,
         num_tokens=batch.num_tokens,

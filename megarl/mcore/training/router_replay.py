@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megarl.batch import MicroBatch
 from megarl.mcore.models.layers import layers_with_experts
 from megarl.mcore.models.model import Model, unwrap
-from megarl.mcore.training.packed_rows import PackedRow
+from megarl.mcore.training.packed_rows import PackedRow, on_device
 from megarl.routed_experts import ROUTED_EXPERTS
 
 
@@ -132,9 +132,9 @@ class Routing:
         """[this rank's tokens, layers, experts of a token] on the device."""
         micro, row = self._micros[index], self._rows[index]
         experts = row.slice(micro.batch.columns[ROUTED_EXPERTS][:, layers]).to(self._narrow)
-        unknown = (row.targets < 0).cpu() | micro.is_dummy
+        unknown = (row.targets < 0) | micro.is_dummy
         experts[unknown] = torch.arange(experts.size(2), dtype=self._narrow)
-        return self._own_part(experts).to(row.tokens.device)
+        return on_device([self._own_part(experts)], row.tokens.device)[0]
 
     def _own_part(self, of_slice: Tensor) -> Tensor:
         """Of the entries of a context-parallel slice those that come to the routers of this rank."""
@@ -153,7 +153,7 @@ class Routing:
         shape = (row.num_tokens, num_layers, config.moe_router_topk)
         column = torch.zeros(shape, dtype=narrow)
         if config.sequence_parallel or ps.get_tensor_model_parallel_rank() == 0:  # else all have the same tokens
-            targets = self._own_part(row.targets.cpu())
+            targets = self._own_part(row.targets)
             for layer, chosen in self._chosen[index].items():
                 column[targets[targets >= 0], layer] = chosen[targets >= 0]
         column = column.to(row.tokens.device)

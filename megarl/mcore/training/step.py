@@ -88,7 +88,7 @@ class Outputs:
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             reference=reference,
-            support=row.support and row.support.to(output.device),
+            support=row.support_there(),
             divergence=self.divergence,
             teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
             ids=row.slice(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,

@@ -19,13 +19,20 @@ from megarl.metrics.advice.rules import RULES, Rule
 class Advisor:
     """Applies the rules during a run, each at most once in `every` steps; keeps only the longest window of values.
 
-    `config`: of the run; rules for other schedules, or for a policy loss without advantages, do not apply.
+    `steps`: of the whole run; in a short one rules look at fewer values.  `config`: of the run; rules for other
+    schedules, or for a policy loss without advantages, do not apply.
     """
 
     def __init__(
-        self, rules: Sequence[Rule] = RULES, every: int = 100, *, config: Mapping[str, Any] | None = None
+        self,
+        rules: Sequence[Rule] = RULES,
+        every: int = 100,
+        *,
+        config: Mapping[str, Any] | None = None,
+        steps: int | None = None,
     ) -> None:
-        self._rules, self._every = tuple(rule for rule in rules if rule.applies(config or {})), every
+        self._rules = tuple(rule.within(steps) for rule in rules if rule.applies(config or {}))
+        self._every = every
         longest = max((rule.window for rule in self._rules), default=0)
         names = {name for rule in self._rules for name in rule.looks_at}
         self._history = {name: deque[tuple[int, float]](maxlen=longest) for name in names}

@@ -7,12 +7,16 @@ megarl/algo/README.md explains the metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.metrics.advice import signals
 
 History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value), oldest first
+
+
+STEPS = "{steps}"  # in an advice: the number of values that were looked at
+_FEWEST = 10
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,11 @@ class Rule:
     holds: Callable[..., bool]  # of one list of `window` numbers for each metric, oldest first
     advice: str
     applies: Callable[[Mapping[str, Any]], bool] = lambda _: True  # to a run with this configuration
+
+    def within(self, steps: int | None) -> Rule:
+        """The same for a run of so many steps: it looks at half of them at most, but at 10 at least."""
+        window = self.window if steps is None else min(self.window, max(_FEWEST, steps // 2))
+        return replace(self, window=window, advice=self.advice.replace(STEPS, str(window)))
 
     def speaks(self, history: History) -> bool:
         """Does the problem exist?  False before the window is full or if the last step lacks a metric."""
@@ -91,7 +100,7 @@ RULES: tuple[Rule, ...] = (
         SCORE,
         40,
         signals.score_falls,
-        "the score has been falling for 40 steps; try actor.optim.lr 10 times smaller, or actor.use_kl_loss=true",
+        "the score has been falling for {steps} steps; try actor.optim.lr 10 times smaller, or actor.use_kl_loss=true",
     ),
     Rule(
         "ratio_explodes",
@@ -142,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         ("actor/entropy", *SCORE),
         50,
         signals.entropy_collapses,
-        "the entropy fell to a fifth within 50 steps and the score rises no longer; raise actor.clip_ratio_high "
+        "the entropy fell to a fifth within {steps} steps and the score rises no longer; raise actor.clip_ratio_high "
         "(0.28), set actor.entropy_coeff (0.001 to 0.01), or take algorithm.policy_loss_fn=clip_cov or kl_cov",
     ),
     Rule(
@@ -150,7 +159,7 @@ RULES: tuple[Rule, ...] = (
         ("actor/entropy",),
         30,
         signals.entropy_explodes,
-        "the entropy has more than doubled in 30 steps, the policy becomes noise; lower actor.entropy_coeff or "
+        "the entropy has more than doubled in {steps} steps, the policy becomes noise; lower actor.entropy_coeff or "
         "actor.optim.lr",
     ),
     Rule(
@@ -173,7 +182,7 @@ RULES: tuple[Rule, ...] = (
         ("actor/kl_loss", "critic/score/mean"),
         50,
         signals.nothing_moves,
-        "in 50 steps the policy has hardly moved and the score not at all; try actor.optim.lr 10 times larger",
+        "in {steps} steps the policy has hardly moved and the score not at all; try actor.optim.lr 10 times larger",
     ),
     # the value function
     Rule(
@@ -181,7 +190,7 @@ RULES: tuple[Rule, ...] = (
         ("critic/vf_loss", "critic/vf_explained_var", "critic/returns/std"),
         50,
         signals.value_loss_flat,
-        "the value loss has not fallen for 50 steps and the values explain nothing of the returns; raise "
+        "the value loss has not fallen for {steps} steps and the values explain nothing of the returns; raise "
         "critic.optim.lr, and see whether critic/values/* can reach critic/returns/* within critic.cliprange_value",
     ),
     Rule(
@@ -189,8 +198,9 @@ RULES: tuple[Rule, ...] = (
         ("critic/vf_loss", "critic/vf_explained_var", "critic/returns/std"),
         20,
         signals.values_mislead,
-        "for 20 steps the values have been worse than a constant (critic/vf_explained_var); lower critic.optim.lr, let "
-        "trainer.critic_warmup train the critic first, and see whether the rewards changed their scale",
+        "for {steps} steps the values have been worse than a constant (critic/vf_explained_var); lower "
+        "critic.optim.lr, let trainer.critic_warmup train the critic first, and see whether the rewards changed their "
+        "scale",
     ),
     Rule(
         "values_clipped",
@@ -370,6 +380,15 @@ RULES: tuple[Rule, ...] = (
         signals.above(0.1),
         "over 10 % of the tokens are generated and never trained (rollout/tokens_wasted_share, and by cause below it); "
         "look at the logs of the servers, raise rollout.request_timeout_s, or lower rollout.piece_tokens",
+    ),
+    Rule(
+        "answers_unscored",
+        ("rollout/tokens_wasted_share/unscored",),
+        3,
+        signals.above(0.05),
+        "a reward fails on so many answers that over 5 % of the tokens are left out (rollout/tokens_wasted_share), and "
+        "the rest is a biased choice; the collector's log has its errors, reward.timeout_s is its limit, and "
+        "reward.on_error=zero counts 0 where the answer is to blame",
     ),
     Rule(
         "rollouts_lost",

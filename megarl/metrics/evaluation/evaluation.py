@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.sample import AUDIT, AUDIT_ERROR, OF_AGENTS, REWARD_ERROR
+
 CORE, AUX = "val-core", "val-aux"
 OF_EVALUATION = ("val/", f"{CORE}/", f"{AUX}/", "audit/")  # what the metrics of an evaluation begin with
 STDERR = "stderr"
 REWARD, ACC = "reward", "acc"  # the reward; the number that says, in verl's rewards, whether an answer is right
+CLIP_RATIO, CUT_OFF = "val/clip_ratio", "evaluation_cut_off"
+_MOST_CUT = 0.1  # of the answers, before their scores tell of the limit
 _DRAWS, _SEED = 1000, 42  # of the answers that vote, as in verl
 
 
@@ -43,12 +47,25 @@ class Mean:
         return cls(float(wide.mean()), float(error))
 
 
+def cut_off(metrics: Mapping[str, float]) -> str | None:
+    """A sentence if more than a tenth of the answers of an evaluation were cut off at the limit."""
+    if (share := metrics.get(CLIP_RATIO, 0.0)) <= _MOST_CUT:
+        return None
+    return (
+        f"{CUT_OFF}: {share:.0%} of the evaluation's answers are cut off at the limit ({CLIP_RATIO}), so its scores "
+        "tell of the limit, too; raise rollout.val_kwargs.max_response_length (of agents agent.max_tokens and "
+        "agent.max_turns)"
+    )
+
+
 def set_metrics(name: str, prompts: Sequence[Answers], n: int) -> dict[str, float]:
     """The metrics of one set, of prompts with up to `n` answers each.
 
     The core ones are mean@n, best@n/mean, maj@n/mean and pass@n of `acc`, or of the reward if no answer has `acc`;
-    all others, and the standard errors, are auxiliary.
+    all others, and the standard errors, are auxiliary.  As in verl, a reward that is a number alone is the `acc`, too.
     """
+    if all(variable == REWARD or _is_ours(variable) for prompt in prompts for variable in prompt.numbers):
+        prompts = [_with_acc(prompt) for prompt in prompts]
     variables = sorted({variable for prompt in prompts for variable in prompt.numbers})
     core = ACC if ACC in variables else REWARD
     out: dict[str, float] = {}
@@ -60,6 +77,16 @@ def set_metrics(name: str, prompts: Sequence[Answers], n: int) -> dict[str, floa
             if math.isfinite(mean.stderr):
                 out[f"{AUX}/{name}/{variable}/{metric}/{STDERR}"] = mean.stderr
     return out
+
+
+def _is_ours(variable: str) -> bool:
+    """Whether a number beside the reward's is one of the run, and not one that the reward returned."""
+    return variable.startswith(OF_AGENTS) or variable in (AUDIT, AUDIT_ERROR, REWARD_ERROR)
+
+
+def _with_acc(prompt: Answers) -> Answers:
+    numbers = prompt.numbers
+    return Answers({**numbers, ACC: numbers[REWARD]}, prompt.votes) if REWARD in numbers else prompt
 
 
 def _variable(variable: str, prompts: Sequence[Answers], n: int) -> dict[str, Mean]:

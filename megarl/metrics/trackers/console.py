@@ -29,7 +29,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("grad", "actor/grad_norm", ".2f"),
     ("len", "response_length/mean", ".1f"),
     ("gap", "rollout_corr/log_prob_gap_max", ".1e"),
-    ("tok/s", "perf/throughput", ".0f"),
+    ("tok/s", "perf/throughput_total", ".0f"),
 )
 
 
@@ -64,7 +64,7 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print a line.  Metrics of an evaluation get their own line."""
-        checks = [_check(name, value, metrics) for name, value in metrics.items() if _is_shown(name)]
+        checks = [_check(name, value, metrics) for name, value in metrics.items() if is_core(name)]
         if checks:
             self._line(step, checks)
         if is_step(metrics):
@@ -99,7 +99,7 @@ class ConsoleTracker:
         self._console.print(text, soft_wrap=True, highlight=self._console.is_terminal, markup=False)
 
 
-def _is_shown(name: str) -> bool:
+def is_core(name: str) -> bool:
     """Of an evaluation: what it found in all, and the core metrics of each set."""
     return name.startswith(("val/", f"{CORE}/")) and name not in ("val/score_stderr", "val/version")
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from megarl.metrics.advice.advice import Advisor
 from megarl.metrics.evaluation.audit import PARTED
 from megarl.metrics.evaluation.audit import sentence as audit_sentence
-from megarl.metrics.evaluation.evaluation import OF_EVALUATION
+from megarl.metrics.evaluation.evaluation import CUT_OFF, OF_EVALUATION, cut_off
 from megarl.metrics.jsonl import Followed, append_lines, drop_after
 from megarl.metrics.report import SAMPLES
 from megarl.metrics.trackers.console import ConsoleTracker
@@ -77,12 +77,15 @@ class AdviceTracker(Quiet):
 
     def __init__(self, run: Run) -> None:
         self.path, self._console = run.run_dir / "advice.jsonl", run.console
-        self._advisor = Advisor(config=run.config)
+        self._advisor, self._said_cut = Advisor(config=run.config, steps=run.total_steps), False
         again = run.resume_step  # the evaluation after the step of the save is made again, and what it says with it
-        drop_after(self.path, again, also=lambda row: row["step"] == again and row["advice"].startswith(PARTED))
+        of_evaluation = (PARTED, CUT_OFF)
+        drop_after(self.path, again, also=lambda row: row["step"] == again and row["advice"].startswith(of_evaluation))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        said = [*self._advisor.advise(step, metrics), *filter(None, [audit_sentence(metrics)])]
+        cut = None if self._said_cut else cut_off(metrics)  # once: the next evaluation has the same limit
+        self._said_cut |= cut is not None
+        said = [*self._advisor.advise(step, metrics), *filter(None, [audit_sentence(metrics), cut])]
         for sentence in said:
             self._console.print(
                 f"advice at step {step}: {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False

@@ -70,6 +70,7 @@ def work_of(role: Role) -> Work:
         num_ranks=role.num_ranks,
         max_tokens=role.max_tokens if role.optimizer else role.log_prob_tokens,
         recompute=role.recompute == "full",
+        recompute_modules=role.recompute_modules,
         dtype=role.dtype,
         optimizer=role.optimizer,
         fsdp=role.fsdp,

@@ -12,8 +12,8 @@ are between 5 % below and 21 % above the prediction (plan_*, rows of kind memory
                   two layers and of everything outside layers (embedding, norm, head), and float32 gradients of one of
                   these
     activations   what a layer keeps of each token for its backward pass; of a recomputed layer only its input, plus
-                  once, doubled, the layer that is being recomputed (1.5 times without fused kernels); for experts,
-                  those of the busiest rank
+                  once, doubled, the layer that is being recomputed (1.5 times without fused kernels); without what
+                  recompute_modules names, and that once; for experts, those of the busiest rank
     communicators NCCL's buffers: COMMUNICATOR_BYTES, which was never measured here, for each group of ranks in use
     reserve       RESERVE_BYTES: CUDA's context, a chunk of logits, memory that released servers keep, fragmentation
 
@@ -31,6 +31,7 @@ With colocation (rollout.placement=shared) two more phases need memory, each wit
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ class Work:
     num_ranks: int
     max_tokens: int = 16384  # of a micro-batch
     recompute: bool = False  # full activation recomputation of layers
+    recompute_modules: tuple[str, ...] = ()  # else of these modules of each layer
     dtype: str = "bfloat16"
     optimizer: str | None = "adamw"  # None: a reference, which is not trained
     fsdp: bool = False  # strategy=fsdp: each data-parallel rank keeps a shard of everything
@@ -155,47 +157,55 @@ def _gathered(hf: HFConfig, layout: Layout, stage: int, parameters: Parameters, 
 def _activations(hf: HFConfig, layout: Layout, stage: int, work: Work, width: int) -> int:
     tokens = -(-work.max_tokens // layout.cp)
     kinds = kinds_of_stage(hf, layout, stage)
-    busiest = CONSTANTS.expert_imbalance
-    kept = {
-        kind: locally_kept(hf, layout, kind) if work.local else kept_numbers(hf, layout, kind, busiest)
-        for kind in kinds
-    }
-    most = max(kept.values())
+    most = max(_kept(hf, layout, kind, work, ()) for kind in kinds)
     if work.optimizer is None:
         return width * tokens * 2 * most
     split = layout.tp if layout.sequence_parallel else 1
+    kept = {kind: _kept(hf, layout, kind, work, work.recompute_modules) for kind in kinds}
     all_kept = sum(count * kept[kind] for kind, count in kinds.items())
     under_way = sum(kinds.values()) * hf["hidden_size"] // split if work.recompute else all_kept
     # gradients of kept activations are added; without fused kernels measurements show fewer
-    once = (1.5 if work.local else 2) * most if work.recompute else most
+    once = (1.5 if work.local else 2) * most if work.recompute else most + most - max(kept.values())
     return int(width * tokens * (under_way * _micro_batches_under_way(layout, stage) + once))
 
 
-def kept_numbers(hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 1.0) -> int:
+def _kept(hf: HFConfig, layout: Layout, sparse: bool, work: Work, again: Collection[str]) -> int:
+    if work.local:
+        return locally_kept(hf, layout, sparse, again)
+    return kept_numbers(hf, layout, sparse, CONSTANTS.expert_imbalance, again)
+
+
+def kept_numbers(
+    hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 1.0, again: Collection[str] = ()
+) -> int:
     """Numbers that a layer of Transformer-Engine keeps per token: the operands of products, norms and attention.
 
     A gated feed-forward keeps 3 times its width: gate and up, which are one tensor, and their product, the input of the
     last linear.  So it is with Megatron's fused activation (mcore/models/fusions.py) and with our gate
     (mcore/models/pointwise.py).
 
-    imbalance: tokens of a rank's experts, relative to a uniform distribution.
+    imbalance: tokens of a rank's experts, relative to a uniform distribution.  again: modules that are computed again,
+    by Megatron's names.  Of the core attention that saves nothing: its operands and its output are those of others.
     """
     hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
-    inner = _attention_kept(hf)
-    if sparse:
+    inner = _attention_kept(hf) - (_heads_of_latents(hf) if "mla_up_proj" in again else 0)
+    if sparse and "moe" not in again:
         chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
-        of_chosen = chosen * (2 * hidden + 3 * expert_size(hf))
-        inner += int(imbalance * of_chosen) + 3 * expert_size(hf) * shared + (num_experts(hf) or 0)
-    else:
+        of_chosen = chosen * (2 * hidden + (2 if "moe_act" in again else 3) * expert_size(hf))
+        of_shared = 0 if "shared_experts" in again else 3 * expert_size(hf) * shared
+        inner += int(imbalance * of_chosen) + of_shared + (num_experts(hf) or 0)
+    elif not sparse and "mlp" not in again:
         inner += 3 * hf["intermediate_size"]
-    return 4 * hidden // split + inner // layout.tp
+    norms = (2 if "layernorm" in again else 4) * hidden  # inputs, and outputs where these are not computed again
+    return norms // split + inner // layout.tp
 
 
-def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
+def locally_kept(hf: HFConfig, layout: Layout, sparse: bool, again: Collection[str] = ()) -> int:
     """The same of the local layers, counted tensor by tensor (test_measured_memory.py, test_saved_tensors.py).
 
-    Latent attention and shared experts were not measured; they are scaled like a standard layer.
+    Latent attention was not measured; it is scaled like a standard layer, and its up projections save nothing when
+    they are computed again: the local attention keeps copies of what they give.
     """
     hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
@@ -206,20 +216,29 @@ def locally_kept(hf: HFConfig, layout: Layout, sparse: bool) -> int:
         pairs = hf.get("num_key_value_heads") or heads
         inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
         inner += heads * size + heads + pairs if has_head_norms(hf) else 0
-    if not sparse:
-        return 4 * hidden // split + 2 + (inner + 3 * hf["intermediate_size"]) // layout.tp
-    chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
-    inner += chosen * hidden + 4 * expert_size(hf) * (chosen + shared)  # also before an expert's share is applied
-    return 4 * hidden // split + 2 + inner // layout.tp + 12 * (num_experts(hf) or 0)
+    routing = 0
+    if sparse and "moe" not in again:
+        chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
+        inner += chosen * (hidden + 4 * expert_size(hf))  # also before an expert's share is applied
+        inner += 0 if "shared_experts" in again else 3 * expert_size(hf) * shared
+        routing = 12 * (num_experts(hf) or 0)
+    elif not sparse and "mlp" not in again:
+        inner += 3 * hf["intermediate_size"]
+    return 4 * hidden // split + 2 + inner // layout.tp + routing
 
 
 def _attention_kept(hf: HFConfig) -> int:
     heads = hf["num_attention_heads"]
     if "kv_lora_rank" in hf:
-        size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
-        return heads * (2 * size + 2 * hf["v_head_dim"]) + hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
+        return _heads_of_latents(hf) + heads * hf["v_head_dim"] + hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
     times = 3 if has_head_norms(hf) else 2  # norms of queries and keys also keep their inputs
     return times * (heads + (hf.get("num_key_value_heads") or heads)) * attention_size(hf)
+
+
+def _heads_of_latents(hf: HFConfig) -> int:
+    """Queries, keys and values that latent attention makes of its latents."""
+    size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
+    return int(hf["num_attention_heads"] * (2 * size + hf["v_head_dim"]))
 
 
 def _micro_batches_under_way(layout: Layout, stage: int) -> float:

@@ -22,6 +22,7 @@ class Shape:
     num_layers: int
     num_sparse: int  # layers with experts
     attention_params: int  # matrices of attention, and norms
+    up_params: int  # those that make queries, keys and values of the latents of latent attention
     dense_params: int  # feed-forward of a layer without experts
     shared_params: int  # of a layer with experts: the router and the shared experts
     chosen_params: int  # the chosen experts
@@ -57,9 +58,10 @@ def shape_of(hf: HFConfig, role: str = "actor") -> Shape:
     if "kv_lora_rank" in hf:
         key, value = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"], hf["v_head_dim"]
         key_flops, key_size = 2 * heads * (key + value), heads * (key + value)
+        up = heads * ((hf.get("q_lora_rank") or hidden) * key + hf["kv_lora_rank"] * (hf["qk_nope_head_dim"] + value))
         cache, parts = hf["kv_lora_rank"] + hf["qk_rope_head_dim"], 1
     else:
-        size = attention_size(hf)
+        size, up = attention_size(hf), 0
         key_flops, key_size, cache, parts = 4 * heads * size, 2 * pairs * size, 2 * pairs * size, pairs
     each = 3 * hidden * expert_size(hf) if experts else 0
     return Shape(
@@ -67,6 +69,7 @@ def shape_of(hf: HFConfig, role: str = "actor") -> Shape:
         num_layers=hf["num_hidden_layers"],
         num_sparse=sum(sparse_layers(hf)),
         attention_params=of_layer(hf, Layout(), sparse=False).dense - dense,
+        up_params=up,
         dense_params=dense,
         shared_params=hidden * experts + each * (hf.get("n_shared_experts") or 0),
         chosen_params=chosen * each,

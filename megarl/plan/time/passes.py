@@ -79,20 +79,52 @@ class Machine:
         own = tokens / (layout.cp * layout.tp)  # a rank's share of the arithmetic
         keys = own * self.shape.key_flops * context / 2 / (self.job.gpu.bf16_flops * c.attention)
         keys *= 1 + c.ring_turn * (layout.cp - 1)
-        params = self.shape.layer_params(sparse)
-        products = self._products(2 * own * params / (self.peak * c.matmul), params / layout.tp)
+        products = self._dense(own, self.shape.layer_params(sparse))
         if sparse:
-            seconds = 2 * own * self.shape.chosen_params * c.expert_imbalance / (self.peak * c.experts)
-            products += self._products(seconds, self.shape.expert_params / (layout.ep * layout.expert_tp))
-        moved = tokens / layout.cp * kept_numbers(self.role.hf, layout, sparse) * self.width * c.touches
-        moved_s = moved / self.bandwidth
+            products += self._experts(own)
+        moved_s = self._moved(tokens, kept_numbers(self.role.hf, layout, sparse))
         least = c.expert_layer_s if sparse else c.layer_s
         forward = max(least, keys + products.forward + moved_s)
         backward = max(2 * least, 2.5 * keys + products.backward + 2 * moved_s)
-        sent, sent_back = self._sent(sparse, tokens, keys)
-        again = {"full": forward + sent, "selective": keys}.get(self.role.recompute, 0.0)
-        exposed = sent + sent_back + (sent if self.role.recompute == "full" else 0.0)
-        return Pass(forward + sent, backward + sent_back + again, exposed)
+        attention, feed_forward = self._sent(tokens, keys), self._passed(sparse, tokens)
+        sent, sent_back = attention[0] + feed_forward[0], attention[1] + feed_forward[1]
+        again, sent_again = 0.0, 0.0
+        if self.role.recompute == "full":
+            again, sent_again = forward, sent
+        elif self.role.recompute == "selective":
+            again, sent_again = self._again(sparse, tokens, keys, set(self.role.recompute_modules or ("core_attn",)))
+        return Pass(forward + sent, backward + sent_back + again + sent_again, sent + sent_back + sent_again)
+
+    def _again(self, sparse: bool, tokens: float, keys: float, modules: set[str]) -> tuple[float, float]:
+        """Seconds to compute these modules of a layer once more, and the exposed communication of that."""
+        hf, layout, shape = self.role.hf, self.role.layout, self.shape
+        own = tokens / (layout.cp * layout.tp)
+        moved = kept_numbers(hf, layout, sparse) - kept_numbers(hf, layout, sparse, again=modules)
+        seconds = self._moved(tokens, moved) + (keys if "core_attn" in modules else 0.0)
+        if "mla_up_proj" in modules:
+            seconds += self._dense(own, shape.up_params).forward
+        if sparse and "moe" in modules:
+            products, sent = self._dense(own, shape.shared_params) + self._experts(own), self._passed(sparse, tokens)[0]
+        elif sparse and "shared_experts" in modules:
+            products, sent = self._dense(own, shape.shared_params - shape.hidden * shape.num_experts), 0.0
+        elif not sparse and "mlp" in modules:
+            products, sent = self._dense(own, shape.dense_params), self._passed(sparse, tokens)[0]
+        else:
+            products, sent = Pass(), 0.0
+        return seconds + products.forward, sent
+
+    def _moved(self, tokens: float, numbers: int) -> float:
+        """Seconds to read and write what a layer keeps."""
+        return tokens / self.role.layout.cp * numbers * self.width * self.constants.touches / self.bandwidth
+
+    def _dense(self, own: float, params: int) -> Pass:
+        """Matrix products of a rank's `own` tokens with these parameters of a layer, which are no experts'."""
+        return self._products(2 * own * params / (self.peak * self.constants.matmul), params / self.role.layout.tp)
+
+    def _experts(self, own: float) -> Pass:
+        c, layout, shape = self.constants, self.role.layout, self.shape
+        seconds = 2 * own * shape.chosen_params * c.expert_imbalance / (self.peak * c.experts)
+        return self._products(seconds, shape.expert_params / (layout.ep * layout.expert_tp))
 
     def _products(self, seconds: float, params: float) -> Pass:
         """Matrix products of `seconds` forward, or the time to read weights and accumulate gradients if longer."""
@@ -101,26 +133,29 @@ class Machine:
         backward = forward + (params * 2 * 4 / self.bandwidth if learns else 0.0)
         return Pass(max(seconds, forward), max((2 if learns else 1) * seconds, backward))
 
-    def _sent(self, sparse: bool, tokens: float, keys: float) -> tuple[float, float]:
-        """Exposed communication, forward and backward.  keys: seconds of attention, which hide a ring's sends."""
-        c, layout, links = self.constants, self.role.layout, self.links
-        states = tokens / layout.cp * self.shape.hidden * self.width
-        # attention and a dense feed-forward each gather and scatter; the backward pass gathers the inputs again
-        one = links.ring(states, layout.tp) * c.tp_exposed
-        parts = 1 if sparse else 2
-        forward, backward = 2 * parts * one, 3 * parts * one
-        if sparse:
-            chosen = self.shape.num_chosen
-            own, once = states / layout.tp * c.expert_imbalance, self.job.dispatch == "once"
-            there = links.exchange(own, layout.ep, layout.expert_tp, chosen, once=once) / c.all_to_all
-            cut = links.ring(own * layout.expert_tp * chosen, layout.expert_tp) * c.tp_exposed
-            forward, backward = forward + 2 * (there + cut), backward + 2 * there + 3 * cut
+    def _sent(self, tokens: float, keys: float) -> tuple[float, float]:
+        """Exposed communication of attention, forward and backward.  keys: its seconds, which hide a ring's sends."""
+        layout, links = self.role.layout, self.links
+        forward, backward = self._passed(False, tokens)
         if layout.cp > 1:
             turn = tokens / layout.cp * self.shape.key_size / layout.tp * self.width
             ring = links.hop(turn * (layout.cp - 1), layout.tp * (layout.cp - 1))
             forward += max(0.0, ring - keys)
             backward += max(0.0, 2 * ring - 2.5 * keys)
         return forward, backward
+
+    def _passed(self, sparse: bool, tokens: float) -> tuple[float, float]:
+        """The same of a feed-forward, or of experts."""
+        c, layout, links = self.constants, self.role.layout, self.links
+        states = tokens / layout.cp * self.shape.hidden * self.width
+        if not sparse:  # as attention it gathers and scatters; the backward pass gathers the inputs again
+            one = links.ring(states, layout.tp) * c.tp_exposed
+            return 2 * one, 3 * one
+        chosen = self.shape.num_chosen
+        own, once = states / layout.tp * c.expert_imbalance, self.job.dispatch == "once"
+        there = links.exchange(own, layout.ep, layout.expert_tp, chosen, once=once) / c.all_to_all
+        cut = links.ring(own * layout.expert_tp * chosen, layout.expert_tp) * c.tp_exposed
+        return 2 * (there + cut), 2 * there + 3 * cut
 
     def _head(self, tokens: float) -> Pass:
         """Logits forward; backward the logits again and the gradients of both factors, or only the states' (LoRA)."""

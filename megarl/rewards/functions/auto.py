@@ -1,7 +1,8 @@
-"""Chooses the built-in reward by the row's data source, as verl does."""
+"""Chooses the built-in reward by the row's data source, with verl's rules for verl's sources."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -9,15 +10,18 @@ from megarl.rewards import RewardFn, load_reward, register_reward
 from megarl.sample import Completion, Prompt
 
 BY_DATA_SOURCE = {
-    "openai/gsm8k": "gsm8k_strict",
-    "lighteval/MATH": "math",
-    "DigitalLearningGmbH/MATH-lighteval": "math",
-    "HuggingFaceH4/MATH-500": "math",
+    "openai/gsm8k": "gsm8k_verl",
+    "gsm8k": "gsm8k",
+    "lighteval/MATH": "math_verl",
+    "DigitalLearningGmbH/MATH-lighteval": "math_verl",
+    "HuggingFaceH4/MATH-500": "math_verl",
     "math": "math_dapo",
     "math_dapo": "math_dapo",
     "math_dapo_reasoning": "math_dapo",
 }
-BY_BEGINNING = {"aime": "math_dapo", "numina_": "math"}
+NEAREST = "numina_"  # verl scores these with a function that does not exist here
+BY_BEGINNING = {"aime": "math_dapo", NEAREST: "math"}
+EXACT = "exact"
 # What verl scores with functions that do not exist here: `exact` would give these rows 0 for ever.
 MISSING = (
     "apps",
@@ -31,24 +35,25 @@ MISSING = (
 
 @register_reward("auto")
 def auto(prompt: Prompt, completion: Completion) -> Any:
-    """The built-in reward of the row's data source; `exact` for a source of your own, and for a row without one.
+    """The built-in reward of the row's data source; without a known one `gsm8k` for its rows, `exact` for all others.
 
     Raises ValueError for a source that verl scores in a way that is not built in.
     """
     source = prompt.data_source
     if source.startswith(MISSING):
         raise ValueError(f"no built-in reward fits data_source={source}; expected one in reward.by_data_source")
-    return _built_in(reward_of(source))(prompt, completion)
+    return _built_in(reward_of(source, prompt.extra))(prompt, completion)
 
 
-def reward_of(source: str) -> str:
-    """The name of the built-in reward of a data source.
+def reward_of(source: str, extra: Mapping[str, Any]) -> str:
+    """The name of the built-in reward of a row with this data source and these further fields.
 
-    >>> reward_of("aime_2024"), reward_of("sums")
-    ('math_dapo', 'exact')
+    >>> reward_of("aime_2024", {}), reward_of("sums", {}), reward_of("", {"answer": "12 + 34 = 46\\n#### 46"})
+    ('math_dapo', 'exact', 'gsm8k')
     """
     by_beginning = (name for beginning, name in BY_BEGINNING.items() if source.startswith(beginning))
-    return BY_DATA_SOURCE.get(source) or next(by_beginning, "exact")
+    otherwise = "gsm8k" if "####" in str(extra.get("answer")) else EXACT
+    return BY_DATA_SOURCE.get(source) or next(by_beginning, otherwise)
 
 
 @cache

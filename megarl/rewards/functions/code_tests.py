@@ -76,8 +76,8 @@ out = os.fdopen(os.dup(1), "w")
 sys.stdout = open(os.devnull, "w")  # what the program prints is not looked at
 space = {"__name__": "program"}
 sys.modules["program"] = type(sys)("program")  # dataclasses look their module up
-exec(compile(order["program"], "program.py", "exec"), space)
 exec(compile(order["setup"], "setup", "exec"), space)
+exec(compile(order["program"], "program.py", "exec"), space)
 if (name := order["name"]) and name not in space and "Solution" in space:
     space[name] = getattr(space["Solution"](), name)
 for number, call in enumerate(order["calls"]):
@@ -100,10 +100,10 @@ order = json.loads(sys.stdin.read())
 space = {}
 
 def _lists(value):
-    """Tuples as lists, which JSON has no tuples for."""
+    """Tuples as lists, and keys as texts: JSON has no others."""
     if isinstance(value, (list, tuple)):
         return [_lists(item) for item in value]
-    return {key: _lists(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return {str(key): _lists(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 space["_lists"] = _lists
 exec(compile(order["setup"], "setup", "exec"), space)

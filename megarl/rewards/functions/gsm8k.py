@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 from megarl.rewards import register_reward
+from megarl.rewards.functions.boxes import BOX, after_reasoning, last_box
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
-_NUMBER = re.compile(r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+# A sign belongs to a number unless it joins two of them, as in 2-3.
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?\$?(?:(?:\d{1,3}(?:,\d{2,3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\d)\.\d++)(?:e[-+]?\d++)?(?:/\d++)?"
+)
+_DIGITS = 1000  # of a power of ten: no person writes more
+_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|,\\!)(?=\d)")  # of thousands, in LaTeX
 
 
 @register_reward("gsm8k")
@@ -32,18 +40,19 @@ def gsm8k_strict(prompt: Prompt, completion: Completion) -> float:
 
 
 def final_number(text: str) -> str | None:
-    """The answer that `gsm8k` reads; None for a text without a number."""
-    for part in (_after_mark(text), _boxed(text), text):
-        numbers = _NUMBER.findall(part or "")
-        if numbers:
-            return str(numbers[-1] if part is text else numbers[0])
-    return None
+    """The answer that `gsm8k` reads; None without a number, and for a text that is cut off in a box or in thoughts."""
+    answer = _plain(text)
+    if number := _first(_after_mark(answer)):
+        return number
+    if BOX.search(answer):
+        return _first(last_box(answer))
+    numbers = _NUMBER.findall(answer)
+    return str(numbers[-1]) if numbers else None
 
 
 def marked_number(text: str) -> str | None:
     """The answer that `gsm8k_strict` reads; None without one after the mark."""
-    numbers = _NUMBER.findall(_after_mark(text) or "")
-    return str(numbers[0]) if numbers else None
+    return _first(_after_mark(_plain(text)))
 
 
 def to_decimal(text: str) -> Decimal | None:
@@ -59,17 +68,31 @@ def to_decimal(text: str) -> Decimal | None:
 
 
 def _same(answer: str, ground_truth: str) -> bool:
-    """Equal as numbers: 42, 42.0 and $42 are the same answer."""
-    number = to_decimal(answer)
-    return number is not None and number == to_decimal(ground_truth)
+    """Equal as numbers: 42, 42.0, 84/2 and $42 are the same answer."""
+    number = _value(answer)
+    return number is not None and number == _value(_plain(ground_truth))
+
+
+def _value(text: str) -> Fraction | None:
+    over, _, under = text.partition("/")
+    found = [part for part in (to_decimal(over), to_decimal(under or "1")) if part is not None]
+    if len(found) < 2 or not found[1] or any(not p.is_finite() or abs(p.adjusted()) > _DIGITS for p in found):
+        return None
+    return Fraction(found[0]) / Fraction(found[1])
+
+
+def _plain(text: str) -> str:
+    """The answer, with fractions and thousands as people type them."""
+    return _SEPARATOR.sub("", _FRACTION.sub(r"\1/\2", after_reasoning(text)))
+
+
+def _first(part: str | None) -> str | None:
+    """The first number of a part, behind its last "=" if there is one."""
+    numbers = _NUMBER.findall((part or "").rpartition("=")[2])
+    return str(numbers[0]) if numbers else None
 
 
 def _after_mark(text: str) -> str | None:
+    """The rest of the line after the last mark, or the next line that is not empty."""
     _, mark, rest = text.rpartition("####")
-    return rest if mark else None
-
-
-def _boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}."""
-    _, mark, rest = text.rpartition(r"\boxed{")
-    return rest.partition("}")[0] if mark else None
+    return rest.strip().partition("\n")[0] if mark else None

@@ -1,8 +1,9 @@
 r"""Reward 1 if what follows the last "Answer:" is the ground truth, else -1: the rule of DAPO's data set, as in verl.
 
-The prompts of that data set ask for such a last line (https://arxiv.org/abs/2503.14476).  Both texts are compared as
-they are written, after the clean-up of Lewkowycz et al. 2022 (https://arxiv.org/abs/2206.14858, appendix D.1):
-\frac12 is \frac{1}{2}, but 1/2 is not.
+The prompts of that data set ask for such a last line (https://arxiv.org/abs/2503.14476).  Without one the answer is
+what the last \boxed{} of the last 100 characters holds, and must be the ground truth as it is, as in verl 0.9.1.
+Otherwise both texts are compared after the clean-up of Lewkowycz et al. 2022 (https://arxiv.org/abs/2206.14858,
+appendix D.1): \frac12 is \frac{1}{2}, but 1/2 is not.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import re
 from typing import Any
 
 from megarl.rewards import register_reward
+from megarl.rewards.functions.boxes import last_box
 from megarl.rewards.result import ground_truth_of
 from megarl.sample import Completion, Prompt
 
 _LAST = 300  # characters of an answer that are read
+_LAST_OF_BOX = 100
+_BOX = re.compile(r"\\boxed\{")
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 # The tables of that appendix.  Their order counts: a unit may be a part of another one.
@@ -40,10 +44,10 @@ _REWRITTEN = (
 
 @register_reward("math_dapo")
 def math_dapo(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """The reward 1.0 or -1.0 as `score`, `acc` 1.0 or 0.0, and what the answer says; without "Answer:" it is wrong."""
-    truth, found = cleaned(ground_truth_of(prompt)), _ANSWER.findall(completion.text[-_LAST:])
-    answer = cleaned(found[-1]) if found else None
-    is_right = answer == truth
+    """The reward 1.0 or -1.0 as `score`, `acc` 1.0 or 0.0, and what the answer says."""
+    truth, found = ground_truth_of(prompt), _ANSWER.findall(completion.text[-_LAST:])
+    answer = cleaned(found[-1]) if found else last_box(completion.text[-_LAST_OF_BOX:], _BOX)
+    is_right = answer == (cleaned(truth) if found else truth)
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "pred": answer or ""}
 
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megarl.float32 import is_finite
-from megarl.rewards.result import ground_truth_of
+from megarl.rewards.result import truth_of
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.services.service import REPLY_BYTES, Service
-from megarl.sample import Completion, Prompt
+from megarl.sample import Completion, Prompt, line_of, text_of
 
 JSON = "json:"  # in front of the name of a field
 _LONGEST = 1 << 17  # tokens of an answer where reward.judge.request has no limit
@@ -86,7 +86,7 @@ def filled(template: str, prompt: Prompt, completion: Completion) -> str:
     values: dict[str, Callable[[], str]] = {
         "question": lambda: question_of(prompt),
         "answer": lambda: completion.text,
-        "truth": lambda: ground_truth_of(prompt),
+        "truth": lambda: text_of(truth_of(prompt)),
     }
     return re.sub(r"\{(question|answer|truth)\}", lambda found: values[found[1]](), template)
 
@@ -96,8 +96,8 @@ def question_of(prompt: Prompt) -> str:
     if isinstance(prompt.text, str):
         return prompt.text
     if len(prompt.text) == 1:
-        return prompt.text[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.text)
+        return str(prompt.text[0]["content"])
+    return "\n".join(map(line_of, prompt.text))
 
 
 def reader(read: str) -> Callable[[str], float | None]:
@@ -115,7 +115,7 @@ def reader(read: str) -> Callable[[str], float | None]:
         return lambda text: _last(found[field] for found in _objects(text) if field in found)
     pattern = re.compile(read)
     assert pattern.groups == 1, f"reward.judge.read={read}: expected one group"
-    return lambda text: _last(pattern.findall(text))
+    return lambda text: _last(pattern.findall(text.replace("\u2212", "-")))
 
 
 def _last(found: Any) -> float | None:

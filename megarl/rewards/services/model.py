@@ -34,7 +34,9 @@ class RewardModel:
     def token_ids(self, prompt: Prompt, completion: Completion) -> list[int]:
         """The conversation in the model's tokens; without a chat template the texts of prompt and answer, joined."""
         if self._tokenizer.chat_template is None:
-            question = prompt.text if isinstance(prompt.text, str) else "\n".join(m["content"] for m in prompt.text)
+            question = (
+                prompt.text if isinstance(prompt.text, str) else "\n".join(m["content"] or "" for m in prompt.text)
+            )
             return list(self._tokenizer(question + completion.text)["input_ids"])
         asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
         messages = [*asked, {"role": "assistant", "content": completion.text}]

@@ -148,7 +148,6 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
         settings.token,
         timeout_s=settings.timeout_s,
         max_in_flight=settings.max_in_flight,
-        vocab_size=len(tokenizer),
         fenced=settings.fenced,
         salted=settings.salted,
         dp_ranks=settings.dp_ranks,

@@ -25,19 +25,18 @@ MOST_PARTS, MOST_TOKENS = 512, 1 << 17  # of a request: completions, and tokens 
 MOST_BYTES = 1 << 30  # of a reply
 _OF_ONE = (Refused, Senseless, FailedInside)  # errors of a server that is there: perhaps for one of the prompts
 
-# url, body, most bytes of the reply, routing key -> reply
-Post = Callable[[str, dict[str, Any], int, str], Coroutine[Any, Any, Any]]
+# url, body, most bytes of the reply -> reply
+Post = Callable[[str, dict[str, Any], int], Coroutine[Any, Any, Any]]
 
 
 class _Part(NamedTuple):
     body: dict[str, Any]
     most_bytes: int
-    key: str
     reply: asyncio.Future[tuple[Any, object]]
 
 
 class Joined:
-    """Example: joined = Joined(post); await asyncio.gather(*(joined.ask(url, body, 99, "") for body in bodies))
+    """Example: joined = Joined(post); await asyncio.gather(*(joined.ask(url, body, 99) for body in bodies))
 
     `is_crowded`: whether others wait for slots.
     """
@@ -47,16 +46,13 @@ class Joined:
         self._open: dict[tuple[str, bytes], list[_Part]] = {}  # that are not yet sent
         self._sent: dict[asyncio.Task[None], set[str]] = {}  # the request ids of those that are under way
 
-    async def ask(self, url: str, body: dict[str, Any], most_bytes: int, key: str) -> tuple[Any, object]:
-        """The reply to this request alone, and what identifies that in which it was sent; raises what `post` raises.
-
-        `key`: for a router; those that travel together go by the key of the first.
-        """
+    async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> tuple[Any, object]:
+        """The reply to this request alone, and what identifies that in which it was sent; raises what `post` raises."""
         loop, place = asyncio.get_running_loop(), (url, joint_key(body))
         if place not in self._open:
             self._open[place] = []
             loop.call_soon(self._send_all, place)  # behind all that are ready to run, and so to ask
-        part = _Part(body, most_bytes, key, loop.create_future())
+        part = _Part(body, most_bytes, loop.create_future())
         self._open[place].append(part)
         return await part.reply
 
@@ -110,11 +106,10 @@ class Joined:
                 part.reply.set_result((reply, sent))
 
     async def _replies(self, url: str, parts: Sequence[_Part], sent: object) -> list[Any]:
-        key = parts[0].key
         if len(parts) == 1:
-            return [await self._post(url, parts[0].body, parts[0].most_bytes, key)]
+            return [await self._post(url, parts[0].body, parts[0].most_bytes)]
         most_bytes = min(MOST_BYTES, sum(part.most_bytes for part in parts))
-        replies = await self._post(url, joined_body([part.body for part in parts]), most_bytes, key)
+        replies = await self._post(url, joined_body([part.body for part in parts]), most_bytes)
         if not isinstance(replies, list) or len(replies) != len(parts):
             number = len(replies) if isinstance(replies, list) else "no list of"
             raise Senseless(f"the reply to {len(parts)} requests holds {number} completions", sent)

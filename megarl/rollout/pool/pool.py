@@ -85,7 +85,7 @@ class EnginePool:
         dp_ranks: data-parallel ranks of each server, each with a prefix cache of its own.
         joins: short answers that are asked for at once travel in one request.
         columns: what is to travel with the tokens of every completion.
-        num_ids: of the model's vocabulary, which may be larger than the tokenizer's; None: not known.
+        num_ids: of the model's vocabulary, with the padding that a model may write too; None: not known.
         on_unfit: called with the url of a server that was fenced here, and the reason; its owner fences it too, and
             starts it again.  None: nobody does, so no server is fenced here.
         slow_factor: replies that take so many times as long as those of other servers are slow; None: no reply is.
@@ -100,7 +100,6 @@ class EnginePool:
         max_in_flight: int = 512,
         retries: int = 4,
         rest_s: float = 1.0,
-        vocab_size: int | None = None,
         fenced: bool = False,
         salted: bool = False,
         dp_ranks: int = 1,
@@ -124,7 +123,7 @@ class EnginePool:
         self._timeout_s, self._on_unfit = timeout_s, on_unfit
         self._slow_factor = None if on_unfit is None else slow_factor
         self._watcher: asyncio.Task[None] | None = None
-        self._retries, self._rest_s, self._vocab_size = retries, rest_s, vocab_size
+        self._retries, self._rest_s, self.num_ids = retries, rest_s, num_ids
         self._counts: Counter[str] = Counter()
         self._moves: Counter[str] = Counter()  # failed requests of each open session, by its key
         self._gone: dict[str, float] = {"busy_s": 0.0, "servers_s": 0.0}  # of servers that have left
@@ -339,14 +338,11 @@ class EnginePool:
                 await self._sender.changed.wait(rest_s)
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Raises RolloutFailed for ids outside the tokenizer's vocabulary, because a stock server crashes on them.
-
-        Not for tokens that a model wrote: they may be of the padding of its vocabulary, which every server has.
-        """
+        """Raises RolloutFailed for ids outside the model's vocabulary, because a stock server crashes on them."""
         if not prompt_ids:
             raise RolloutFailed("the prompt is empty")
-        if self._vocab_size is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self._vocab_size:
-            raise RolloutFailed(f"the prompt holds token ids outside 0 .. {self._vocab_size - 1}")
+        if self.num_ids is not None and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.num_ids:
+            raise RolloutFailed(f"the prompt holds token ids outside 0 .. {self.num_ids - 1}")
 
     # ---- servers that are slow
 

@@ -160,7 +160,7 @@ class Sender:
         is_short = self._joined is not None and params.max_new_tokens <= SHORT and adapter is None
         most_bytes, sent = completion_bytes(len(prompt_ids), params, columns), object()
         if self._joined is not None and is_short:
-            reply, sent = await self._joined.ask(server.url, body, most_bytes, key)
+            reply, sent = await self._joined.ask(server.url, body, most_bytes)
         else:
             reply = await self._post(server.url, body, most_bytes, key)
         ask.stop_clock()
@@ -220,7 +220,7 @@ class Sender:
         headers = {**_JSON, ROUTING_KEY: key} if key else _JSON
         return self._session.post(url + route, data=orjson.dumps(body), headers=headers, **how)
 
-    async def _post(self, url: str, body: dict[str, Any], most_bytes: int, key: str) -> Any:
+    async def _post(self, url: str, body: dict[str, Any], most_bytes: int, key: str = "") -> Any:
         try:
             async with self._send(url, Route.GENERATE, body, key) as reply:
                 if reply.status != 200:

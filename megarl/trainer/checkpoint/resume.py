@@ -42,6 +42,7 @@ _KEYS = (
     *(f"agent.{name}" for name in ("fn", "command", "args", "history", "tool_parser", "max_turns", "max_tokens")),
     *(f"agent.{name}" for name in ("timeout_s", "on_error")),
     "reward.fn",
+    "reward.special_tokens",
     "reward.weights",
     "reward.by_data_source",
     "reward.audit",

@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from megarl.config import Config, used_roles
+from megarl.config.idle import idle
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
 from megarl.config.validate.models import MINI_PLACE, group_of, missing_folder, model_of, to_prepare, with_own_models
@@ -22,7 +23,7 @@ from megarl.plugins import load_plugins, user_function
 from megarl.terminal import sentences
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.build import cached_folder, read_prompts
-from megarl.trainer.checks.reward_rows import check_truths
+from megarl.trainer.checks.reward_rows import check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
 from megarl.trainer.servers.colocation import check_shared_gpus
@@ -53,7 +54,8 @@ def main(config: Config) -> int:
             check_rewards(config)
         with faults.collect():
             algorithm = make_algorithm(config)
-            say(source_of_old_log_probs(config, algorithm.why_own_pass))
+            for line in (source_of_old_log_probs(config, algorithm.why_own_pass), *idle(config)):
+                say(line)
     _look_at_files(config, say, faults, tries=is_loaded)
     faults.stop_if_any()
     say("nothing was found that would stop this run")
@@ -140,6 +142,7 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
             yield f"warning: {reason}"
     rows: list[Row] = []
     read: list[Prompts] = []
+    chosen: list[str] = []
     with RewardTrial(here) as trial:
         for name, files in sets.items():
             prompts: Prompts | None = None
@@ -153,6 +156,8 @@ def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) ->
             rows += prompts.some(here.reward.try_rows)
             read.append(prompts)
             yield _prompts(f"data.{name}_files", files, prompts)
+        say_chosen(here, [question for prompts in read for question in prompts.questions], chosen.append)
+        yield from chosen
         with faults.collect():
             check_truths(here, read if tries else [])
         with faults.collect():

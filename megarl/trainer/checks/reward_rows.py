@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
 from megarl.config import Config
+from megarl.config.names import AUTO
 from megarl.config.validate.rewards import names_of
 from megarl.data.fields import Question
 from megarl.data.prompts import Prompts
 from megarl.metrics.evaluation.audit import MIN_PROMPTS
 from megarl.metrics.trackers.console import warn
 from megarl.rewards import REWARDS, load_reward
+from megarl.rewards.functions.auto import EXACT, NEAREST, reward_of
+from megarl.sample import Prompt
 
 TRUTH = "ground_truth"
+_SOURCES = 3  # that are named
 
 
 class Need(Enum):
@@ -58,6 +62,27 @@ def check_truths(config: Config, read: Sequence[Prompts]) -> None:
             f"{key}: {count} of {total} rows have no ground truth, the first is {first.where}, and reward {fn} may "
             "read it; name its field, or leave these rows out, if their scores are to mean something"
         )
+
+
+def chosen_rewards(config: Config, rows: Sequence[Question | Prompt]) -> dict[str, int]:
+    """How many rows each reward scores that reward.fn=auto chose; {} if it chooses none."""
+    chosen = [row for row in rows if not config.has_agents and AUTO in rewards_of(row.data_source, config)]
+    return dict(Counter(reward_of(row.data_source, row.extra) for row in chosen).most_common())
+
+
+def say_chosen(config: Config, rows: Sequence[Question | Prompt], say: Callable[[str], None]) -> None:
+    """Say in a line which rewards reward.fn=auto chose, and why a row may get less than it deserves."""
+    if not (chosen := chosen_rewards(config, rows)):
+        return
+    counts = ", ".join(f"{name} scores {count:,} row{'s' * (count > 1)}" for name, count in chosen.items())
+    more = ""
+    if EXACT in chosen:
+        found = dict.fromkeys(row.data_source for row in rows if reward_of(row.data_source, row.extra) == EXACT)
+        sources = ", ".join([repr(source) for source in found][:_SOURCES])
+        more = f"; exact pays for the bare ground truth only, as there is no rule for data_source {sources}"
+    if any(row.data_source.startswith(NEAREST) for row in rows):
+        more += f"; verl scores {NEAREST}* with a function of its own, math is the nearest"
+    say(f"reward.fn=auto: by the data source {counts}{more}")
 
 
 def check_audited(config: Config, num_prompts: int) -> None:

@@ -12,11 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Self
 
 from megarl.config import Config
+from megarl.config.names import AUTO, REWARDS_OF_CODE
 from megarl.config.validate.rewards import names_of
 from megarl.data.prompts import Row
 from megarl.metrics.trackers.console import note, warn
@@ -26,16 +28,21 @@ from megarl.processes.lifetime import die_with_parent
 from megarl.processes.presence import show_life
 from megarl.processes.programs import Program
 from megarl.rewards import REWARDS, SERVICES, load_reward
+from megarl.rewards.functions.auto import reward_of
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.sample import Completion, Prompt, VersionSpan, text_of
 from megarl.trainer.build import plugins
-from megarl.trainer.checks.reward_rows import rewards_of
+from megarl.trainer.checks.reward_rows import Need, need_of, rewards_of
 from megarl.trainer.collectors import surroundings
 
 PATIENCE_S = 60.0  # more than an ordinary reward's own limit: its first call may load what it needs
 QUIET_S = 10.0  # before a line says what is waited for
 ANSWER = "0"  # to a row without ground truth
+# What each built-in reward looks for; the others, and those of users, are given the bare ground truth.
+RIGHT = dict.fromkeys(("gsm8k", "gsm8k_strict", "gsm8k_verl"), "#### {}")
+RIGHT |= dict.fromkeys(("math", "math_verl"), r"\boxed{{{}}}") | dict.fromkeys(("math_dapo", "choice"), "Answer: {}")
+SENTENCE = "So the answer is {}."  # as a model says it that was asked in a chat
 # A model writes such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
 # same again and again until the limit, where a reward of quadratic time shows.
 ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```", "1 (" * 2**14)
@@ -48,6 +55,15 @@ class Job(NamedTuple):
     fn: str
     prompt: Prompt
     completion: Completion
+
+
+@dataclass
+class _Paid:
+    """What one reward paid, with the first example of each: (row, answer, reward)."""
+
+    empty: float = 0.0
+    right: list[tuple[str, str, float]] = field(default_factory=list)
+    in_a_sentence: list[tuple[str, str, float]] = field(default_factory=list)
 
 
 class RewardTrial:
@@ -88,39 +104,46 @@ class RewardTrial:
         return self._process is not None
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Call the rewards of each row with its ground truth as the answer, and once each with ODD_ANSWERS.
+        """Call the rewards of each row with the right answer, and once each with ODD_ANSWERS.
 
-        What they say of these does not matter, nor whether they raise with reward.on_error=zero, which expects it.
+        Warns of a reward that pays the right answer no more than an empty one, and says so of one that pays the right
+        word of a chat only without a sentence around it.  What a reward says of odd answers does not matter else, nor
+        whether it raises with reward.on_error=zero, which expects it.
         Raises ValueError, naming row and reward, for the first one that fails.  One that takes too long is named in a
         warning, and the rest is not tried: it may wait for a service that starts later.  One that answers, but after
         the limit of the run, is named in a warning too, unless that was its first call.
         """
-        odd = () if self._config.reward.on_error == "zero" else ODD_ANSWERS
-        tried: set[str] = set()  # rewards, with odd answers
+        expects_errors = self._config.reward.on_error == "zero"
+        odd = ODD_ANSWERS[:1] if expects_errors else ODD_ANSWERS
+        paid: dict[str, _Paid] = {}
         late: set[str] = set()
         calls: Counter[str] = Counter()
         for where, prompt in rows if self._process is not None else ():
-            right = ANSWER if prompt.ground_truth is None else prompt.ground_truth
             fns = [fn for fn in rewards_of(prompt.data_source, self._config) if fn not in SERVICES]
-            jobs = [(fn, answer) for fn in fns for answer in (right, *(() if fn in tried else odd))]
-            tried.update(fns)
+            jobs = [(fn, answer) for fn in fns for answer in (*_right(fn, prompt), *(() if fn in paid else odd))]
             for fn, answer in jobs:
                 on = f"{where}{' (it has no ground truth)' if prompt.ground_truth is None else ''}"
                 on = f"{on} with the answer {_short(answer)}"
                 outcome, seconds = self._ask(Job(fn, prompt, stand_in(prompt, answer)), on)
                 if outcome is None:
                     return warn(f"reward {fn} did not answer within {seconds:g} s when it was tried on {on}")
+                if isinstance(outcome, str) and expects_errors and answer in odd:
+                    continue
                 if isinstance(outcome, str):
                     raise ValueError(
                         f"reward.fn={fn}: tried on {on} it failed: {outcome}; "
                         "reward.try_rows=0 starts a run without this trial"
                     )
+                _note_pay(paid.setdefault(fn, _Paid()), where, prompt, answer, outcome.reward)
                 calls[fn] += 1
                 limit_s = self._config.reward.timeout_s
                 if seconds > limit_s and calls[fn] > 1 and fn not in late | self._async:
                     late.add(fn)
                     cut = f"the run cuts it off there after reward.timeout_s={limit_s:g}"
                     warn(f"reward {fn} took {seconds:.1f} s when it was tried on {on}: {cut}")
+        for fn, found in paid.items():
+            if fn not in REWARDS_OF_CODE and need_of(fn, self._config) is not Need.NEVER:
+                _say_unpaid(fn, found)
 
     def _ask(self, job: Job, on: str) -> tuple[Outcome | None, float]:
         """The outcome and its seconds; None after the limit.  `on`: what it is tried on."""
@@ -141,6 +164,39 @@ class RewardTrial:
             return self._pipe.recv()
         except (EOFError, OSError):
             return f"its process died with exit code {self._process.wait()}", 0.0
+
+
+def _right(fn: str, prompt: Prompt) -> list[str]:
+    """The answers with the ground truth that a reward is tried with: in its own form, and for a chat in a sentence."""
+    if prompt.ground_truth is None:
+        return [ANSWER]
+    truth = text_of(prompt.ground_truth)
+    name = reward_of(prompt.data_source, prompt.extra) if fn == AUTO else fn
+    return [RIGHT.get(name, "{}").format(truth)] + [SENTENCE.format(truth)] * isinstance(prompt.text, list)
+
+
+def _note_pay(paid: _Paid, where: str, prompt: Prompt, answer: str, reward: float) -> None:
+    if not answer:
+        paid.empty = reward
+    elif prompt.ground_truth is not None and answer not in ODD_ANSWERS:
+        is_sentence = answer == SENTENCE.format(text_of(prompt.ground_truth))
+        (paid.in_a_sentence if is_sentence else paid.right).append((where, answer, reward))
+
+
+def _say_unpaid(fn: str, paid: _Paid) -> None:
+    """Warn of right answers that get no more than an empty one; say so of those in a sentence."""
+    unpaid = [one for one in paid.right if one[2] <= paid.empty]
+    if unpaid:
+        where, answer, reward = unpaid[0]
+        warn(
+            f"reward {fn} pays the ground truth of {len(unpaid)} of {len(paid.right)} tried rows no more than an empty "
+            f"answer: {_short(answer)}, the answer to {where}, gets {reward:g}"
+        )
+    unpaid = [one for one in paid.in_a_sentence if one[2] <= paid.empty]
+    if unpaid and (bare := next((one for one in paid.right if one[0] == unpaid[0][0] and one[2] > paid.empty), None)):
+        form = "the bare ground truth" if bare[1] in unpaid[0][1] else "that form"
+        asks = f"a model has to be asked for {form}"
+        note(f"reward {fn} pays for {_short(bare[1])} and not for {_short(unpaid[0][1])} ({bare[0]}): {asks}")
 
 
 def _short(answer: str) -> str:

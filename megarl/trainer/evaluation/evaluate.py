@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,11 +13,23 @@ from typing import Any
 from megarl.config import Config, to_yaml
 from megarl.config.names import RIGHT_OR_WRONG
 from megarl.config.validate.rewards import trained_names
+from megarl.data.prompts import Prompts
 from megarl.durable_files import write_text
 from megarl.metrics.evaluation.audit import Audit
-from megarl.metrics.evaluation.evaluation import ACC, REWARD, Answers, Mean, is_accuracy, is_share, set_metrics
+from megarl.metrics.evaluation.evaluation import (
+    ACC,
+    CLIP_RATIO,
+    REWARD,
+    Answers,
+    Mean,
+    cut_off,
+    is_accuracy,
+    is_share,
+    set_metrics,
+)
 from megarl.metrics.jsonl import append_lines, read_lines
 from megarl.metrics.report import write_samples, write_summary
+from megarl.metrics.trackers.console import is_core
 from megarl.plugins import load_plugins
 from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
@@ -24,8 +37,8 @@ from megarl.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, LostRollout, Prompt,
 from megarl.servers.router import Router
 from megarl.servers.supervisor import ServerDied, Servers, State
 from megarl.terminal import sentences
-from megarl.trainer.build import read_prompts
-from megarl.trainer.checks.reward_rows import check_truths
+from megarl.trainer.build import read_prompts, shortened
+from megarl.trainer.checks.reward_rows import check_truths, chosen_rewards, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
 from megarl.trainer.evaluation.record import new_folder, weights_of
@@ -34,6 +47,7 @@ from megarl.trainer.servers.abilities import dp_ranks_of
 
 EVALUATIONS = "evaluations.jsonl"  # a line for each evaluation, see Evaluation.line
 ANSWERS = "answers.jsonl"  # of `megarl evaluate`: every answer, as samples.jsonl has some of a training
+TENTHS = 10  # lines of progress where no terminal shows the status
 _TRIES = 3  # to get all replies of one version of the weights
 
 
@@ -84,15 +98,21 @@ class Evaluation:
         return Mean.of([_mean(each) for each in shares]) if shares else Mean(0.0, math.nan)
 
     @property
+    def samples(self) -> list[Sample]:
+        """All answers that were scored."""
+        return [sample for group in self.groups if not isinstance(group, LostRollout) for sample in group]
+
+    @property
     def audits(self) -> tuple[int, int]:
         """(answers on which reward.audit failed, answers on which it was called)."""
-        extras = [sample.reward_extra for g in self.groups if not isinstance(g, LostRollout) for sample in g]
+        extras = [sample.reward_extra for sample in self.samples]
         failed = sum(AUDIT_ERROR in extra for extra in extras)
         return failed, failed + sum(AUDIT in extra for extra in extras)
 
     def metrics(self) -> dict[str, float]:
         """val/score and its error, val/lost prompts, val/unscored completions, val/version; those of each set.
 
+        val/response_length/mean: tokens of the answers; val/clip_ratio: the share of them that a limit ended.
         With an audit also audit/failed, the answers on which it failed.
         val/lost: prompts that the servers lost, each of which scores 0; one that no reward could score is none of them.
         """
@@ -101,6 +121,9 @@ class Evaluation:
         out = {"val/score": mean.value, "val/unscored": float(unscored)}
         if math.isfinite(mean.stderr):
             out["val/score_stderr"] = mean.stderr
+        if samples := self.samples:
+            out["val/response_length/mean"] = _mean([float(sample.response_length) for sample in samples])
+            out[CLIP_RATIO] = _mean([float(sample.truncated) for sample in samples])
         out["val/lost"] = float(sum(isinstance(g, LostRollout) and not g.unscored for g in self.groups))
         if self.version is not None:
             out["val/version"] = float(self.version)
@@ -223,7 +246,7 @@ class Evaluator:
         self._params = SamplingParams(
             temperature=val.temperature,
             top_p=val.top_p,
-            max_new_tokens=config.data.max_response_length,
+            max_new_tokens=val.max_response_length,
             sampling_seed=config.rollout.seed,
         )
         self._tickets: list[Ticket] = []
@@ -318,10 +341,13 @@ def main(config: Config) -> int:
         console.print(f"warning: {reason}")
     with RewardTrial(config) as trial:
         read = read_prompts(config, config.data.val_files)
+        say_chosen(config, read.questions, console.print)
         check_truths(config, [read])
         trial.check(read.some(config.reward.try_rows))
     weights = weights_of(config)  # before servers load them
     prompts, sets = read.all(config.data.val_max_samples), read.sets(config.data.val_max_samples)
+    if line := shortened("data.val_files", config, read, config.data.val_max_samples):
+        console.print(line)
     with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
         servers, router = infrastructure.serve(), infrastructure.router
         if router is not None:
@@ -338,14 +364,27 @@ def main(config: Config) -> int:
         ) as collectors:
             evaluator = Evaluator(collectors, prompts, config, sets)
             evaluator.submit()
+            began, told = time.monotonic(), -1
             while not evaluator.ready():
                 look_after(servers, router)
                 done, total = evaluator.progress
                 status.update(f"evaluating: {done} of {total} prompts")
-            found = evaluator.take()
-    summary = _summary(config, found)
+                if not console.is_terminal and done * TENTHS // total > told:  # there the status is not seen
+                    told = done * TENTHS // total
+                    console.print(f"evaluating: {done} of {total} prompts, {time.monotonic() - began:.0f} s")
+            found, seconds = evaluator.take(), time.monotonic() - began
+    summary = _summary(config, found, read, seconds) | {"rewards": config.reward.fn}
+    if chosen := chosen_rewards(config, prompts):
+        summary["rewards_by_data_source"] = chosen
     for name, value in summary["metrics"].items():
-        console.print(f"{name} {value:.4f}")
+        if is_core(name):
+            console.print(f"{name} {value:.4f}")
+    console.print(
+        f"{len(found.samples)} answers in {seconds:.1f} s: {summary['tokens_per_s']:.0f} tokens/s; all metrics are in "
+        "summary.json"
+    )
+    if sentence := cut_off(summary["metrics"]):
+        console.print(f"warning: {sentence}")
     if "accuracy" in summary:
         console.print(f"accuracy {summary['accuracy']:.4f}")
     folder = new_folder(config.trainer.run_dir)
@@ -358,8 +397,9 @@ def main(config: Config) -> int:
     return 0
 
 
-def _summary(config: Config, found: Evaluation) -> dict[str, Any]:
+def _summary(config: Config, found: Evaluation, read: Prompts, seconds: float) -> dict[str, Any]:
     """Of `megarl evaluate`.  Its servers hold one version of the weights, so a number for it would say nothing."""
+    tokens = sum(sample.num_learnt for sample in found.samples)
     numbers: dict[str, Mean] = {"score": found.mean}
     is_known = not config.has_agents and set(trained_names(config)) <= RIGHT_OR_WRONG
     if found.accuracy is not None and (found.has_acc or found.mean.value > 0 or is_known):
@@ -367,4 +407,6 @@ def _summary(config: Config, found: Evaluation) -> dict[str, Any]:
     out = {name: mean.value for name, mean in numbers.items()}
     out |= {f"{name}_stderr": mean.stderr for name, mean in numbers.items() if math.isfinite(mean.stderr)}
     metrics = {name: value for name, value in found.metrics().items() if name != "val/version"}
-    return out | {"prompts": len(found.groups), "answers_per_prompt": found.n, "metrics": metrics}
+    out |= {"prompts": len(found.groups), "prompts_filtered": read.left_out(config.data.val_max_samples)}
+    out |= {"prompts_cut": read.num_cut, "answers_per_prompt": found.n}
+    return out | {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1), "metrics": metrics}

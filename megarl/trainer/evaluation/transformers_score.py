@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.hf_config import read_config
+from megarl.hf_config import read_config
 from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent, last_lines
 from megarl.processes.presence import show_life
@@ -83,18 +85,32 @@ def _answer(pipe: Connection, argument: tuple[int, Task]) -> None:
     pipe.send(score(task, pipe.send))
 
 
+def end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Those of config.json, generation_config.json and the tokenizer, each of which ends an answer of the servers."""
+    given = [source.eos_token_id for source in (model.config, model.generation_config, tokenizer)]
+    return sorted({each for ids in given if ids is not None for each in (ids if isinstance(ids, list) else [ids])})
+
+
+def _ended(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Without what fills the row of an answer that ended before others."""
+    return next((ids[: at + 1] for at, token in enumerate(ids) if token in ends), ids)
+
+
 def score(task: Task, news: Callable[[int], object]) -> float:
     """In this process.  Prompts of equal length share a batch, so nothing is padded.
 
     `news`: gets the number of new answers, or of new rewards.
     """
     import torch
-    from transformers import AutoModelForCausalLM  # with all modelling code, which only this needs
+    from transformers import AutoModelForCausalLM, GenerationConfig  # with all modelling code, which only this needs
     from transformers.utils import logging
 
     tokenizer = load_tokenizer(task.folder)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(task.folder, config=read_config(task.folder), dtype=torch.float32)
+    # Nothing of generation_config.json but its end tokens: servers have no penalty, and end at all that are known.
+    ends = end_tokens(model, tokenizer)
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, do_sample=False)
     by_length: dict[int, list[Prompt]] = {}
     for prompt in task.prompts:
         by_length.setdefault(len(prompt.token_ids), []).append(prompt)
@@ -105,9 +121,10 @@ def score(task: Task, news: Callable[[int], object]) -> float:
             length = len(same[0].token_ids)
             ids = torch.tensor([prompt.token_ids for prompt in same])
             written = model.eval().generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=task.max_new_tokens
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.max_new_tokens, pad_token_id=0
             )
-            texts = tokenizer.batch_decode(written[:, length:], skip_special_tokens=True)
+            ids_of = (_ended(each, ends) for each in written[:, length:].tolist())
+            texts = [str(tokenizer.decode(each, skip_special_tokens=True)) for each in ids_of]
             answers += [
                 (prompt, Completion([], [], "stop", (VersionSpan(0, 0, 0),), text))
                 for prompt, text in zip(same, texts, strict=True)

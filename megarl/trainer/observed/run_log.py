@@ -40,12 +40,14 @@ class Totals:
         self.log_prob_gap_max = saved.get("log_prob_gap_max", 0.0)
         self.first_ppo_kl_max = saved.get("first_ppo_kl_max", 0.0)
         self.lost_rollouts = saved.get("lost_rollouts", 0)
+        self.unscored_answers = saved.get("unscored_answers", 0)  # of training, on which a reward failed
         self.last_score: float | None = saved.get("last_score")
 
     def add(self, metrics: dict[str, float]) -> None:
         self.log_prob_gap_max = max(self.log_prob_gap_max, metrics.get("rollout_corr/log_prob_gap_max", 0.0))
         self.first_ppo_kl_max = max(self.first_ppo_kl_max, abs(metrics.get("actor/first_ppo_kl", 0.0)))
         self.lost_rollouts += int(metrics["rollout/lost"])
+        self.unscored_answers += int(metrics.get("reward/unscored", 0.0))
         self.last_score = metrics.get("critic/score/mean", self.last_score)
 
     def state_dict(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def score(config: Config, name: str) -> float:
     keys, data = config.teachers[name], config.data
     prompts = read_prompts(config, data.val_files).all(data.val_max_samples)
     own = [prompt for prompt in prompts if not keys.data_sources or prompt.data_source in keys.data_sources]
-    task = Task(keys.model.path, own, make_rewards(config, 1), data.max_response_length)
+    task = Task(keys.model.path, own, make_rewards(config, 1), config.rollout.val_kwargs.max_response_length)
     log = config.trainer.run_dir / "logs" / f"score_of_{name}.log"
     return TransformersScore(task, log, silence_s=config.trainer.call_timeout_s).wait()
 

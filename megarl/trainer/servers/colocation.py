@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from megarl.config import Config
-from megarl.config.placement import check_shared_seats
+from megarl.config.placement import check_shared_seats, servers_map_memory
 from megarl.processes.presence import wait_for
 from megarl.rollout.client import ServerClient, ServerError
+from megarl.weights.push.gpu_handles import check_can_be_mapped
 from megarl.weights.verify.canary import Canary, disagreement
 
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
@@ -98,19 +99,12 @@ class Colocation:
 
 
 def check_shared_gpus(config: Config) -> None:
-    """Refuse servers on the actor's GPUs that no push could reach (`check_shared_seats`), or whose memory they cannot.
-
-    Expandable segments are handed to another process as file descriptors, which containers and ptrace_scope forbid.
-    """
+    """Refuse servers on the actor's GPUs that no push could reach: `check_shared_seats`, `check_can_be_mapped`."""
     if not uses_gpus(config):
         return
     check_shared_seats(config)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if config.rollout.placement == "shared" and "expandable_segments:True" in (given := os.environ.get(name, "")):
-            raise ValueError(
-                f"{name}={given}: with rollout.placement=shared servers map memory of the ranks, and such segments may "
-                "not be opened by another process; expected none, or rollout.placement=separate"
-            )
+    if servers_map_memory(config):
+        check_can_be_mapped(os.environ)
 
 
 def uses_gpus(config: Config) -> bool:

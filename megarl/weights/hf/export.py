@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.durable_files import WEIGHTS, write_sums
+from megarl.hf_config import of_transformers
 from megarl.layout import RANDOM_WEIGHTS
 from megarl.mcore.models.model import Model
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
@@ -117,10 +118,5 @@ def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dic
         if config.get(key):
             config[key] = 0  # the model has none: see families.ignorable
     if role == "critic":
-        decoder = config["architectures"][0].removesuffix("ForCausalLM").removesuffix("ForSequenceClassification")
-        config |= {
-            "architectures": [f"{decoder}ForSequenceClassification"],
-            "id2label": {"0": "value"},
-            "label2id": {"value": 0},
-        }
-    return config
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return of_transformers(config, "ForSequenceClassification" if role == "critic" else "ForCausalLM")

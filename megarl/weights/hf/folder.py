@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,24 +27,51 @@ CONFIG = "config.json"
 class HFFolder:
     """Shapes of all tensors, and slices of any of them; data is read only on request."""
 
-    def __init__(self, folder: Path, files: Mapping[Path, Any]):
-        """`files`: the opened files of tensors."""
+    def __init__(self, folder: Path, files: Mapping[Path, Any], assigned: Mapping[str, Path] = MappingProxyType({})):
+        """`files`: the opened files of tensors.  `assigned`: the file of each tensor by the folder's index.
+
+        ValueError for a tensor that several files hold, none of which is the assigned one.
+        """
         self.folder, self._files = folder, files
-        self._path_of = {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118
-        self.shapes = {name: tuple(files[path].get_slice(name).get_shape()) for name, path in self._path_of.items()}
+        holders: dict[str, list[Path]] = {}
+        for path, file in files.items():
+            for name in file.keys():  # noqa: SIM118
+                holders.setdefault(name, []).append(path)
+        self.in_several = {name: paths for name, paths in holders.items() if len(paths) > 1}
+        self._place_of = {name: (self._holder(name, paths, assigned), name) for name, paths in holders.items()}
+        self.shapes = {name: tuple(self._slice_of(name).get_shape()) for name in holders}
+
+    def _holder(self, name: str, paths: list[Path], assigned: Mapping[str, Path]) -> Path:
+        if len(paths) > 1 and assigned.get(name) not in paths:
+            both = " and ".join(path.name for path in paths[:2])
+            raise ValueError(f"{self.folder}: {both} both hold {name}; expected {INDEX} to name one of them for it")
+        return paths[0] if len(paths) == 1 else assigned[name]
+
+    def rename(self, stored: Mapping[str, str]) -> None:
+        """Call tensors by other names than they are stored by; `stored`: the new name -> the old one."""
+        for name, old in stored.items():
+            self._place_of[name], self.shapes[name] = self._place_of.pop(old), self.shapes.pop(old)
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor of `hub_shapes`."""
+        return self._place_of[name][0]
+
+    def _slice_of(self, name: str) -> Any:
+        path, stored = self._place_of[name]
+        return self._files[path].get_slice(stored)
 
     def read(self, name: str, dim: int, start: int, length: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) [start, start + length) of a tensor, in the type of the file.
 
         Raises ValueError if one of its numbers is NaN or infinite.
         """
-        stored = self._files[self._path_of[name]].get_slice(name)
+        stored = self._slice_of(name)
         rows = slice(start, start + length)
         return self.checked(name, stored[rows] if dim == 0 else stored[:, rows])
 
     def checked(self, name: str, tensor: Tensor) -> Tensor:
         """`tensor`, which was read from the tensor of this name.  Raises as `read` does."""
-        check_finite(tensor, name, self._path_of[name])
+        check_finite(tensor, name, self.path_of(name))
         return tensor
 
     @property
@@ -72,10 +100,14 @@ def check_finite(tensor: Tensor, name: str, place: object) -> None:
 
 @contextmanager
 def open_hf(folder: str | Path) -> Iterator[HFFolder]:
-    """Map the weight files of `folder`; ValueError if there are none, or one is missing or damaged."""
+    """Map the weight files of `folder`; ValueError if there are none, or readers differ in which they take.
+
+    Also if one is missing or damaged.
+    """
     folder = Path(folder)
+    paths, assigned = _weight_files(folder)
     with ExitStack() as stack:
-        yield HFFolder(folder, {path: stack.enter_context(_opened(path)) for path in _weight_files(folder)})
+        yield HFFolder(folder, {path: stack.enter_context(_opened(path)) for path in paths}, assigned)
 
 
 def _opened(path: Path) -> Any:
@@ -86,21 +118,43 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path}: it cannot be read ({error}); expected a whole safetensors file") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            paths = [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files of tensors as transformers chooses them, and the file of each tensor if there is an index.
+
+    Beside a single file transformers ignores an index, whereas SGLang takes the index's files.
+    """
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file():
+        if not single.is_file():
             raise ValueError(
-                f'{index}: it cannot be read ({error!r}); expected {{"weight_map": {{TENSOR: FILE}}}}'
-            ) from None
-        if absent := [p.name for p in paths if not p.is_file()]:
-            raise ValueError(f"{index} lists files that are not there: {', '.join(absent)}")
-        return paths
-    if not (folder / SINGLE).is_file():
-        raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}; expected an HF folder with safetensors weights")
-    return [folder / SINGLE]
+                f"{folder} holds neither {SINGLE} nor {INDEX}; expected an HF folder with safetensors weights"
+            )
+        return [single], {}
+    assigned = _assigned(index)
+    paths = sorted(set(assigned.values()))
+    absent = [path.name for path in paths if not path.is_file()]
+    if single.is_file() and paths != [single]:
+        if len(absent) == len(paths) and assigned.keys() <= _names_in(single):
+            return [single], {}  # the index is left over from the same model in several files
+        others = ", ".join(path.name for path in paths[:3] if path != single)
+        raise ValueError(f"{folder} holds {SINGLE}, and {INDEX} lists {others}; expected one of the two alone")
+    if absent:
+        raise ValueError(f"{index} lists files that are not there: {', '.join(absent)}")
+    return paths, assigned
+
+
+def _names_in(path: Path) -> set[str]:
+    with _opened(path) as file:
+        return set(file.keys())
+
+
+def _assigned(index: Path) -> dict[str, Path]:
+    try:
+        return {name: index.parent / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f'{index}: it cannot be read ({error!r}); expected {{"weight_map": {{TENSOR: FILE}}}}'
+        ) from None
 
 
 class HFWriter:
@@ -165,9 +219,16 @@ def clear_weights(folder: Path) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the other files of a model folder than config and weights: tokenizer, chat template, generation settings."""
+    """Copy the other files of a model folder than config and weights: tokenizer, chat template, generation settings.
+
+    No code is copied, so the tokenizer's settings name none: it is loaded from its files here, too.
+    """
     for path in _companions(source):
         shutil.copyfile(path, folder / path.name)
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in (found := json.loads(settings.read_bytes())):
+        del found["auto_map"]
+        write_whole(settings, lambda p: p.write_text(json.dumps(found, indent=2)))
 
 
 def _companions(source: Path) -> Iterable[Path]:

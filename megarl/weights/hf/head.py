@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.hf_config import read_hf_config
 from megarl.layout import padded_vocab_size
-from megarl.mcore.models.model import Model, output_weight, read_hf_config, unwrap
-from megarl.weights.hf.folder import open_hf
+from megarl.mcore.models.model import Model, output_weight, unwrap
 from megarl.weights.hf.gather import ModelParallel
+from megarl.weights.hf.named import open_for
 from megarl.weights.mapping.families import VOCAB_MULTIPLE, table_for
 from megarl.weights.mapping.names import Vocab
 
@@ -44,7 +45,7 @@ def read_head(folder: str | Path, *, vocab_size: int, tp_rank: int, tp_size: int
     wanted = Vocab("head", found.hf_name, vocab_size, found.hidden, VOCAB_MULTIPLE)
     rows = padded_vocab_size(vocab_size, tp_size) // tp_size
     head = torch.zeros(rows, found.hidden, dtype=dtype)
-    with open_hf(folder) as opened:
+    with open_for(folder, hf) as opened:
         for piece in wanted.pieces(tp_rank, tp_size):
             piece.of_shard(head).copy_(opened.read(piece.hf_name, piece.dim, piece.hf_start, piece.length))
     return head

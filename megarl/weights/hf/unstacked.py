@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,19 +19,25 @@ class Unstacked(HFFolder):
     """Reads an expert at a time.  Stacks in MXFP4 are read as the bfloat16 numbers that they stand for."""
 
     def __init__(self, held: HFFolder, stacks: Sequence[Stack]) -> None:
-        """ValueError for a stack of another shape; one that is missing has no parts in `shapes`."""
-        self.folder, self._held = held.folder, held
+        """ValueError for a stack of another shape, or beside its parts; a missing one has no parts in `shapes`."""
+        self.folder, self.in_several, self._held = held.folder, held.in_several, held
         self._stored = {stack.hf_name: _stored(held, stack) for stack in stacks}
         self._stacks = {stack.hf_name: stack for stack in stacks if self._stored[stack.hf_name]}
         self._places = places(self._stacks.values())
         self._last: tuple[str, int, Tensor] | None = None  # gate and up are in the same expert's part
+        if doubled := next((name for name in self._places if name in held.shapes), None):
+            raise ValueError(
+                f"{held.folder} holds {doubled} and {self._places[doubled].stack.hf_name}, of which it is a part; "
+                "expected one of the two"
+            )
         of_stacks = {name for names in self._stored.values() for name in names}
         parts = {name: place.stack.part_shape for name, place in self._places.items()}
         self.shapes = {name: shape for name, shape in held.shapes.items() if name not in of_stacks} | parts
 
     @property
     def hub_shapes(self) -> dict[str, tuple[int, ...]]:
-        sizes = joined_sizes({name: (shape, None) for name, shape in self.shapes.items()}, [*self._stacks.values()])
+        own = [stack for stack in self._stacks.values() if stack.in_hub]
+        sizes = joined_sizes({name: (shape, None) for name, shape in self.shapes.items()}, own)
         return {name: shape for name, (shape, _) in sizes.items()}
 
     def read(self, name: str, dim: int, start: int, length: int) -> Tensor:
@@ -40,12 +47,19 @@ class Unstacked(HFFolder):
         return place.stack.part_of(self._expert(place.stack, place.expert), place.part).narrow(dim, start, length)
 
     def dtype(self, name: str) -> torch.dtype:
-        stored = self._stored.get(name) or (name,)
-        return self._held.dtype(name) if stored == (name,) else torch.bfloat16
+        whole = self._whole(name)
+        return self._held.dtype(whole) if self._stored.get(whole, (whole,)) == (whole,) else torch.bfloat16
+
+    def path_of(self, name: str) -> Path:
+        whole = self._whole(name)
+        return self._held.path_of(self._stored.get(whole, (whole,))[0])
+
+    def _whole(self, name: str) -> str:
+        return self._places[name].stack.hf_name if name in self._places else name
 
     def read_hub(self, name: str) -> Tensor:
         if name not in self._stacks:
-            return self._held.read_hub(name)
+            return self.read(name, 0, 0, self.shapes[name][0])
         stack = self._stacks[name]
         return torch.stack([self._expert(stack, number) for number in range(stack.num_experts)])
 

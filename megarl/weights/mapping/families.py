@@ -5,6 +5,7 @@ A family is added by one entry of FAMILIES; nothing else in this folder knows na
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from megarl.weights.mapping.blocks import (
     stacks_of_biased_experts,
 )
 from megarl.weights.mapping.names import Op
-from megarl.weights.mapping.stacks import Stack
+from megarl.weights.mapping.stacks import PlainStack, Stack
 
 # Keys of config.json with the number of layers that predict further tokens, which follow the others.
 LAYERS_OF_FURTHER_TOKENS = ("num_nextn_predict_layers", "num_mtp_modules")
@@ -59,6 +60,21 @@ def stacks_for(hf_config: HFConfig) -> list[Stack]:
     return list(family.stacks(hf_config)) if family else []
 
 
+def plain_stacks(table: Iterable[Op]) -> list[PlainStack]:
+    """The stacks in which transformers saves the experts of this table without their hub names."""
+    found = []
+    for op in table:
+        first, shape = next(iter(op.hf_shapes.items()))
+        if op.expert is None or op.expert[0] or len(shape) != 2:
+            continue
+        layer = re.match(r"model\.layers\.\d+", first)
+        assert layer, f"{first} is of no layer"
+        name = "gate_up_proj" if len(op.hf_shapes) == 2 else "down_proj"
+        parts = tuple(part.replace(".experts.0.", ".experts.{}.") for part in op.hf_shapes)
+        found.append(PlainStack(f"{layer[0]}.mlp.experts.{name}", op.expert[1], parts, shape))
+    return found
+
+
 def tied(hf_config: HFConfig) -> dict[str, str]:
     """HF names that a folder or a server may hold in addition to the table's -> the tensor that each is tied to."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(hf_config) else {}
@@ -70,13 +86,15 @@ class Ignorable(Container[str]):
     prefixes: tuple[str, ...]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names or (isinstance(name, str) and name.startswith(self.prefixes))
+        is_own = name in self.names or (isinstance(name, str) and name.startswith(self.prefixes))
+        return is_own or str(name).endswith("rotary_emb.inv_freq")  # computed, and once stored with the weights
 
 
 def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
     """HF names that a folder may hold although this model does not have them.
 
-    These are a critic's output rows, output rows that are tied, and multi-token-prediction layers after the last layer.
+    These are a critic's output rows, output rows that are tied, multi-token-prediction layers after the last layer, and
+    frequencies of the rotary embedding.
     """
     names = {"lm_head.weight"} if role == "critic" else set(tied(hf_config))
     return Ignorable(frozenset(names), _layers_of_further_tokens(hf_config))
@@ -88,19 +106,9 @@ def _layers_of_further_tokens(c: HFConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{i}." for i in range(first, first + count))
 
 
-def _attention(c: HFConfig, layer: int, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:
-    """The attention of a family whose code fixes whether q, k and v have biases."""
-    if c.get("attention_bias", qkv_bias) not in (qkv_bias, None):
-        raise ValueError(
-            f"attention_bias={c['attention_bias']} is not supported for model_type={c['model_type']!r}; expected "
-            f"{qkv_bias}"
-        )
-    return attention(c, layer, qkv_bias=qkv_bias, qk_norm=qk_norm)
-
-
 def _dense(c: HFConfig, layer: int, *, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:
     """Decoders like Llama's: grouped-query attention, a gated feed-forward, RMS norms before both."""
-    return [*_attention(c, layer, qkv_bias, qk_norm), *feed_forward(c, layer)]
+    return [*attention(c, layer, qkv_bias=qkv_bias, qk_norm=qk_norm), *feed_forward(c, layer)]
 
 
 def _qwen3_moe(c: HFConfig, layer: int) -> list[Op]:
@@ -109,12 +117,12 @@ def _qwen3_moe(c: HFConfig, layer: int) -> list[Op]:
     if (layer + 1) % step or layer in plain:
         return _dense(c, layer, qk_norm="head")
     mlp = experts(c, layer, f"model.layers.{layer}.mlp", num_experts(c), c["moe_intermediate_size"])
-    return [*_attention(c, layer, qk_norm="head"), *mlp]
+    return [*attention(c, layer, qk_norm="head"), *mlp]
 
 
 def _mixtral(c: HFConfig, layer: int) -> list[Op]:
     mlp = f"model.layers.{layer}.block_sparse_moe"
-    return [*_attention(c, layer), *experts(c, layer, mlp, num_experts(c), c["intermediate_size"], ("w1", "w3", "w2"))]
+    return [*attention(c, layer), *experts(c, layer, mlp, num_experts(c), c["intermediate_size"], ("w1", "w3", "w2"))]
 
 
 def num_experts(c: HFConfig) -> int:
@@ -144,7 +152,7 @@ def _glm4_moe(c: HFConfig, layer: int) -> list[Op]:
 def _minimax_m2(c: HFConfig, layer: int) -> list[Op]:
     mlp = f"model.layers.{layer}.block_sparse_moe"
     routed = experts(c, layer, mlp, num_experts(c), c["intermediate_size"], ("w1", "w3", "w2"))
-    return [*_attention(c, layer, qk_norm="all heads"), *routed]
+    return [*attention(c, layer, qk_norm="all heads"), *routed]
 
 
 def _biases_of_blocks(c: HFConfig) -> Iterator[Op]:

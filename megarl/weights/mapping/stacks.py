@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +30,8 @@ class Stack:
     parts: tuple[str, ...]  # names in the table, with {} for the number of the expert
     part_shape: Shape  # (rows, columns), or (rows,) of a bias
 
+    in_hub: ClassVar[bool] = True  # so are the folders of the hub, and servers
+
     @property
     def shape(self) -> Shape:
         rows, *columns = self.part_shape
@@ -39,6 +41,25 @@ class Stack:
         """A view of the numbered part, as the table has it, in an expert's part of the stack."""
         rows = of_expert.T if of_expert.dim() == 2 else of_expert
         return rows[number :: len(self.parts)]
+
+
+class PlainStack(Stack):
+    """For each expert its parts one after another, as transformers holds them; folders of the hub have single experts.
+
+    Example, 2 experts with 3 rows of 4 columns in each of two parts: [2, 6, 4], where [1, 3:] is the second part of
+    expert 1.
+    """
+
+    in_hub = False
+
+    @property
+    def shape(self) -> Shape:
+        rows, *columns = self.part_shape
+        return (self.num_experts, rows * len(self.parts), *columns)
+
+    def part_of(self, of_expert: Tensor, number: int) -> Tensor:
+        rows = self.part_shape[0]
+        return of_expert[number * rows : (number + 1) * rows]
 
 
 class Place(NamedTuple):

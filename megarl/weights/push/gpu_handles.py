@@ -35,6 +35,19 @@ class Gpus:
     servers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # url -> GPU of each rank
 
 
+def check_can_be_mapped(environment: Mapping[str, str]) -> None:
+    """Raises ValueError if torch puts the GPU memory of a process with these variables into expandable segments.
+
+    It hands those to another process as file descriptors, which containers and ptrace_scope forbid.
+    """
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in "".join((given := environment.get(name, "")).split()):  # torch skips blanks
+            raise ValueError(
+                f"{name}={given} on {socket.gethostname()}: servers on the actor's GPUs map memory of its ranks, and "
+                "such segments may not be opened by another process; expected none, or servers on other GPUs"
+            )
+
+
 def gpus_of(server: Server) -> list[str]:
     """The GPU of each rank of a server; empty for a server without GPUs."""
     first = server.nature.first_gpu

@@ -69,7 +69,8 @@ class Clock:
         self.seconds[phase] += now - since
 
     def split(self, phase: str, of: str, seconds: float) -> None:
-        """Move `seconds` from phase `of` to `phase`."""
+        """Move `seconds` from phase `of` to `phase`, or all that it has: a caller's own clock may have run longer."""
+        seconds = min(seconds, self.seconds[of])
         self.seconds[of] -= seconds
         self.seconds[phase] += seconds
 

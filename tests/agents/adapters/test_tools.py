@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pools import until
 
 from megarl.agents.chat import Chat
 from megarl.agents.load import load_episode
+from megarl.plugins import user_function
 from megarl.sample import Prompt
 
 CLASS = '''
@@ -134,6 +136,73 @@ async def test_errors_are_answers_that_the_model_sees() -> None:
     assert '{"error": "RuntimeError: SystemExit: 3 (' in prompts[-1]
 
 
+ODD = '''
+import dataclasses, datetime, decimal
+import numpy as np
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+class Loop:
+    def __str__(self): return "a loop"
+
+held = [Loop()]
+held.append(held)
+VALUES = [
+    np.int64(3), np.arange(2), decimal.Decimal("1.5"), {7}, b"abc", Point(5), datetime.date(2026, 1, 2), "x\\ud800y",
+    {(1, 2): 3}, {"a": {np.float32(0.5)}}, None, held, float("nan"),
+]
+
+class Tools:
+    reward = 0.25
+
+    def get(self, at: int) -> str:
+        """Gets.
+
+        Args:
+            at: Where.
+        """
+        return VALUES[at]
+'''
+SHOWN = [
+    "3",
+    "[0, 1]",
+    '"1.5"',
+    "[7]",
+    '"abc"',
+    '{"x": 5}',
+    '"2026-01-02"',
+    "x?y",
+    "{(1, 2): 3}",
+    '{"a": [0.5]}',
+    "null",
+]
+
+
+async def test_a_tool_may_return_anything() -> None:
+    Path("mine.py").write_text(ODD)
+    function = load_episode("tools:mine.py:Tools", {})
+    server = Scripted("qwen2_5", [*(call("get", at=at) for at in range(len(SHOWN) + 2)), "Done."])
+    async with endpoint_of(server, style="qwen2_5") as (endpoint, (bodies,)):
+        session = endpoint.open("0-0/0")
+        chat = Chat(session, [{"role": "user", "content": "?"}])
+        assert await function.call(chat=chat, prompt=Prompt("0-0", [1], "?")) == 0.25
+        responses = session.policy.text(bodies[-1]["input_ids"]).split("<tool_response>\n")[1:]
+    seen = [response.split("\n</tool_response>")[0] for response in responses]
+    assert seen[: len(SHOWN)] == SHOWN
+    assert seen[len(SHOWN)].startswith("[<") and seen[-1] == "NaN"
+
+
+async def test_a_call_that_cannot_be_read_is_answered_with_an_error() -> None:
+    broken = '<tool_call>{"name": "add", "arguments": "x"}</tool_call>'
+    found, prompts = await episode_of("reward = 0.5", [broken, call("add", a=4) + broken, "Done."])
+    error = '{"error": "a tool call could not be read; expected a JSON object with name and arguments"}'
+    assert (found, len(prompts)) == (0.5, 3)
+    assert f"<|im_start|>user\n{error}<|im_end|>" in prompts[1]
+    assert f"<tool_response>\n5\n{error}\n</tool_response>" in prompts[2]
+
+
 async def test_methods_without_self_and_parameters_of_any_name_are_tools() -> None:
     _, prompts = await episode_of("reward = 0.5", [call("twice", function="ho"), call("whose", name="pen"), "Oh."])
     assert '"function": {"type": "string", "description": "What is said twice."}' in prompts[0]
@@ -167,7 +236,7 @@ class Tools:
 async def test_calls_that_hang_keep_neither_other_episodes_nor_the_end_waiting() -> None:
     Path("mine.py").write_text(HUNG)
     function = load_episode("tools:mine.py:Tools", {})
-    import megarl_file_mine as mine  # type: ignore[import-not-found]
+    mine = sys.modules[user_function("test", "mine.py:Tools").__module__]
 
     num = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than asyncio's own threads
     server = Scripted("qwen2_5", [call("hang")] * num + [call("work"), "Done."])

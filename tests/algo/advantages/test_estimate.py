@@ -30,6 +30,23 @@ def batch_of(lengths, mask, score, group, **columns) -> Batch:
     return Batch(torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths, tensors, rows)
 
 
+def test_a_sample_of_which_nothing_is_kept_moves_no_other_in_its_group():
+    """Scores 1, 0, 5, 0: with the third in the baseline, the right answer would be made less likely."""
+    keep = [1, 1, 0, 1, 0, 0, 1, 1]  # of the second sample a token stays, of the third none
+    batch = batch_of([2] * 4, [1] * 8, [1.0, 0.0, 5.0, 0.0], [7] * 4, keep=keep)
+    out, stats = estimate(batch, adv_estimator="grpo")
+    right, wrong = 2 / math.sqrt(3), -1 / math.sqrt(3)  # (1 - 1/3) / std, of 1, 0, 0 it is 1 / sqrt(3)
+    expected = [right, right, wrong, wrong, 0.0, 0.0, wrong, wrong]
+    assert out.columns["advantages"].tolist() == pytest.approx(expected, abs=1e-5)
+    assert out.columns["token_level_rewards"].tolist() == [0, 1, 0, 0, 0, 5, 0, 0], "the reward itself stays"
+    assert stats["algorithm/groups_of_one"].result() == 0
+    alone, stats = estimate(batch.with_columns(keep=torch.tensor([1.0] * 2 + [0.0] * 6)), adv_estimator="grpo")
+    assert alone.columns["advantages"].tolist() == [0.0] * 8 and stats["algorithm/groups_of_one"].result() == 1
+    gae, _ = estimate(batch.with_columns(values=torch.zeros(8)), adv_estimator="gae")
+    plain = batch_of([2] * 4, [1] * 8, [1.0, 0.0, 5.0, 0.0], [7] * 4, values=[0] * 8)
+    assert torch.equal(gae.columns["advantages"], estimate(plain, adv_estimator="gae")[0].columns["advantages"])
+
+
 def test_grpo_by_hand_with_the_score_on_the_last_trainable_token():
     batch = batch_of([3, 4, 2], [0, 1, 1, 0, 1, 1, 0, 0, 1], [1.0, 3.0, 5.0], [7, 7, 8])
     out, stats = estimate(batch, adv_estimator="grpo")

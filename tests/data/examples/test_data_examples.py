@@ -13,8 +13,8 @@ from megarl.data.chat import encode, load_tokenizer
 from megarl.data.examples.arithmetic import has_carry, without_carry, write_task
 from megarl.data.examples.reversal import answer, join, write_reversals
 from megarl.data.examples.tiny import CHARACTERS, FAMILIES, tiny_tokenizer, write_tiny_model
-from megarl.data.hf_config import read_config
 from megarl.data.template import ChatTemplate
+from megarl.hf_config import read_config
 
 SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 

@@ -10,11 +10,13 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tiny_models import FAMILIES as TINY
 
+from megarl.hf_config import SUPPORTED, completed
 from megarl.layout import Layout
-from megarl.mcore.models.families import FAMILIES, family_of, sparse_layers
+from megarl.mcore.models.families import FAMILIES, family_of
 from megarl.mcore.models.layers import block_spec, check_trainable, layers_with_experts
 from megarl.mcore.models.model import check_layout, transformer_config
 from megarl.mcore.training import execution
+from megarl.model_settings.families import settings_of, sparse_layers
 
 ABSENT = "absent"
 QWEN3_MOE = hf_of("qwen3_moe", mlp_only_layers=[])
@@ -26,10 +28,11 @@ def test_every_family_has_a_tiny_model_for_the_comparisons_with_transformers() -
     tiny = {hf_of(name)["model_type"] for name in TINY}
     assert sorted(set(FAMILIES) - tiny) == [], "parity case missing in tests/helpers/tiny_models.py"
     assert sorted(tiny - set(FAMILIES)) == []
+    assert sorted(FAMILIES) == sorted(SUPPORTED)
 
 
 def settings(hf: dict[str, Any]) -> dict[str, Any]:
-    return family_of(hf).settings(hf)
+    return family_of(hf).settings(completed(hf))
 
 
 def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +65,7 @@ FULL = ["full_attention"] * 4
         ("glm4_moe", {}, EXPERTS | SIGMOID | {"moe_router_topk_scaling_factor": 2.5, "num_query_groups": 2}),
         ("glm4_moe", {}, {"moe_shared_expert_intermediate_size": 48, "moe_layer_freq": [0, 1, 1, 1]}),
         ("glm4_moe", {}, {"add_qkv_bias": True, "qk_layernorm": True}),
-        ("glm4_moe", {"use_qk_norm": False, "attention_bias": None}, {"add_qkv_bias": False, "qk_layernorm": False}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}, {"add_qkv_bias": False, "qk_layernorm": False}),
         ("minimax_m2", {}, EXPERTS | SIGMOID | {"moe_router_topk_scaling_factor": 1.0, "qk_layernorm": False}),
         ("minimax_m2", {}, {"moe_layer_freq": ABSENT, "moe_shared_expert_intermediate_size": ABSENT}),
         ("deepseek_v3", {}, {"q_lora_rank": 12, "kv_lora_rank": 20, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}),
@@ -82,7 +85,14 @@ FULL = ["full_attention"] * 4
         ("gpt_oss", {}, EXPERTS | {"moe_router_pre_softmax": False, "add_bias_linear": True}),
         ("gpt_oss", {}, {"window_size": (3, 0), "window_attn_skip_freq": [1, 0, 1, 0], "softmax_type": "learnable"}),
         ("gpt_oss", {"layer_types": ...}, {"window_attn_skip_freq": [1, 0, 1, 0]}),
-        ("gpt_oss", {"layer_types": FULL}, {"window_attn_skip_freq": [0, 0, 0, 0]}),
+        ("gpt_oss", {"layer_types": FULL}, {"window_attn_skip_freq": ABSENT, "window_size": ABSENT}),
+        ("gpt_oss", {"rope_parameters": ...}, {"softmax_scale": pytest.approx((0.1 * math.log(32) + 1) ** 2 / 4)}),
+        ("qwen2", {"attention_bias": False}, {"add_qkv_bias": True}),  # its code does not read it
+        ("qwen2", {"use_sliding_window": True, "layer_types": ..., "max_window_layers": 4}, {"window_size": ABSENT}),
+        ("mistral", {"layer_types": FULL}, {"window_size": ABSENT}),
+        ("mistral", {"layer_types": ["sliding_attention"] * 4}, {"window_size": (3, 0)}),
+        ("deepseek_v3", {"routed_scaling_factor": ...}, {"moe_router_topk_scaling_factor": 2.5}),
+        ("mixtral", {"rms_norm_eps": ...}, {"layernorm_epsilon": 1e-5}),
         ("gpt_oss", {}, {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5}),
         ("gpt_oss", {}, {"softmax_scale": pytest.approx((0.1 * math.log(8) + 1) ** 2 / 4)}),  # YaRN's factor is 8
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, EXPERTS),
@@ -136,10 +146,12 @@ UNQUANTIZED = "quant_method='fp8'; expected unquantized weights"
         ("llama3", "attention_bias", True, "expected false"),
         ("llama3", "mlp_bias", True, "expected false"),
         ("llama3", "hidden_act", "gelu", "expected silu"),
-        ("llama3", "rope_parameters", {"rope_type": "dynamic"}, "rope type 'dynamic' is not supported"),
-        ("llama3", "num_hidden_layers", None, "there is no num_hidden_layers; expected the config of a llama model"),
-        ("qwen2", "use_sliding_window", True, "expected false"),
-        ("qwen3_moe", "layer_types", ["full_attention", "sliding_attention"], "layer_types holds sliding_attention"),
+        ("llama3", "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported"),
+        ("llama3", "num_hidden_layers", None, "transformers refuses it for model_type='llama' (Val"),
+        ("llama3", "per_layer_config", {"0": {"head_dim": 4}}, "is not supported; expected null"),
+        ("qwen2", "layer_types", [*FULL[:3], "sliding_attention"], "layer_types holds sliding_attention"),
+        ("mistral", "layer_types", [*FULL[:3], "sliding_attention"], "holds full_attention and sliding_attention"),
+        ("mistral", "sliding_window", 0, "expected at least 1"),
         ("qwen3_moe", "num_local_experts", None, "there is no num_experts or num_local_experts"),
         ("qwen3_moe", "num_experts_per_tok", 1, "num_experts_per_tok=1 leaves a renormalised router no gradient"),
         ("qwen3_moe", "mlp_only_layers", [0, 1, 2, 3], "leave no layer experts; expected qwen3"),
@@ -171,17 +183,22 @@ UNQUANTIZED = "quant_method='fp8'; expected unquantized weights"
         ("gpt_oss", "swiglu_alpha", 1.0, "expected 1.702"),
         ("gpt_oss", "quantization_config", FP8, "quant_method='fp8'; expected mxfp4 or none"),
         ("gpt_oss", "layer_types", ["chunked_attention"] * 4, "holds chunked_attention; expected sliding_attention"),
-        ("gpt_oss", "layer_types", ["full_attention"], "layer_types has 1 entries; expected num_hidden_layers=4"),
+        ("gpt_oss", "layer_types", ["full_attention"], "transformers refuses it for model_type='gpt_oss'"),
         ("gpt_oss", "sliding_window", None, "there is no sliding_window; expected the config of a gpt_oss model"),
     ],
 )
 def test_other_mathematics_is_refused_in_one_sentence(family: str, key: str, value: Any, expected: str) -> None:
     with pytest.raises(ValueError) as caught:
-        settings(hf_of(family) | {key: value})
+        settings_of(completed(hf_of(family) | {key: value}))
     sentence = str(caught.value)
     if expected.startswith("expected"):
         assert f"{key}={str(value).lower() if isinstance(value, bool) else value} is not supported" in sentence
     assert expected in sentence and "\n" not in sentence
+
+
+def test_windows_of_qwen3_moe_which_all_its_layers_would_have_are_refused() -> None:
+    with pytest.raises(ValueError, match="use_sliding_window=true is not supported with sliding_window=5; expected"):
+        settings(hf_of("qwen3_moe") | {"use_sliding_window": True, "sliding_window": 5})
 
 
 def test_latents_of_queries_are_divided_too() -> None:

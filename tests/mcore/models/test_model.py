@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from packaging.version import Version
 from torch import nn
 
+from megarl.hf_config import completed, read_hf_config
 from megarl.layout import Layout
 from megarl.mcore.models import model as model_module
 from megarl.mcore.models.gpt_oss import prepare_biases
@@ -20,13 +21,12 @@ from megarl.mcore.models.model import (
     CriticModel,
     ValueHead,
     build_model,
-    read_hf_config,
     transformer_config,
     unwrap,
 )
 from megarl.mcore.training.execution import ExecutionOptions
 
-QWEN2: dict[str, Any] = {  # as transformers 4 wrote it
+RAW: dict[str, Any] = {  # as transformers 4 wrote it
     "model_type": "qwen2",
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,6 +41,7 @@ QWEN2: dict[str, Any] = {  # as transformers 4 wrote it
     "tie_word_embeddings": True,
     "vocab_size": 45,
 }
+QWEN2 = completed(RAW)
 QWEN3 = hf_of("qwen3", rms_norm_eps=1e-5)
 
 
@@ -65,7 +66,7 @@ def test_another_kind_of_model_and_a_layout_that_does_not_fit_are_refused() -> N
 
 def test_scaled_rope_reaches_the_model() -> None:
     """Head dimensions are 8: pairs turn by 1, 10^-1, 10^-2 and 10^-3 a position, and half of that when scaled."""
-    scaled = QWEN2 | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    scaled = completed(RAW | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
     found = unwrap(build_model(scaled, Layout())[0]).rotary_pos_emb.inv_freq
     assert found.tolist() == pytest.approx([0.5, 0.05, 0.005, 0.0005])
 
@@ -73,7 +74,7 @@ def test_scaled_rope_reaches_the_model() -> None:
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no config\.json; expected the folder of a Hugging Face model$"):
         read_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
     assert read_hf_config(str(tmp_path)) == QWEN2
 
 

@@ -14,7 +14,9 @@ from megatron.core.models.common.embeddings.rope_utils import (
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.mcore.models.rope import make_rope, packed_angles, rope_settings, turned
+from megarl.hf_config import completed
+from megarl.mcore.models.rope import packed_angles, turned
+from megarl.model_settings.rope import make_rope, rope_settings
 
 
 def theirs(kind: str, head_dim: int, parameters: dict[str, Any], longest: int = 4096) -> tuple[torch.Tensor, float]:
@@ -27,21 +29,28 @@ def theirs(kind: str, head_dim: int, parameters: dict[str, Any], longest: int = 
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
+def read(hf: dict[str, Any]) -> dict[str, Any]:
+    """As it is read from a file."""
+    return completed({"model_type": "llama", **hf})
+
+
 def test_settings_are_read_from_old_and_new_configs() -> None:
-    assert rope_settings({}) == {"rope_theta": 10000.0, "rope_type": "default"}, "transformers' default"
-    assert rope_settings({"rope_theta": 7.0, "rope_scaling": None})["rope_theta"] == 7.0
-    assert rope_settings({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 5.0}})["rope_theta"] == 5.0
-    assert rope_settings({"rope_scaling": {"type": "linear", "factor": 2.0}})["rope_type"] == "linear"
+    assert rope_settings(read({})) == {"rope_theta": 10000.0, "rope_type": "default"}, "transformers' default"
+    assert rope_settings(read({"rope_theta": 7.0, "rope_scaling": None}))["rope_theta"] == 7.0
+    assert rope_settings(read({"rope_theta": 7.0, "rope_parameters": {"rope_theta": 5.0}}))["rope_theta"] == 5.0
+    assert rope_settings(read({"rope_scaling": {"type": "linear", "factor": 2.0}}))["rope_type"] == "linear"
 
 
 def test_the_original_context_is_taken_from_wherever_it_stands() -> None:
-    inside = {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}
-    assert rope_settings(inside)["original_max_position_embeddings"] == 16
-    assert rope_settings({**inside, "max_position_embeddings": 64})["original_max_position_embeddings"] == 16
-    assert rope_settings({**inside, "original_max_position_embeddings": 8})["original_max_position_embeddings"] == 8
-    assert rope_settings({"max_position_embeddings": 64})["original_max_position_embeddings"] == 64
+    inside = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}}
+    assert rope_settings(read(inside))["original_max_position_embeddings"] == 16
+    assert (
+        rope_settings(read({**inside, "original_max_position_embeddings": 8}))["original_max_position_embeddings"] == 8
+    )
+    without = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 64}
+    assert rope_settings(read(without))["original_max_position_embeddings"] == 64
     open_factor = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
-    assert rope_settings({"rope_parameters": open_factor, "max_position_embeddings": 64})["factor"] == 4.0
+    assert rope_settings(read({"rope_parameters": open_factor, "max_position_embeddings": 64}))["factor"] == 4.0
 
 
 @given(
@@ -86,15 +95,19 @@ def test_yarn_and_linear_equal_transformers(
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"short_factor": [1.0], "long_factor": [2.0]}
 PARTIAL = "partial_rotary_factor=0.5"
 
 
 @pytest.mark.parametrize(
     ("hf", "expected"),
     [
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported; expected one of default, linear, "),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, **LONG}},
+            "'longrope' is not supported; expected one of default, linear, ",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported; expected one of default"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' needs 'low_freq_factor', which is not"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "Missing required keys in .*'low_freq_factor'"),
         ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, f"{PARTIAL} is not supported; exp"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, f"{PARTIAL} is not supported; expected 1.0"),
         ({"model_type": "glm4_moe", "rope_parameters": YARN}, f"rope type 'yarn' is not supported with {PARTIAL}"),
@@ -102,7 +115,7 @@ PARTIAL = "partial_rotary_factor=0.5"
 )
 def test_what_is_not_supported_is_refused_in_one_sentence(hf: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=f"{expected}[^\n]*$"):
-        make_rope(hf, 8)
+        make_rope(read(hf), 8)
 
 
 @given(units=st.lists(st.integers(1, 6), min_size=1, max_size=5), cp=st.sampled_from([1, 2, 4]))
@@ -147,7 +160,7 @@ def test_a_turned_row_and_its_gradient_equal_megatrons_to_the_last_bit(in_pairs:
     ],
 )
 def test_some_families_rotate_a_part_of_each_head(hf: dict[str, Any], pairs: int) -> None:
-    rope = make_rope(hf | {"head_dim": 16}, head_dim=16)
+    rope = make_rope(read({"rope_theta": 10000.0, "head_dim": 16, **hf}), head_dim=16)
     assert rope.frequencies.tolist() == pytest.approx([10000.0 ** (-i / pairs) for i in range(pairs)])
 
 

@@ -171,6 +171,14 @@ def test_a_column_that_nobody_knows_is_sliced_like_the_labels(
     assert sorted(tokens[tokens > 0].tolist()) == [token for token in batch.tokens.tolist() if token not in firsts]
 
 
+def test_columns_on_the_host_are_sliced_without_a_look_at_the_rows_device() -> None:
+    """Nothing can be read from the device `meta`; of a GPU that would wait for all that it has to do."""
+    micro = MicroBatch(batch_of([3, 2]))
+    row = make_row(micro, Layout(), torch.device("meta"))
+    assert row.tokens.is_meta
+    assert torch.equal(row.slice(micro.batch.tokens), make_row(micro, Layout(), CPU).labels)
+
+
 @pytest.mark.parametrize(("tp", "places"), [(1, 128), (2, 128), (3, 384)])
 def test_a_row_that_shares_prefixes_on_a_gpu_is_whole_blocks_that_divide_over_sequence_parallel_ranks(
     tp: int, places: int

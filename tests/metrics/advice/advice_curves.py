@@ -29,7 +29,8 @@ from megarl.metrics.stats import batch_stats, finalise
 PROMPTS, PLACES, VOCABULARY, END = 12, 6, 8, 0
 Metrics = dict[str, float]
 SCHEDULE = {"idle_share": 0.02, "finished_waiting": 3, "iterations_waiting": 0.25, "in_flight": 24, "stale_prefix": 0}
-SCHEDULE |= {"tokens_wasted_share": 0.01, "tokens_wasted_share/stale": 0.001}  # rollout/* of a healthy run
+# rollout/* of a healthy run
+SCHEDULE |= {"tokens_wasted_share": 0.01, "tokens_wasted_share/stale": 0.001, "tokens_wasted_share/unscored": 0.001}
 
 
 @dataclass(frozen=True)

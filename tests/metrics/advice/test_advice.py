@@ -69,6 +69,7 @@ FAULTS: dict[str, Toy] = {
     "ahead_too_large": Toy(steps=11, schedule=(("iterations_waiting", 1.5),)),
     "prefix_stale": Toy(steps=4, schedule=(("stale_prefix", 20), ("tokens_wasted_share/stale", 0.08))),
     "tokens_wasted": Toy(steps=6, schedule=(("tokens_wasted_share", 0.2),)),
+    "answers_unscored": Toy(steps=4, schedule=(("tokens_wasted_share/unscored", 0.25),)),
     "rollouts_lost": Toy(steps=6, lost=3),
 }
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -318,3 +319,16 @@ def test_a_rise_is_told_from_noise_by_its_standard_error():
 )
 def test_the_other_shapes(holds, yes, no):
     assert holds(yes) and not holds(no)
+
+
+def test_a_short_run_is_advised_after_half_of_its_steps():
+    """A critic that learns nothing: of a run of 25 steps half is looked at, of a long one 50."""
+    flat = {"critic/vf_loss": 1.0, "critic/vf_explained_var": 0.0, "critic/returns/std": 1.0}
+    found = {}
+    for total in (25, 1000):
+        advisor = Advisor([BY_NAME["value_loss_flat"]], steps=total)
+        said = {step: advisor.advise(step, flat) for step in range(1, 61)}
+        found[total] = next((step, lines[0]) for step, lines in said.items() if lines)
+    assert [step for step, _ in found.values()] == [12, 50]
+    assert "for 12 steps" in found[25][1] and "for 50 steps" in found[1000][1]
+    assert BY_NAME["rewards_all_equal"].within(8).window == 5, "what needs few steps needs them all"

@@ -25,9 +25,18 @@ def test_a_standard_error_of_shares_is_the_binomial_one() -> None:
 def test_one_answer_a_prompt_gives_the_mean_under_verls_name() -> None:
     found = set_metrics("openai/gsm8k", [Answers({"reward": [1.0]}), Answers({"reward": [0.0]})], 1)
     assert found == {
-        "val-core/openai/gsm8k/reward/mean@1": 0.5,
+        "val-core/openai/gsm8k/acc/mean@1": 0.5,
+        "val-aux/openai/gsm8k/acc/mean@1/stderr": pytest.approx(0.5),
+        "val-aux/openai/gsm8k/reward/mean@1": 0.5,
         "val-aux/openai/gsm8k/reward/mean@1/stderr": pytest.approx(0.5),
     }
+
+
+def test_a_reward_with_further_numbers_is_the_core_itself_and_those_of_the_run_are_none_of_them() -> None:
+    ours = {"reward": [1.0], "agent/turns": [2.0], "audit": [0.0], "reward_error": [0.0]}
+    assert "val-core/sums/acc/mean@1" in set_metrics("sums", [Answers(ours)], 1)
+    found = set_metrics("sums", [Answers({"reward": [1.0], "format": [0.0]})], 1)
+    assert "val-core/sums/reward/mean@1" in found and not any("/acc/" in name for name in found)
 
 
 def test_the_number_acc_is_the_core_of_a_set_that_has_it_and_a_prompt_without_a_score_does_not_count() -> None:
@@ -42,22 +51,22 @@ def test_four_answers_a_prompt_by_hand() -> None:
         Answers({"reward": [0.0, 0.0, 0.0, 1.0]}, ["1", "1", "1", "2"]),
     ]
     found = set_metrics("sums", prompts, 4)
-    assert found["val-core/sums/reward/mean@4"] == 0.375
-    assert found["val-core/sums/reward/best@4/mean"] == pytest.approx((1 - 0.5**4 + 1 - 0.75**4) / 2)
+    assert found["val-core/sums/acc/mean@4"] == 0.375
+    assert found["val-core/sums/acc/best@4/mean"] == pytest.approx((1 - 0.5**4 + 1 - 0.75**4) / 2)
     assert found["val-aux/sums/reward/worst@2/mean"] == pytest.approx((0.5**2 + 0.25**2) / 2)
-    assert found["val-core/sums/reward/pass@4"] == 1.0
+    assert found["val-core/sums/acc/pass@4"] == 1.0
     assert found["val-aux/sums/reward/pass@2"] == pytest.approx((1 - 1 / 6 + 1 - 3 / 6) / 2)
     assert found["val-aux/sums/reward/std@4"] == pytest.approx((0.5 + math.sqrt(3 / 16)) / 2)
     slow = [slow_majority(prompt.votes, prompt.numbers["reward"], 4) for prompt in prompts]
     assert slow[0] > 0.5 > 0.25 > slow[1], "right where most say 4, wrong where most say 1"
-    assert found["val-core/sums/reward/maj@4/mean"] == pytest.approx(np.mean(slow), abs=0.03)
+    assert found["val-core/sums/acc/maj@4/mean"] == pytest.approx(np.mean(slow), abs=0.03)
     assert all(f"val-aux/{name.partition('/')[2]}/stderr" in found for name in found if not name.endswith("stderr"))
 
 
 def test_a_majority_needs_the_votes_of_all_answers_and_passing_needs_shares() -> None:
     found = set_metrics("sums", [Answers({"reward": [0.5, 1.0]}, ["4", None])], 2)
     assert not any("maj@" in name or "pass@" in name for name in found)
-    assert found["val-core/sums/reward/best@2/mean"] == pytest.approx(0.75 * 1.0 + 0.25 * 0.5)
+    assert found["val-core/sums/acc/best@2/mean"] == pytest.approx(0.75 * 1.0 + 0.25 * 0.5)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

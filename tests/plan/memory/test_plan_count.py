@@ -9,7 +9,7 @@ from preset_files import MINIS, NAMES, PUBLISHED, hf_of
 from transformers import AutoModelForCausalLM
 
 import megarl
-from megarl.data.hf_config import config_of
+from megarl.hf_config import config_of
 from megarl.layout import Layout
 from megarl.mcore.models.families import FAMILIES as BUILT
 from megarl.plan.memory.count import FAMILIES, Parameters, check, has_experts, layers_of_stage, of_stage, whole

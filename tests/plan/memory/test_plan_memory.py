@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 from plan_jobs import HF, MOE
+from preset_files import hf_of
 
 from megarl.layout import Layout
 from megarl.plan.memory.count import of_stage
-from megarl.plan.memory.memory import RESERVE_BYTES, Work, of_push, of_stage_bytes
+from megarl.plan.memory.memory import RESERVE_BYTES, Work, kept_numbers, of_push, of_stage_bytes
 from megarl.plan.time.constants import CONSTANTS
 
 WORK = Work(num_ranks=8, max_tokens=100)
@@ -77,7 +78,8 @@ def test_a_reference_holds_weights_only():
 
 INNER = KEPT - 4 * 16  # which tensor-parallel ranks share
 # Experts of local layers: four hidden states, what a local attention keeps, the router, and what two chosen ones keep
-LOCAL_MOE = 4 * 16 + 2 + 3 * (16 + 8) + 3 * 4 + 4 + 2 * (16 + 4 * 32) + 12 * 4
+LOCAL_REST = 4 * 16 + 2 + 3 * (16 + 8) + 3 * 4 + 4
+LOCAL_MOE = LOCAL_REST + 2 * (16 + 4 * 32) + 12 * 4
 NORMED = HF | {"model_type": "qwen3", "head_dim": 4}  # norms of queries and keys keep their inputs
 
 
@@ -88,6 +90,11 @@ NORMED = HF | {"model_type": "qwen3", "head_dim": 4}  # norms of queries and key
         (NORMED, Layout(), 0, {}, 100 * 5 * (KEPT + (4 + 2) * 4)),
         (MOE, Layout(), 0, {"local": True}, 100 * 5 * LOCAL_MOE),
         (HF, Layout(), 0, {"recompute": True}, 100 * (4 * 16 + 2 * KEPT)),  # inputs, and one layer that is run again
+        # what is computed again is there once, too
+        (HF, Layout(), 0, {"recompute_modules": ("mlp",)}, 100 * (4 * (KEPT - 96) + KEPT + 96)),
+        (HF, Layout(tp=2, sequence_parallel=True), 0, {"recompute_modules": ("layernorm",)}, 50 * (5 * KEPT - 3 * 32)),
+        (MOE, Layout(), 0, {"local": True, "recompute_modules": ("moe",)}, 100 * (3 * LOCAL_REST + 2 * LOCAL_MOE)),
+        (HF, Layout(), 0, {"recompute_modules": ("core_attn", "moe_act", "moe", "shared_experts")}, 100 * 5 * KEPT),
         (HF, Layout(cp=2), 0, {}, 50 * 5 * KEPT),
         (HF, Layout(tp=2), 0, {}, 100 * 5 * (4 * 16 + INNER // 2)),
         (HF, Layout(tp=2, sequence_parallel=True), 0, {}, 100 * 5 * KEPT // 2),
@@ -108,3 +115,14 @@ def test_a_push_holds_the_weights_of_both_the_largest_tensor_twice_and_two_bucke
     float32 = replace(WORK, dtype="float32", fsdp=True)
     assert of_push(HF, layout, 1, float32, 40, 1) == (4 * ours, 40, 4 * 4 * embedding, RESERVE_BYTES)
     assert of_push(HF, layout, 1, WORK, 40, 2**33).bucket == 2 * 2 * embedding + 2**33
+
+
+def test_of_experts_the_activation_and_those_that_all_tokens_share_are_computed_again_alone() -> None:
+    hf = MOE | {"n_shared_experts": 2}
+    whole = kept_numbers(hf, Layout(), True)
+    assert whole - kept_numbers(hf, Layout(), True, again=("moe_act",)) == 2 * 32
+    assert whole - kept_numbers(hf, Layout(), True, again=("shared_experts",)) == 2 * 3 * 32
+    assert whole - kept_numbers(hf, Layout(), True, again=("moe", "moe_act")) == 2 * (2 * 16 + 3 * 32) + 2 * 3 * 32 + 4
+    latent = hf_of("deepseek_v3_671b")
+    heads = kept_numbers(latent, Layout(), True) - kept_numbers(latent, Layout(), True, again=("mla_up_proj",))
+    assert heads == 128 * (192 + 192 + 128), "queries, keys and values"

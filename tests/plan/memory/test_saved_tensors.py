@@ -1,52 +1,27 @@
 """What autograd keeps for the backward pass of a layer, tensor by tensor, against the planner's numbers per token."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
-from memory_ranks import Case, gradients
 from preset_files import hf_of
+from saved_tensors import Kept, kept_by_a_layer, with_again
 from spawn import Ranks
+from tiny_models import tiny_model
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megarl.layout import Layout
 from megarl.mcore.models.fusions import fusions
-from megarl.mcore.models.model import build_model
-from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.execution import ExecutionOptions
-from megarl.mcore.training.optimizer import wrap_for_training
+from megarl.plan.memory.count import expert_size
 from megarl.plan.memory.memory import kept_numbers, locally_kept
 
 TOKENS, HIDDEN, WIDTH = 10, 8, 32
-
-
-class Kept(saved_tensors_hooks):
-    """Bytes of the storages that are kept, each once; those of `parameters` do not count."""
-
-    def __init__(self, parameters: Any) -> None:
-        self._own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        self._sizes: dict[int, int] = {}
-        self._alive: list[torch.Tensor] = []  # so that no address is used twice
-        super().__init__(self._note, lambda tensor: tensor)
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        return self
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._alive.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._own:
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self._sizes.values())
+LOCAL = ExecutionOptions(transformer_impl="local")
 
 
 class Linear(nn.Linear):
@@ -76,11 +51,11 @@ def test_a_gated_feed_forward_keeps_three_widths_fused_and_five_apart(fused: boo
     model = feed_forward(fused=fused)
     tokens = torch.randn(TOKENS, *[] if of_expert else [1], HIDDEN, requires_grad=True)
     scale = torch.rand(TOKENS, requires_grad=True) if of_expert else None  # the router's probabilities
-    with torch.compiler.set_stance("force_eager"), Kept(model.parameters()) as kept:
+    with torch.compiler.set_stance("force_eager"), Kept(model.parameters()) as found:
         model(tokens, per_token_scale=scale)
     apart = of_expert and not fused  # the product before it is scaled, too
     scales = 0 if scale is None else TOKENS
-    assert kept.num_bytes == 4 * (TOKENS * (HIDDEN + (times + apart) * WIDTH) + scales)
+    assert found.num_bytes == 4 * (TOKENS * (HIDDEN + (times + apart) * WIDTH) + scales)
 
 
 def test_the_layers_of_transformer_engine_are_planned_with_the_fused_activation() -> None:
@@ -92,24 +67,34 @@ def test_the_layers_of_transformer_engine_are_planned_with_the_fused_activation(
     assert fusions(**of_gpu, latent_attention=False)["bias_activation_fusion"]
 
 
-def kept_of(case: Case) -> int:
-    """Bytes that a training pass of this rank keeps, of the local layers, in float32."""
-    layout = Layout()
-    make_groups(layout)
-    engine = ExecutionOptions(transformer_impl="local")
-    model = wrap_for_training(build_model(case.hf, layout, dtype="float32", engine=engine), layout, engine)
-    with Kept([parameter for chunk in model for parameter in chunk.parameters()]) as kept:
-        gradients(case, layout, model)
-    destroy_groups()
-    return kept.num_bytes
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Ranks]:
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+def kept(ranks: Ranks, hf: dict[str, Any], again: tuple[str, ...]) -> float:
+    return ranks.run(kept_by_a_layer, hf, with_again(LOCAL, again))[0]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("preset", ["qwen2_5_mini", "qwen3_mini"])
-def test_a_local_layer_keeps_what_is_planned(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "again"),
+    [
+        ("qwen2_5_mini", ()),
+        ("qwen3_mini", ()),
+        ("qwen3_mini", ("mlp",)),
+        ("qwen3_moe_mini", ("moe",)),
+    ],
+)
+def test_a_local_layer_keeps_what_is_planned(one_rank: Ranks, preset: str, again: tuple[str, ...]) -> None:
     hf = hf_of(preset)
-    few, many = (Case("kept", hf | {"num_hidden_layers": layers}) for layers in (1, 3))
-    with Ranks(1) as ranks:
-        (less,), (more,) = (ranks.run(kept_of, case) for case in (few, many))
-    measured = (more - less) / 2 / 4 / few.tokens
-    assert locally_kept(hf, Layout(), False) == measured
+    assert kept(one_rank, hf, again) == locally_kept(hf, Layout(), preset == "qwen3_moe_mini", again)
+
+
+@pytest.mark.dist
+def test_shared_experts_that_are_computed_again_save_what_is_planned(one_rank: Ranks) -> None:
+    hf = tiny_model("glm4_moe", tied=False).config.to_dict() | {"first_k_dense_replace": 0}
+    without, again = (kept(one_rank, hf, modules) for modules in ((), ("shared_experts",)))
+    planned = [locally_kept(hf, Layout(), True, modules) for modules in ((), ("shared_experts",))]
+    assert without - again == planned[0] - planned[1] == 3 * expert_size(hf) * hf["n_shared_experts"]

@@ -1,11 +1,13 @@
 """Operations, communication and the pipeline, with numbers that can be followed by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from plan_jobs import FREE, GPU, HF, MOE, job
 
 from megarl.layout import Layout
+from megarl.plan.memory.memory import kept_numbers
 from megarl.plan.time.flops import forward_flops, shape_of
 from megarl.plan.time.links import Links
 from megarl.plan.time.passes import Machine
@@ -76,6 +78,37 @@ def test_layers_that_are_run_again_take_a_forward_pass_more():
     own, free = job(recompute="full"), replace(FREE, memory=1e9)
     kept, again = (Machine(one, one.actor, free).layer(False, 100, 100) for one in (job(), own))
     assert again.backward == pytest.approx(kept.backward + kept.forward)
+
+
+@pytest.mark.parametrize(
+    ("hf", "modules", "operations"),
+    [
+        (HF, (), KEYS * 50),  # the core attention
+        (HF, ("core_attn",), KEYS * 50),
+        (HF, ("mlp", "moe_act", "shared_experts"), 2 * 3 * 16 * 32),
+        (MOE, ("moe", "mlp"), 2 * (16 * 4 + 2 * 3 * 16 * 32)),  # the router, and two chosen experts
+        (MOE | {"n_shared_experts": 2}, ("shared_experts", "moe_act"), 2 * 2 * 3 * 16 * 32),
+    ],
+)
+def test_modules_that_are_run_again_take_their_products_once_more(
+    hf: dict[str, Any], modules: tuple[str, ...], operations: int
+) -> None:
+    free, sparse = replace(FREE, memory=1e9), "num_local_experts" in hf
+    own = job(hf=hf, recompute="selective", recompute_modules=modules)
+    kept, again = (Machine(one, one.actor, free).layer(sparse, 100, 100) for one in (job(hf=hf), own))
+    assert again.forward == kept.forward
+    assert again.backward - kept.backward == pytest.approx(100 * operations / 1e12)
+    slow = replace(free, memory=1.0, touches=1.0)  # what was not kept is read and written once more
+    kept, again = (Machine(one, one.actor, slow).layer(sparse, 100, 100) for one in (job(hf=hf), own))
+    less = kept_numbers(hf, Layout(), sparse) - kept_numbers(hf, Layout(), sparse, again=modules)
+    assert again.backward - kept.backward >= 100 * less * 2 / 1e9
+
+
+def test_a_feed_forward_that_is_run_again_gathers_and_scatters_again() -> None:
+    own = job(layout=Layout(tp=2, sequence_parallel=True), num_ranks=2)
+    again = replace(own, recompute="selective", recompute_modules=("mlp",))
+    one = 100 * 16 * 2 / 2 / GPU.link_bandwidth
+    assert Machine(again, again.actor, FREE).layer(False, 100, 100).exposed == pytest.approx((4 + 6 + 2) * one)
 
 
 def test_tensor_parallel_ranks_gather_and_scatter_twice_a_layer():

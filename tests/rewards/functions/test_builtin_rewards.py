@@ -74,6 +74,8 @@ CASES: dict[str, list[tuple[str, str, float]]] = {
         (r"\boxed{7}", "7", 0),
         ("7 ####", "7", 0),
     ],
+    "gsm8k_verl": [("#### 7", "7", 1), ("####7", "7", 0)],  # test_verl_rules.py has more
+    "math_verl": [(r"\boxed{7}", "7", 1), ("7", "7", 0)],
     "math": [
         (r"so it is $\boxed{\frac{1}{2}}$", "0.5", 1),
         (r"$\frac{2}{4}$", r"\frac{1}{2}", 1),
@@ -93,7 +95,8 @@ CASES: dict[str, list[tuple[str, str, float]]] = {
         ("It is 34.\n\nAnswer: $34$", "34", 1),
         ("Answer: 3\nanswer :\n 34", "34", 1),  # the last one, and in the next line
         ("Answer: 34\nAnswer: 3", "34", -1),
-        (r"\boxed{34}", "34", -1),  # no "Answer:"
+        (r"\boxed{34}", "34", 1),  # without "Answer:" in the last 300
+        (r"\boxed{34}, as 3 + 31 is. Answer: 35", "34", -1),
         ("Answer: 34" + " " * 300, "34", -1),  # not in the last 300 characters
         (r"Answer: \boxed{34}", "34", 1),
         ("Answer: x = 1,234 dollars", "1234", 1),

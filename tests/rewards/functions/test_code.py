@@ -53,6 +53,37 @@ def test_functions_with_arguments_and_results_as_data_sets_have_them():
         assert score(program, truth)["score"] == 0.5
 
 
+BIG = "def is_big(x): return x > 9"
+SPLIT = "def split(text, parts): return [text.split(), parts]"
+FORMS = [  # (program, ground truth, the score by hand)
+    (BIG, {"fn_name": "is_big", "inputs": [[5], [50]], "outputs": [[False], [True]]}, 1.0),
+    (BIG, {"fn_name": "is_big", "inputs": [[5], [50]], "outputs": [[True], [True]]}, 0.5),
+    (BIG, {"fn_name": "is_big", "inputs": ["5", "50"], "outputs": ["false", "true"]}, 1.0),
+    (BIG, {"fn_name": "is_big", "inputs": ["5", "50"], "outputs": ["true", "true"]}, 0.5),
+    ("def ones(n): return [1] * n", {"fn_name": "ones", "inputs": [[1], [2]], "outputs": [[1], [1, 1]]}, 1.0),
+    ("def ones(n): return 1", {"fn_name": "ones", "inputs": [[1], [2]], "outputs": [[1], [1, 1]]}, 0.0),  # not wrapped
+    (SPLIT, {"fn_name": "split", "inputs": ['"a b"\n[1, 2]\n'], "outputs": ['[["a", "b"], [1, 2]]']}, 1.0),
+    (SPLIT, {"fn_name": "split", "inputs": [["a b", [1, 2]]], "outputs": [[["a", "b"], [1, 2]]]}, 1.0),
+    ("def tally(x): return {1: x}", {"fn_name": "tally", "inputs": [[2]], "outputs": [{"1": 2}]}, 1.0),
+    (
+        "print(int(input()) + 1)",
+        [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "2", "output": "4"}],
+        0.5,
+    ),
+    ("print(int(input()) + int(input()))", {"inputs": [["1", "2"]], "outputs": [["3"]]}, 1.0),
+    (BIG, [{"input": "50", "output": "true", "testtype": "functional", "metadata": {"func_name": "is_big"}}], 1.0),
+    (BIG, [{"input": "50", "output": "false", "testtype": "functional", "fn_name": "is_big"}], 0.0),
+    ("def f(x: List[int]): return len(x)", {"asserts": ["assert f([1]) == 1"], "setup": "from typing import *"}, 1.0),
+    ("Y = math.pi\ndef f(): return Y", {"asserts": ["assert f() > 3"], "setup": "import math"}, 1.0),
+]
+
+
+@pytest.mark.parametrize("case", FORMS, ids=str)
+def test_rows_of_each_data_set_are_read_as_they_are_and_as_json(case):
+    program, truth, wanted = case
+    assert score(program, truth)["score"] == score(program, json.dumps(truth))["score"] == wanted
+
+
 def test_a_helper_of_setup_is_no_function_of_the_program():
     asserts = ["assert near(f(2), 1.41)", "assert near(f(2), 1.5)"]
     truth = json.dumps({"asserts": asserts, "setup": "def near(a, b): return abs(a - b) < 0.01"})
@@ -164,6 +195,23 @@ def test_the_last_block_counts():
     assert last_block("```py\na\n``` \n```not`one\nb\n```\nc") == "a\n"
     assert last_block("```py\na\n```py\nb\n```") == "a\n```py\nb\n"
     assert last_block("```\n```") == ""
+    program = "print(1 + 2)\n"
+    for block in (
+        f"```python\n{program}```",
+        f"```\n{program}```",
+        f"````py\n{program}````",
+        f"1. So\n   ```py\n   {program}   ```",
+    ):
+        for after in (
+            "",
+            "\nOutput:\n```\n3\n```",
+            "\nThis prints:\n\n```text\n3\n```",
+            "\n**Output**\n```\nx = 3\n```",
+        ):
+            assert last_block(f"Here:\n{block}{after}\nDone.") == program, (block, after)
+    assert last_block("```python\na = 1\n```\nBetter:\n```\na = 2\n```") == "a = 2\n"
+    assert last_block("- item\n  ```\n  if a:\n    b()\n  ```") == "if a:\n  b()\n"
+    assert last_block("```text\nno program\n```") == "no program\n"
     prompt = Prompt("0-0", [1], "x", ADD)
     assert code(prompt, completion("def add(a, b): return a + b"))["score"] == 0
     assert code(prompt, completion("none"))["tests"] == 3
@@ -173,8 +221,10 @@ def test_the_last_block_counts():
     ("truth", "sentence"),
     [
         ("42 is the answer", "invalid syntax"),
-        ("", "expected inputs and outputs as JSON, or asserts"),
-        ("{}", "expected inputs and outputs as JSON, or asserts"),
+        ("", "expected inputs and outputs, or asserts"),
+        ("{}", "expected inputs and outputs, or asserts"),
+        ([{"input": "1"}], "a test has the keys input; expected 'input' and 'output'"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "expected metadata.func_name in each, or fn_name"),
         (json.dumps({"inputs": ["1"], "outputs": []}), "has 1 inputs and 0 outputs; expected as many"),
         ("x = f(1)", "a test is 'x = f\\(1\\)'; expected imports and asserts"),
         ("assert 1 == 1", "calls no function of the program"),

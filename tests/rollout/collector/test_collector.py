@@ -169,6 +169,16 @@ def test_groups_of_a_real_server(server, make_collectors):
 
 
 @pytest.mark.full
+def test_prompts_may_hold_ids_that_the_model_has_and_the_tokenizer_has_not(collecting):
+    """A model writes ids of the padding of its vocabulary, which are in the prompt of the next turn."""
+    with collecting(Writer(), num_ids=400) as (collectors, *_):
+        padded, outside = (Prompt(f"0-{highest}", [5, highest], "x", None) for highest in (399, 400))
+        (group,), (lost,) = (filled(collectors, collectors.submit([p], n=2, params=PARAMS)) for p in (padded, outside))
+        assert len(group) == 2
+        assert "the prompt holds token ids outside 0 .. 399" in lost.reason
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("truth", "why"),
     [

@@ -27,8 +27,8 @@ class Post:
         self.sent: list[dict[str, Any]] = []
         self.hangs, self.was_cancelled = hangs, False
 
-    async def __call__(self, url: str, body: dict[str, Any], most_bytes: int, key: str) -> Any:
-        self.sent.append(body | {"url": url, "most": most_bytes, "key": key})
+    async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+        self.sent.append(body | {"url": url, "most": most_bytes})
         try:
             await asyncio.sleep(600 if self.hangs else 0)
         except asyncio.CancelledError:
@@ -40,7 +40,7 @@ class Post:
 
 async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]]) -> list[Any]:
     requests = Joined(post)
-    tasks = [asyncio.create_task(requests.ask(url, each, 10, f"key of {each['rid']}")) for url, each in asked]
+    tasks = [asyncio.create_task(requests.ask(url, each, 10)) for url, each in asked]
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     return [reply[0] if isinstance(reply, tuple) else reply for reply in replies]
 
@@ -51,9 +51,9 @@ ASKED = [("a", body([1, 2], 5)), ("a", body([1, 2], 6)), ("a", body([3], 7)), ("
 async def test_requests_to_a_server_that_start_at_once_are_one() -> None:
     post = Post()
     assert await ask_all(post, *ASKED) == [5, 6, 7, 8]
-    assert [(sent["url"], sent["input_ids"], sent["rid"], sent["most"], sent["key"]) for sent in post.sent] == [
-        ("a", [[1, 2], [1, 2], [3]], ["rid-5", "rid-6", "rid-7"], 30, "key of rid-5"),
-        ("b", [1, 2], "rid-8", 10, "key of rid-8"),
+    assert [(sent["url"], sent["input_ids"], sent["rid"], sent["most"]) for sent in post.sent] == [
+        ("a", [[1, 2], [1, 2], [3]], ["rid-5", "rid-6", "rid-7"], 30),
+        ("b", [1, 2], "rid-8", 10),
     ]
 
 
@@ -64,8 +64,8 @@ class Fails(Post):
         super().__init__()
         self.error = error
 
-    async def __call__(self, url: str, body: dict[str, Any], most_bytes: int, key: str) -> Any:
-        replies = await super().__call__(url, body, most_bytes, key)
+    async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+        replies = await super().__call__(url, body, most_bytes)
         if 3 in body["input_ids"] or [3] in body["input_ids"]:
             raise self.error
         return replies
@@ -98,7 +98,7 @@ async def test_requests_are_as_few_as_their_limits_allow(monkeypatch: pytest.Mon
 
 
 def begun(requests: Joined, *seeds: int) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(requests.ask("a", body([seed], seed), 10, "")) for seed in seeds]
+    return [asyncio.create_task(requests.ask("a", body([seed], seed), 10)) for seed in seeds]
 
 
 async def test_what_nobody_waits_for_is_not_sent() -> None:
@@ -110,7 +110,7 @@ async def test_what_nobody_waits_for_is_not_sent() -> None:
     assert [reply for reply, _ in await asyncio.gather(*others)] == [6, 7]
     assert requests.beside("rid-6") == {"rid-6"}, "it has ended"
     assert [sent["rid"] for sent in post.sent] == [["rid-6", "rid-7"]]
-    assert (await requests.ask("a", body([1], 8), 10, ""))[0] == 8, "a later request is another one"
+    assert (await requests.ask("a", body([1], 8), 10))[0] == 8, "a later request is another one"
     assert post.sent[-1]["rid"] == "rid-8"
 
 
@@ -136,8 +136,8 @@ async def test_one_that_is_cancelled_leaves_the_others_and_the_last_one_ends_the
 )
 async def test_a_reply_of_another_form_is_a_reply_to_none_of_them(answer: Callable[..., Any], said: str) -> None:
     class Other(Post):
-        async def __call__(self, url: str, body: dict[str, Any], most_bytes: int, key: str) -> Any:
-            replies = await super().__call__(url, body, most_bytes, key)
+        async def __call__(self, url: str, body: dict[str, Any], most_bytes: int) -> Any:
+            replies = await super().__call__(url, body, most_bytes)
             return answer(replies) if isinstance(replies, list) else replies
 
     failed = await ask_all(Other(), ("a", body([1], 5)), ("a", body([1], 6)))

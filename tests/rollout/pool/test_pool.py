@@ -130,7 +130,7 @@ async def test_without_files_for_connections_the_limit_is_named():
 
 
 async def test_a_prompt_that_could_kill_a_server_is_never_sent():
-    async with pool_of(good, vocab_size=8) as (pool, _, seen):
+    async with pool_of(good, num_ids=8) as (pool, _, seen):
         for prompt in ([], [3, 8], [-1]):
             with pytest.raises(RolloutFailed):
                 await write(pool, prompt, PARAMS)

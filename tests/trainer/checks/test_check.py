@@ -38,6 +38,7 @@ def test_what_was_looked_at_is_told_and_nothing_is_written(parts: Path, tmp_path
     assert any("rewards: tried on 8 rows" in line for line in told)
     said = "old log-probs: of the forward pass of the first optimizer step, checked by a pass "
     assert any(said in line for line in told)
+    assert any(line.startswith("one optimizer step an iteration") for line in told)
     assert told[-1] == "nothing was found that would stop this run"
     assert not list(tmp_path.iterdir())
 

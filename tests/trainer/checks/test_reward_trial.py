@@ -55,6 +55,9 @@ async def replies_later(prompt, completion):
 def replies_to_messages(prompt, completion, messages):
     return float(completion.text) if completion.text.isdigit() else {}
 
+def wants_tags(prompt, completion):
+    return float(completion.text == f"<answer>{prompt.ground_truth}</answer>")
+
 def slows_down(prompt, completion):
     is_odd = prompt.ground_truth == "later" and len(completion.text) < 100 and completion.text != "later"
     time.sleep(0.7 if is_odd or prompt.ground_truth == "first" else 0.0)
@@ -121,6 +124,43 @@ def test_answers_without_the_expected_form_are_tried_too_and_so_is_an_audit(mine
     config.reward.audit = f"{mine}:counts"
     with RewardTrial(config) as trial, pytest.raises(ValueError, match="mine.py:counts: tried on .*ZeroDivisionError"):
         trial.check([row("46")])
+
+
+def test_a_right_answer_that_is_paid_no_more_than_an_empty_one_is_a_warning(
+    mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, short = with_rewards("auto"), mine.replace("mine.py", "short.py")
+    Path(short).write_text("def is_short(prompt, completion):\n    return -len(completion.text)\n")
+    named = {"tags": f"{mine}:wants_tags", "short": f"{short}:is_short", "letters": "choice", "codes": "code"}
+    config.reward.by_data_source = {**named, "sums": "gsm8k", "marks": "gsm8k_strict"}
+    chat = [{"role": "user", "content": "1+1?"}]
+    rows = [
+        Row(f"rows.jsonl:{at}", Prompt(f"0-{at}", [5], chat, truth, source))
+        for at, (truth, source) in enumerate(
+            [
+                ("46", "tags"),
+                ("46", "short"),
+                ("Berlin", "letters"),
+                ("B", "letters"),
+                ("46", ""),
+                ("46", "marks"),
+                (46.0, "sums"),
+                (r"\$5", "lighteval/MATH"),
+                ("46", "aime"),
+                ("assert f() == 1", "codes"),
+            ]
+        )
+    ]
+    with RewardTrial(config) as trial:
+        trial.check(rows)
+    said = " ".join(capsys.readouterr().err.split())
+    paid = "no more than an empty answer"
+    assert f"wants_tags pays the ground truth of 1 of 1 tried rows {paid}: '46', the answer to rows.jsonl:0" in said
+    assert f"choice pays the ground truth of 1 of 2 tried rows {paid}: 'Answer: Berlin', the answer to rows" in said
+    sentence = "not for 'So the answer is 46.' (rows.jsonl:"
+    assert f"auto pays for '46' and {sentence}4): a model has to be asked for the bare ground truth" in said
+    assert f"gsm8k_strict pays for '#### 46' and {sentence}5): a model has to be asked for that form" in said
+    assert said.count(paid) == 2 and said.count(sentence) == 2, "is_short reads no ground truth, and others pay"
 
 
 @pytest.mark.full

@@ -14,16 +14,20 @@ import pytest
 
 from megarl.config import Config, resolved
 from megarl.metrics.evaluation.audit import Audit
-from megarl.metrics.evaluation.evaluation import Mean
+from megarl.metrics.evaluation.evaluation import Mean, cut_off
 from megarl.metrics.jsonl import append_lines, read_lines
+from megarl.rewards.result import to_result
 from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
+from megarl.trainer.checks.reward_rows import chosen_rewards, say_chosen
 from megarl.trainer.evaluation import evaluate
 from megarl.trainer.evaluation.beside import Beside
 from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
 from megarl.trainer.evaluation.record import weights_of
 
-PROMPTS = SimpleNamespace(all=lambda _: ["a prompt"], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
+ROW = Prompt("eval-0", [1], "1+1=", "2")
+PROMPTS = SimpleNamespace(all=lambda _: [ROW], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
+PROMPTS.left_out, PROMPTS.num_cut = lambda _: 0, 0
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
@@ -92,16 +96,22 @@ def test_completions_are_asked_of_servers_or_their_router_which_are_looked_after
     looks: list[list[str]] = []
     ticket = SimpleNamespace(group=None)
     answers = iter([None, None, samples("0", 0.5)])  # while they are waited for
-    collectors = MagicMock(**{"submit.return_value": [ticket]})
+    done = SimpleNamespace(group=samples("1", 0.5))
+    collectors = MagicMock(**{"submit.return_value": [ticket, done]})
+    two = {"all": lambda _: [ROW] * 2, "sets": lambda _: ["sums"] * 2}
     collectors.wait.side_effect = lambda: setattr(ticket, "group", next(answers))
     monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
-    assert evaluated(config, monkeypatch, collectors, router=router) == ([A, B] if router is None else [ROUTER])
+    prompts = SimpleNamespace(**vars(PROMPTS) | two)
+    assert evaluated(config, monkeypatch, collectors, prompts, router=router) == (
+        [A, B] if router is None else [ROUTER]
+    )
     assert router is None or router.working == [A, B]
     assert looks == [[A, B]] * 2
     urgent = collectors.submit.call_args.kwargs["urgent"]
     assert urgent, "in a run nothing that is generated ahead may come before it"
     said = capsys.readouterr().out
-    assert "val/score 0.5000" in said and "val-core/sums/reward/mean@1 0.5000" in said
+    assert "val/score 0.5000" in said and "val-core/sums/acc/mean@1 0.5000" in said
+    assert said.count("evaluating: 1 of 2 prompts") == 1, "no terminal shows how far it is"
     assert "val/version" not in said, "the servers have but one version"
     assert "accuracy" not in said, "a reward of 0.5 is neither right nor wrong"
 
@@ -115,13 +125,15 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     run.mkdir(parents=True)
     (run / "summary.json").write_text("of the training")
     found = [samples("0", 1.0), samples("1", 1.0), LostRollout(Prompt("2", [1], ""), "no server")]
-    prompts = SimpleNamespace(all=lambda _: ["a"] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
+    prompts = SimpleNamespace(all=lambda _: [ROW] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
+    prompts.left_out, prompts.num_cut = lambda _: 2, 0
     evaluated(config, monkeypatch, answering(*found), prompts)
     folder = run / "evaluations" / "1"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["accuracy"] == summary["score"] == pytest.approx(2 / 3)
     assert summary["accuracy_stderr"] == summary["score_stderr"] == pytest.approx(1 / 3)
     assert (summary["prompts"], summary["metrics"]["val/lost"]) == (3, 1.0)
+    assert (summary["rewards"], summary["rewards_by_data_source"]) == (["auto"], {"exact": 3})
     listed = subprocess.run(["sha256sum", "model.safetensors"], cwd=tmp_path, capture_output=True, check=True).stdout
     of_file = {"bytes": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
     assert {name: summary["weights"][name] for name in ("folder", "sha256", "files")} == {
@@ -133,6 +145,14 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     assert [prompt["reward"] for prompt in line["prompts"]] == [[1.0], [1.0], [0.0]]
     assert [row["uid"] for row in read_lines(folder / "answers.jsonl")] == ["0", "1"]
     said = capsys.readouterr().out
+    numbers = summary["metrics"]
+    assert (numbers["val/response_length/mean"], numbers["val/clip_ratio"]) == (1.0, 0.0)
+    assert summary["prompts_filtered"] == 2 and "2 prompts are longer" in said
+    assert (
+        summary["tokens_per_s"] == pytest.approx(2 / max(summary["seconds"], 1e-9), rel=1) or summary["seconds"] < 0.1
+    )
+    assert f"2 answers in {summary['seconds']} s" in said
+    assert "stderr" not in said and "val-aux" not in said
     assert "accuracy 0.6667" in said and said.endswith(f"results: {folder}\n")
 
     evaluated(config, monkeypatch, answering(samples("0", 0.0)))
@@ -173,17 +193,29 @@ def test_what_could_not_be_scored_is_counted_and_is_no_zero_in_the_score() -> No
     unscored = LostRollout(Prompt("2", [1], ""), "2 of 2 completions could not be scored", unscored=2)
     found = Evaluation([samples("0", 1.0, 0.0), samples("1", 1.0), unscored], n=2)
     counted = {"val/unscored": 3.0, "val/lost": 0.0}
+    counted |= {"val/response_length/mean": 1.0, "val/clip_ratio": 0.0}
     assert found.metrics() == {"val/score": 0.75, "val/score_stderr": pytest.approx(0.25), **counted}
     assert found.is_share
     lost = LostRollout(Prompt("3", [1], ""), "no server")
     more = Evaluation([*found.groups, lost], n=2, sets=["a", "a", "a", "b"])
     metrics = more.metrics()
     assert (metrics["val/score"], metrics["val/unscored"], metrics["val/lost"]) == (0.5, 3.0, 1.0)
-    assert metrics["val-core/a/reward/mean@2"] == 0.75 and metrics["val-core/b/reward/mean@2"] == 0.0
+    assert metrics["val-core/a/acc/mean@2"] == 0.75 and metrics["val-core/b/acc/mean@2"] == 0.0
     shaped = Evaluation([samples("0", 0.5), samples("1", 1.0)])
     assert not shaped.is_share and shaped.accuracy is None, "the mean of such rewards is a score, and no accuracy"
     right = [[replace(s, reward_extra={"acc": float(s.reward == 1)}) for s in group] for group in shaped.groups]
     assert Evaluation([*right, lost]).accuracy == Mean.of([0.0, 1.0, 0.0])
+
+
+def test_lengths_and_cut_answers_of_an_evaluation_are_told_and_a_tenth_of_them_in_a_sentence() -> None:
+    prompt, versions = Prompt("0", [1, 2, 3], ""), (VersionSpan(0, 0, 4),)
+    cut = Sample.of(prompt, Completion([1] * 4, [-1.0] * 4, "length", versions), 0.0)
+    found = Evaluation([[cut, *samples("0", 1.0)], samples("1", 1.0, 1.0)], n=2).metrics()
+    assert (found["val/response_length/mean"], found["val/clip_ratio"]) == ((4 + 1 + 1 + 1) / 4, 0.25)
+    sentence = cut_off(found)
+    assert sentence is not None and "25 % " in sentence.replace("25%", "25 %")
+    assert "rollout.val_kwargs.max_response_length" in sentence
+    assert cut_off({"val/clip_ratio": 0.1}) is None and cut_off({}) is None
 
 
 def answered(uid: str, *extras: dict[str, float]) -> list[Sample]:
@@ -192,6 +224,33 @@ def answered(uid: str, *extras: dict[str, float]) -> list[Sample]:
         replace(sample, reward=extra.get("acc", 0.0), reward_extra=extra)
         for extra, sample in zip(extras, samples(uid, *(0.0 for _ in extras)), strict=True)
     ]
+
+
+def test_what_chose_itself_is_said_and_counted() -> None:
+    raw = {"answer": "12 + 34 = 46\n#### 46"}
+    rows = [Prompt("0-0", [1], "?", "46", "", raw)] * 3 + [Prompt("0-3", [1], "?", "46", "mine")]
+    config, said = resolved(Config()), list[str]()
+    say_chosen(config, rows, said.append)
+    more = "exact pays for the bare ground truth only, as there is no rule for data_source 'mine'"
+    assert said == [f"reward.fn=auto: by the data source gsm8k scores 3 rows, exact scores 1 row; {more}"]
+    assert chosen_rewards(config, rows) == {"gsm8k": 3, "exact": 1}
+    rows.append(Prompt("0-4", [1], "?", "46", "numina_olympiads"))
+    say_chosen(config, rows[4:], said.append)
+    assert said[1].endswith("verl scores numina_* with a function of its own, math is the nearest")
+    config.reward.fn = ["gsm8k"]
+    say_chosen(config, rows, said.append)
+    assert len(said) == 2 and chosen_rewards(config, rows) == {}
+
+
+def test_numbers_of_a_reward_replace_nothing_of_an_evaluation() -> None:
+    result = to_result({"score": 1.0, "reward": 0.1, "uid": 7, "set": 8, "audit": 9, "reward_error": 1})
+    group = [replace(sample, reward=result.reward, reward_extra=result.extra) for sample in samples("0-3", 0.0)]
+    found = Evaluation([group], sets=["sums"])
+    metrics, (prompt,) = found.metrics(), found.line(step=0)["prompts"]
+    assert metrics["val/score"] == metrics["val-core/sums/reward/mean@1"] == 1.0
+    assert metrics["val-aux/sums/extra/reward/mean@1"] == 0.1
+    assert found.audits == (0, 0) and "audit/failed" not in metrics
+    assert (prompt["uid"], prompt["set"], prompt["reward"], prompt["extra/uid"]) == ("0-3", "sums", [1.0], [7.0])
 
 
 def test_lost_prompts_count_as_wrong_in_the_accuracy_of_their_set() -> None:

@@ -1,5 +1,7 @@
 """A folder's score by transformers' own generate, from a process of its own."""
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +19,9 @@ REWARD = """
 def length_or_hangs(prompt, completion):
     while prompt.uid == "2": pass
     return len(completion.text.encode()) / 10
+
+def text_of(prompt, completion):
+    return float(int.from_bytes(completion.text.encode()[:6], "big"))
 
 def never(prompt, completion):
     raise RuntimeError("it is broken")
@@ -71,6 +76,23 @@ def test_the_score_is_that_of_greedy_answers_but_for_one_on_which_the_reward_han
 
 def test_answers_without_a_score_do_not_count(folder: Path, reward: str) -> None:
     assert score(task(folder, f"{reward}:never"), lambda done: None) == 0.0
+
+
+def test_penalties_of_generation_config_change_nothing_and_its_end_tokens_are_among_those_that_end(
+    folder: Path, reward: str, tmp_path: Path
+) -> None:
+    """As in the servers; the folder with a penalty would else repeat no token."""
+    plain, other = task(folder, f"{reward}:text_of"), tmp_path / "other"
+    shutil.copytree(folder, other)
+    found = score(plain, lambda done: None)
+    file = other / "generation_config.json"
+    of_folder = json.loads(file.read_text())
+    file.write_text(json.dumps({**of_folder, "repetition_penalty": 1000.0, "no_repeat_ngram_size": 1}))
+    assert score(plain._replace(folder=str(other)), lambda done: None) == found > 0
+    file.write_text(
+        json.dumps({**of_folder, "eos_token_id": list(range(3, 90))})
+    )  # now the first token ends each answer
+    assert score(plain._replace(folder=str(other)), lambda done: None) < found
 
 
 @pytest.mark.full

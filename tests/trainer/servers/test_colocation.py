@@ -108,11 +108,16 @@ def test_a_server_into_which_no_push_leads_is_refused_before_the_start(words: li
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_ranks_whose_memory_servers_may_not_open_are_refused(name, monkeypatch):
-    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    said = f"^{name}=max_split_size_mb:64,expandable_segments:True: with rollout.placement=shared servers map memory of"
-    with pytest.raises(ValueError, match=said):
-        check_shared_gpus(load(*SHARED))
+@pytest.mark.parametrize("given", ["max_split_size_mb:64,expandable_segments:True", "expandable_segments : True"])
+def test_ranks_whose_memory_servers_may_not_open_are_refused(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those beside servers that use the same GPUs at the same time."""
+    beside = ["rollout.placement=separate", "rollout.first_gpu=0", "rollout.memory_fraction=0.3"]
+    monkeypatch.setenv(name, given)
+    for words in ([], beside):
+        with pytest.raises(ValueError, match=f"^{name}={given} on .*: servers on the actor's GPUs map memory of its"):
+            check_shared_gpus(load(*SHARED, *words))
     check_shared_gpus(load(*SHARED, "rollout.placement=separate"))
     monkeypatch.setenv(name, "expandable_segments:False")
     check_shared_gpus(load(*SHARED))

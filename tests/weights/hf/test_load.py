@@ -213,4 +213,7 @@ def test_an_exported_folder_claims_no_layers_that_were_passed_over_nor_that_it_h
     config = {"model_type": "qwen3", "num_nextn_predict_layers": 0}
     (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1, RANDOM_WEIGHTS: True}))
     finish_folder(target, source, "actor", torch.bfloat16)
-    assert json.loads((target / "config.json").read_text()) == config | {"dtype": "bfloat16"}
+    assert json.loads((target / "config.json").read_text()) == config | {
+        "dtype": "bfloat16",
+        "architectures": ["Qwen3ForCausalLM"],
+    }

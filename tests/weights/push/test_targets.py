@@ -158,3 +158,5 @@ def test_a_clock_gives_each_second_to_the_innermost_phase(monkeypatch: pytest.Mo
     assert clock.seconds == {"outer": 1.0 + 3.0, "inner": 2.0}
     clock.split("load", of="outer", seconds=0.5)
     assert clock.seconds == {"outer": 3.5, "inner": 2.0, "load": 0.5}
+    clock.split("load", of="inner", seconds=2.25)  # of a caller whose own clock ran longer
+    assert clock.seconds == {"outer": 3.5, "inner": 0.0, "load": 2.5}

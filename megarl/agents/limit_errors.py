@@ -1,0 +1,19 @@
+"""Tells an agent's error at a limit of its episode from a fault of its own behind the limit."""
+
+from __future__ import annotations
+
+import re
+
+_STATUS = ("status", "status_code", "code")  # where clients keep it
+_TELLS = re.compile(r"context_length_exceeded|prompt is too long|it is over|\b400\b")  # and what they say
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether this is the error of a request that was refused, or was raised `from` one: no fault behind it.
+
+    Clients have errors of their own, and what is in another process, or a program's last words, is text alone.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_refusal, error.exceptions))
+    is_told = any(getattr(error, name, None) == 400 for name in _STATUS) or _TELLS.search(str(error)) is not None
+    return is_told or (error.__cause__ is not None and is_refusal(error.__cause__))

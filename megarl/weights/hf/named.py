@@ -1,0 +1,115 @@
+"""The tensors of an HF folder under the names of its model's table, and whether they are those of the model.
+
+Nothing here needs Megatron.  transformers saves one model in several ways: experts one by one or stacked, tied rows
+under either name, a bare decoder without its prefix.  Trainer, conversion and the hf engine read all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megarl.hf_config import read_hf_config
+from megarl.model_settings.families import settings_of
+from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, open_hf
+from megarl.weights.hf.unstacked import Unstacked
+from megarl.weights.mapping.blocks import HFConfig, Role
+from megarl.weights.mapping.families import FAMILIES, ignorable, plain_stacks, stacks_for, table_for, tied
+from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
+
+
+@contextmanager
+def open_for(folder: str | Path, hf_config: HFConfig) -> Iterator[HFFolder]:
+    """A folder of a model, whose tensors have the names of the model's table."""
+    with open_hf(folder) as held:
+        if hf_config.get("model_type") not in FAMILIES:
+            yield held
+            return
+        table = table_for(hf_config)
+        plain = plain_stacks(table)
+        names = [*(name for op in table for name in op.hf_shapes), *(stack.hf_name for stack in plain)]
+        held.rename(dict(_renamed(names, held.shapes, tied(hf_config))))
+        stacks = stacks_for(hf_config) or [stack for stack in plain if stack.hf_name in held.shapes]
+        yield Unstacked(held, stacks) if stacks else held
+
+
+def _renamed(names: Sequence[str], held: Container[str], copies: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Names that a folder does not hold -> those under which transformers finds the tensors."""
+    of_copies = {original: copy for copy, original in copies.items()}
+    for name in names:
+        if name not in held:
+            others = (name.replace(".block_sparse_moe.", ".mlp."), name.removeprefix("model."), of_copies.get(name))
+            if found := next((other for other in others if other != name and other in held), None):
+                yield name, found
+
+
+def check_folder(folder: str | Path, role: Role = "actor") -> int:
+    """The number of tensors in a folder that the trainer can load; only headers of files are read.
+
+    Raises ValueError of one sentence for mathematics, names or shapes that ranks would refuse.
+    """
+    hf_config = read_hf_config(folder)
+    settings_of(hf_config)
+    with open_for(folder, hf_config) as held:
+        check_names(held, table_for(hf_config, role=role), ignorable(hf_config, role))
+        return len(held.hub_shapes)
+
+
+def check_for_sglang(folder: str | Path) -> None:
+    """Raise ValueError of one sentence for a folder from which SGLang would load other weights than the trainer.
+
+    It takes all tensors of all files in the index, or of all *.safetensors if there is none, under their own names.
+    """
+    folder, hf_config = Path(folder), read_hf_config(folder)
+    wanted = f"expected a folder that `megarl convert from={folder} to=FOLDER format=hf` wrote"
+    with open_hf(folder) as held:
+        stored = set(held.shapes)
+    with open_for(folder, hf_config) as held:
+        renamed = [name for name in held.hub_shapes if name not in stored] if not stacks_for(hf_config) else []
+        several = dict(held.in_several)
+    others = sorted(path.name for path in folder.glob("*.safetensors") if path.name != SINGLE)
+    if (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+        raise ValueError(f"{folder}: {INDEX} lists files that are not there beside {SINGLE}; {wanted} for SGLang")
+    if not (folder / INDEX).is_file() and others not in ([], ["consolidated.safetensors"]):
+        raise ValueError(f"{folder}: SGLang reads {others[0]} beside {SINGLE}, the trainer does not; {wanted}")
+    for name, paths in several.items():
+        both = " and ".join(path.name for path in paths[:2])
+        raise ValueError(f"{folder}: {both} both hold {name}, and SGLang may take either; {wanted}")
+    if renamed:
+        raise ValueError(f"{folder}: SGLang does not find {some_names(renamed)}, which is stored otherwise; {wanted}")
+
+
+def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str]) -> None:
+    """Refuse a folder whose tensors are not those of the table."""
+    if quantized := next((n for n in folder.shapes if n.endswith("_scale_inv")), None):
+        raise ValueError(
+            f"{folder.folder}: {quantized} says that its weights are in fp8; expected them in bf16 or float32"
+        )
+    expected = {name: shape for op in table for name, shape in op.hf_shapes.items()}
+    optional = {name for op in table if not op.required for name in op.hf_shapes}
+    missing = [n for n in expected if n not in folder.shapes and n not in optional]
+    extra = [n for n in folder.shapes if n not in expected and n not in may_ignore]
+    misshapen = [
+        f"{n} (has {list(folder.shapes[n])}, expected {list(shape)})"
+        for n, shape in expected.items()
+        if n in folder.shapes and folder.shapes[n] != shape
+    ]
+    parts = [("missing", missing), ("not of this model", extra), ("of another shape", misshapen)]
+    faults = [f"{what}: {some_names(names)}" for what, names in parts if names]
+    if faults:
+        raise ValueError(f"the weights in {folder.folder} do not fit its config.json; " + "; ".join(faults))
+
+
+def check_tied(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], coordinate: ShardCoordinate) -> None:
+    """ValueError if a folder says that its embeddings are tied, but holds output rows that differ from them."""
+    for name, original in pairs.items():
+        pieces = [p for op in table for p in op.pieces_at(coordinate) if p.hf_name == original]
+        for p in pieces if name in folder.shapes else []:
+            if not torch.equal(*(folder.read(n, p.dim, p.hf_start, p.length) for n in (name, original))):
+                raise ValueError(
+                    f"{folder.folder}: {name} differs from {original} though config.json says "
+                    "tie_word_embeddings=true; expected equal tensors, or false"
+                )

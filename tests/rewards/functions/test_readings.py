@@ -1,0 +1,33 @@
+"""Answers as people and models write them: readings.jsonl has the score that each deserves, decided by reading it.
+
+{"reward", "answer", "truth", "score"}; of a judge's answer "score" is the number in it, null without one.
+"""
+
+from pathlib import Path
+
+import pytest
+from answers import completion
+
+from megarl.config import Config
+from megarl.metrics.jsonl import read_lines
+from megarl.rewards import load_reward
+from megarl.rewards.services.judge import reader
+from megarl.sample import Prompt
+
+CASES = list(read_lines(Path(__file__).with_name("readings.jsonl")))
+
+
+@pytest.mark.parametrize("name", sorted({case["reward"] for case in CASES}))
+def test_answers_are_read_as_people_read_them(name: str) -> None:
+    wrong = []
+    for case in (case for case in CASES if case["reward"] == name):
+        if name == "judge":
+            score = reader(Config().reward.judge.read)(case["answer"])
+        else:
+            score = load_reward(name)(Prompt("0-0", [1], "?", case["truth"]), completion(case["answer"]))
+        wrong += [] if score == case["score"] else [(case["answer"], case["truth"], case["score"], score)]
+    assert not wrong
+
+
+def test_the_readings_are_many() -> None:
+    assert len({(case["reward"], case["answer"], case["truth"]) for case in CASES}) == len(CASES) > 200
