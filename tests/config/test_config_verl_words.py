@@ -15,6 +15,11 @@ algorithm.overlong_buffer.len | 64
 reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=64 \
 reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 | algorithm.overlong_buffer.penalty_factor | 0.5
 reward.fn=code reward.sandbox_fusion.url=http://h:1/run_code | reward.sandbox | url:http://h:1
+# verl's estimator ends at 10
+actor.use_kl_loss=True actor.kl_loss_type=low_var_kl | actor.kl_loss_type | low_var_kl_clamped
+actor.use_kl_loss=True actor.kl_loss_type=k3+ | actor.kl_loss_type | low_var_kl_clamped+
+actor.use_kl_loss=True | actor.kl_loss_type | low_var_kl_clamped
+algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl | algorithm.kl_penalty | low_var_kl_clamped
 # schedules: verl counts iterations, of ppo_epochs times 1024 / 256 prompts
 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 40
 data.train_batch_size=512 actor.ppo_mini_batch_size=32 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | \

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 from megarl.config import names
-from megarl.config.verl.learning import BATCH, BY_SEQUENCE, CAP, DEFAULT_SIZES, SEQUENCES, policy_loss
+from megarl.config.verl.learning import BATCH, BY_SEQUENCE, CAP, CLAMPED, DEFAULT_SIZES, SEQUENCES, policy_loss
 from megarl.config.verl.models import ADAPTERS, by_megatron, has_adapters
 from megarl.config.verl.rollouts import nodes_of_servers, prompts_of_a_sync, servers_apart
 from megarl.config.verl.runs import ALL_OF_THEM
@@ -83,6 +83,7 @@ def _learning(command: Command) -> Iterator[tuple[str, Any]]:
     if loss in BY_SEQUENCE:
         yield "actor.loss_agg_mode", SEQUENCES
         yield "critic.loss_agg_mode", command.get("actor.loss_agg_mode", "token-mean")
+    yield "actor.kl_loss_type", CLAMPED
     if command.get("model.lora_rank"):
         yield "actor.lora.alpha", 16.0
     if command.is_on("algorithm.filter_groups.enable"):

@@ -14,6 +14,7 @@ BATCH, MINI_BATCH = "data.train_batch_size", "actor.ppo_mini_batch_size"
 DEFAULT_SIZES = {BATCH: 1024, MINI_BATCH: 256}
 CORRECTION = "algorithm.rollout_correction"
 BY_SEQUENCE, SEQUENCES = ("geo_mean", "gmpo", "sapo"), "seq-mean-token-mean"  # verl's losses with an own aggregation
+CLAMPED = "low_var_kl_clamped"
 CAP = "dppo_ratio_cap"  # of DPPO, which verl reads from clip_ratio_c
 
 
@@ -168,6 +169,15 @@ def _aggregation(key: str, value: Any, command: Command) -> Taken:
     return Taken(((key, forced),), told)
 
 
+def _kl(key: str, value: Any, command: Command) -> Taken:
+    """verl's third estimator of a KL is at most 10."""
+    name = str(value).removesuffix("+")
+    if not command.is_whole or name not in ("low_var_kl", "k3"):
+        return Taken(((key, value),))
+    ours = f"{CLAMPED}{'+' * str(value).endswith('+')}"
+    return Taken(((key, ours),), f"{key}={ours}: verl's is at most 10, and has no gradient there")
+
+
 _LOSS_ARGS = {
     **{f"{group}.{name}": name for group in ("actor", "actor.policy_loss") for name in ("tau_pos", "tau_neg")},
     **{f"actor.policy_loss.clip_cov_{name}": f"clip_cov_{name}" for name in ("ratio", "lb", "ub")},
@@ -183,6 +193,7 @@ RULES: dict[str, Rule] = {
     "ref.log_prob_max_token_len_per_gpu": _cut_by_tokens,
     "actor.policy_loss.loss_mode": _loss_mode,
     "actor.loss_agg_mode": _aggregation,
+    **dict.fromkeys(("actor.kl_loss_type", "algorithm.kl_penalty"), _kl),
     **each("actor", "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c", _clip),
     **{key: _loss_arg(name) for key, name in _LOSS_ARGS.items()},
     "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0),
