@@ -145,6 +145,7 @@ EXPLAIN = Command("megarl.doctor.command", "explain_run", "`megarl doctor --run`
 SWEEP = Command("megarl.commands.sweep", "main", "`megarl train -m`: a run of each combination of values")
 
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
+CHECKED = ("train", "sft", "evaluate")
 WITH_SERVERS = ("train", "evaluate", "serve")
 
 GROUPS = {
@@ -235,8 +236,12 @@ def _run(name: str, words: list[str]) -> int:
             return _work_of(EXPLAIN)(asked)
         return _work_of(COMMANDS[name])(asked, _configured(name, settings))
     config = _configured(name, words)
-    if name == "train" and config.trainer.check_only:  # needs no other machine, and no GPU
-        return _work_of(CHECK)(config)
+    if config.trainer.check_only and name != "config":  # needs no other machine, and no GPU
+        if name not in CHECKED:
+            raise ValueError(
+                f"trainer.check_only=true: `megarl {name}` has no check; expected one of {', '.join(CHECKED)}"
+            )
+        return _work_of(CHECK)(config, name)
     if name in OVER_NODES:
         config = placed(config, os.environ)
         name = "node" if config.trainer.node_rank else name
@@ -268,13 +273,16 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 def _choose_engine(command: str, said: list[str], config: Config) -> str:
     """The engine for rollout.engine=auto; `said` gets the reason.  It stays auto where no server is started."""
-    if command not in WITH_SERVERS or (command == "train" and config.trainer.check_only):
+    if command not in WITH_SERVERS:
         return config.rollout.engine
     if command in OVER_NODES and placed(config, os.environ).trainer.node_rank:  # the first machine decides
         return config.rollout.engine
     from megarl.trainer.servers.engine import chosen_engine  # with torch, which help does not need
 
     engine, reason = chosen_engine(config, command)
+    if config.trainer.check_only and config.trainer.device != "cpu" and engine == "hf":
+        said.append(f"rollout.engine=auto: checked as sglang, as on GPUs; on this machine it is hf, because {reason}")
+        return config.rollout.engine
     said.append(f"rollout.engine=auto: {engine}, because {reason}")
     return engine
 

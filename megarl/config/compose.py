@@ -25,12 +25,13 @@ from megarl.config.names import AUTO, COMMANDS
 from megarl.config.presets import find, is_path, read_preset
 from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, sources_of, to_config
 from megarl.config.schema import Config
-from megarl.config.settings import ConfigError, Faults, Layer, Setting, from_command_line, from_file, show
+from megarl.config.settings import PRESET, ConfigError, Faults, Layer, Setting, from_command_line, from_file, show
+from megarl.config.settings import read_yaml as read_content
 from megarl.config.unused_keys import without_effect
 from megarl.config.validate.algorithms import advice
 from megarl.config.validate.combinations import contradictions
 from megarl.config.validate.layouts import failing_roles, layout_faults
-from megarl.config.validate.models import model_config
+from megarl.config.validate.models import is_here, may_be_hub_name, model_config
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.sampling import advice as advice_on_sampling
 from megarl.config.validate.servers import advice as advice_on_servers
@@ -76,6 +77,7 @@ def load_config(
 
     _stop_if_any(layout_faults(config, command, failing), layers)
     warnings = [warning for layer in layers for warning in layer.warnings] + without_shards(config, command)
+    warnings += [] if PRESET in given else _sizes_of_presets(config)
     warnings += with_local_layers(config, command)
     settled(config)
     wrong = list(contradictions(config, command))
@@ -259,7 +261,35 @@ def _laid(layers: list[Layer]) -> Config:
     composed = deepcopy(_base())
     for layer in layers:
         _lay(composed, layer)
-    return followed_by_roles(to_config(composed))
+    return _with_known_sizes(followed_by_roles(to_config(composed)))
+
+
+def _with_known_sizes(config: Config) -> Config:
+    """Models that are not here, and are those of presets by their hub names, get the presets' numbers."""
+    for node in _models(config):
+        if not node.config and node.path in _presets_of_hub() and not is_here(node.path):
+            node.config = dict(_presets_of_hub()[node.path][1])
+    return config
+
+
+def _sizes_of_presets(config: Config) -> list[str]:
+    """A line for each model whose numbers are those of a preset that nobody named."""
+    found = dict.fromkeys(node.path for node in _models(config) if node.path in _presets_of_hub())
+    absent = [path for path in found if not is_here(path)]
+    return [
+        f"{path}: its config.json is not here; model={_presets_of_hub()[path][0]} has its numbers" for path in absent
+    ]
+
+
+def _models(config: Config) -> Iterable[Any]:
+    return (config.model, config.critic.model, config.ref.model, *(t.model for t in config.teachers.values()))
+
+
+@cache
+def _presets_of_hub() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Hub name -> the preset of that model, and its numbers of config.json."""
+    models = {name: read_content(file)["model"] for name, file in _shipped("model").items()}
+    return {model["path"]: (name, model["config"]) for name, model in models.items() if may_be_hub_name(model["path"])}
 
 
 def _lay(config: DictConfig, layer: Layer) -> None:

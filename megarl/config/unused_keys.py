@@ -307,10 +307,10 @@ UNREAD = {
         "actor.ppo_epochs actor.old_* actor.clip_ratio* actor.entropy_coeff actor.use_kl_loss actor.kl_* actor.loss_* "
         "actor.router_replay data.*_files data.*_key data.*_batch_size data.max_* data.overlong_prompts data.shuffle "
         "data.*_max_samples trainer.eval_beside trainer.keep_best trainer.critic_warmup trainer.prepare "
-        "trainer.check_export trainer.total_epochs trainer.check_only trainer.token_samples"
+        "trainer.check_export trainer.total_epochs trainer.token_samples"
     ),
     "evaluate": (
-        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* trainer.check_only "
+        "actor.* algorithm.[!p]* algorithm.policy_* critic.* ref.* teachers.* distill.* sft.* "
         "data.train_max_samples trainer.on_nonfinite trainer.spike_sigma trainer.token_samples trainer.profile.* "
         "trainer.eval_beside trainer.save_* trainer.term_grace_s trainer.max_restarts "
         "trainer.start_timeout_s trainer.call_factor trainer.call_floor_s trainer.*silence_s trainer.spare_nodes "

@@ -15,6 +15,7 @@ import psutil
 
 from megarl.config import Config
 from megarl.doctor.finding import FAIL, NOTE, OK, Finding
+from megarl.plan.memory.cpu import CGROUP, free_bytes
 
 QUICKSTART_MEMORY_BYTES = 4 * 2**30
 QUICKSTART_DISK_BYTES = 1 * 2**30
@@ -24,7 +25,6 @@ SLOW_DISK = 100e6  # bytes/s: a save of 1.5 B parameters with Adam's moments tak
 SLOW_LOOPBACK = 200e6  # bytes/s: weights of 0.5 B parameters take five seconds there
 OPEN_FILES = 4096  # a collector keeps one for each request in flight, machine 0 some for each rank
 SHARED_MEMORY_BYTES = 2**30  # NCCL's and gloo's buffers, and tensors between processes
-CGROUP = Path("/sys/fs/cgroup")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -46,10 +46,7 @@ def findings(config: Config) -> list[Finding]:
 
 def _memory() -> Finding:
     """Free host memory: what the machine and the container's limit leave."""
-    free = psutil.virtual_memory().available
-    if (limit := _number(CGROUP / "memory.max")) is not None:
-        free = min(free, limit - (_number(CGROUP / "memory.current") or 0))
-    return _free("free memory", free, QUICKSTART_MEMORY_BYTES, FAIL)
+    return _free("free memory", free_bytes(), QUICKSTART_MEMORY_BYTES, FAIL)
 
 
 def _cores() -> Finding:
@@ -173,9 +170,3 @@ def _infiniband() -> list[Finding]:
         verdict = OK if state.endswith("ACTIVE") else NOTE
         rows.append(Finding(name, f"{rate.read_text().strip()}, {state}", "ACTIVE", verdict))
     return rows
-
-
-def _number(file: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
-    text = file.read_text().strip() if file.is_file() else "max"
-    return None if text == "max" else int(text)

@@ -27,15 +27,16 @@ def job_of(
     config: Config,
     gpu: Gpu,
     *,
+    command: str = "train",
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Job:
-    """The run on such GPUs.  Lengths are means.
+    """The run of a command (train or sft) on such GPUs.  Lengths are means.
 
     Raises: ValueError if a model's numbers are not known, or for a value in rollout.sglang.args.
     """
     data, rollout, actor = config.data, config.rollout, config.actor
-    own = role_of(config, "actor")
+    own, is_sft = role_of(config, "actor"), command == "sft"
     job = Job(
         hf=own.hf,
         gpu=gpu,
@@ -74,14 +75,14 @@ def job_of(
         pins_routes=rollout.engine != "hf",
         # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
-        critic=role_of(config, "critic") if config.uses_critic else None,
-        reference=role_of(config, "ref") if config.uses_reference else None,
-        teachers=tuple(role_of(config, name) for name in config.teachers_on_ranks),
+        critic=role_of(config, "critic") if config.uses_critic and not is_sft else None,
+        reference=role_of(config, "ref") if config.uses_reference and not is_sft else None,
+        teachers=() if is_sft else tuple(role_of(config, name) for name in config.teachers_on_ranks),
         reads_heads=bool(config.divergence_of_vocabulary),
         teacher_top_k=(config.distill.top_k or 0) if config.teachers and config.distill.form == "loss" else 0,
         shared=rollout.placement == "shared",
         server_gpus=rollout.tensor_model_parallel_size,
-        num_servers=len(rollout.urls) or rollout.num_servers,
+        num_servers=0 if is_sft else len(rollout.urls) or rollout.num_servers,
         server_ep=rollout.expert_parallel_size,
         attention_dp=rollout.attention_dp,
         server_precision="fp8" if rollout.quantization == "fp8" else "bf16",

@@ -199,6 +199,23 @@ def make_token_log(config: Config) -> TokenLog | None:
     )
 
 
+def num_iterations(config: Config, num_prompts: int, critic_warmup: int) -> int:
+    """Iterations of a run on `num_prompts` prompts, of which the first `critic_warmup` train the critic alone.
+
+    Raises ValueError for none, or none of the actor.
+    """
+    data, trainer = config.data, config.trainer
+    steps = trainer.total_training_steps or trainer.total_epochs * num_prompts // data.train_batch_size
+    if steps < 1:
+        raise ValueError(
+            f"data.train_batch_size={data.train_batch_size}: one epoch has {num_prompts} prompts; use a smaller batch, "
+            "more epochs, or trainer.total_training_steps"
+        )
+    if critic_warmup >= steps:
+        raise ValueError(f"trainer.critic_warmup={critic_warmup}: expected fewer than the {steps} steps of the run")
+    return steps
+
+
 def optimizer_steps(config: Config, role: Any, num_iterations: int) -> int:
     """Optimizer steps of a role in `num_iterations` iterations."""
     return max(1, num_iterations * role.ppo_epochs * -(-config.data.train_batch_size // role.ppo_mini_batch_size))

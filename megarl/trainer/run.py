@@ -47,6 +47,7 @@ from megarl.trainer.build import (
     make_group,
     make_token_log,
     model_folder,
+    num_iterations,
     ranks_address,
     read_prompts,
     shortened,
@@ -57,6 +58,7 @@ from megarl.trainer.checkpoint.manifest import Damaged
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.saver import Saver
+from megarl.trainer.checks.machine import lacks_memory, memory_on_cpu
 from megarl.trainer.checks.reward_rows import check_audited, check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards, make_collectors, make_rewards
@@ -112,6 +114,8 @@ class Run:
             if uses_gpus(config) and pushes_over_nccl(config):
                 check_one_nccl(python)
         check_shared_gpus(config)
+        if sentence := lacks_memory(memory_on_cpu(config, "train")):
+            warn(sentence)
         load_plugins(config.algorithm.plugins)
         check_rewards(config)
         if reason := check_agents(config):
@@ -130,18 +134,7 @@ class Run:
             self._read()
         check_taught(config, self.prompts.data_sources)
         self.saves_waiting = self._is_saveable()
-        steps = config.trainer.total_training_steps
-        self.num_steps = steps or config.trainer.total_epochs * len(self.prompts) // config.data.train_batch_size
-        if self.num_steps < 1:
-            raise ValueError(
-                f"data.train_batch_size={config.data.train_batch_size}: one epoch has {len(self.prompts)} prompts; "
-                "use a smaller batch, more epochs, or trainer.total_training_steps"
-            )
-        warmup = self.algorithm.critic_warmup
-        if warmup >= self.num_steps:
-            raise ValueError(
-                f"trainer.critic_warmup={warmup}: expected fewer than the {self.num_steps} steps of the run"
-            )
+        self.num_steps = num_iterations(config, len(self.prompts), self.algorithm.critic_warmup)
         self.resumed_from = resume or checkpoint.find(
             config.trainer.resume_mode, self.checkpoints, warn, verify=config.trainer.verify_resume
         )

@@ -49,6 +49,7 @@ from megarl.trainer.checkpoint.resume import announce, require_state
 from megarl.trainer.checkpoint.retention import Retention
 from megarl.trainer.checkpoint.save_times import SaveTimes, saved
 from megarl.trainer.checkpoint.saver import Saver
+from megarl.trainer.checks.machine import lacks_memory, memory_on_cpu
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.observed.profile import check_profile, profiled
 from megarl.trainer.owner import owned
@@ -73,21 +74,30 @@ def _sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     with Signals(trainer.term_grace_s) as signals:
         make_mini_model(config)
-        examples = _examples(config, "sft.train_files", config.sft.train_files)
-        held_out = _examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
-        num_steps = trainer.total_training_steps or config.sft.epochs * len(examples) // config.sft.batch_size
-        if num_steps < 1:
-            raise ValueError(
-                f"sft.batch_size={config.sft.batch_size}: there are {len(examples)} examples in {config.sft.epochs} "
-                "epochs; use a smaller batch or more epochs"
-            )
+        if sentence := lacks_memory(memory_on_cpu(config, "sft")):
+            warn(sentence)
+        examples = read_examples(config, "sft.train_files", config.sft.train_files)
+        held_out = read_examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
+        steps = training_steps(config, examples)
         with watched(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
-            summary = _trained(config, examples, held_out, num_steps, signals, infrastructure)
+            summary = _trained(config, examples, held_out, steps, signals, infrastructure)
     metrics = trainer.run_dir / "metrics.jsonl"
     if metrics.exists() and (sentence := hardly_moved(read_series(metrics), config.actor.optim.lr)):
         warn(sentence)
     write_summary(trainer.run_dir / "summary.json", summary)
     return summary
+
+
+def training_steps(config: Config, examples: SftExamples) -> int:
+    """Optimizer steps of the training.  Raises ValueError for none."""
+    sft = config.sft
+    steps = config.trainer.total_training_steps or sft.epochs * len(examples) // sft.batch_size
+    if steps < 1:
+        raise ValueError(
+            f"sft.batch_size={sft.batch_size}: there are {len(examples)} examples in {sft.epochs} epochs; use a "
+            "smaller batch or more epochs"
+        )
+    return steps
 
 
 def hardly_moved(series: Series, lr: float) -> str:
@@ -267,7 +277,7 @@ def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer
     return metrics | timer.finish(num_tokens=batch.num_tokens)
 
 
-def _examples(config: Config, key: str, files: Sequence[str]) -> SftExamples:
+def read_examples(config: Config, key: str, files: Sequence[str]) -> SftExamples:
     """The examples of these files, of which a line says what became of the rows."""
     sft = config.sft
     found = SftExamples(

@@ -68,6 +68,7 @@ def test_the_reference_run_composes_as_the_recipe_that_carries_it():
     assert [warning.partition(":")[0] for warning in warnings] == [
         "verl's defaults for what the command does not set",
         "actor.strategy=fsdp, critic.strategy=fsdp",
+        "Qwen/Qwen2.5-0.5B-Instruct",
     ]
     recipe, _ = load_config(["recipe=gsm8k_qwen2_5_0_5b_1gpu"])
     for key in KEYS_OF_THE_REFERENCE_RUN:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 from config_helpers import DENSE, load, refusal
+from huggingface_hub import constants
 
-from megarl.config import from_yaml, model_config, to_yaml
+from megarl.config import ConfigError, from_yaml, load_config, model_config, to_yaml
 from megarl.layout import RANDOM_WEIGHTS
 
 
@@ -163,3 +164,37 @@ def test_critic_and_reference_must_know_the_actors_tokens(tmp_path: Path) -> Non
     )
     larger = folder(tmp_path / "l", vocab_size=121)
     load(DENSE, f"ref.model.path={larger}", "actor.use_kl_loss=true")
+
+
+TP = "tensor_model_parallel_size"
+TP_16 = [
+    f"actor.megatron.{TP}=16",
+    "trainer.n_gpus_per_node=16",
+    "rollout.placement=shared",
+    "data.train_files=[rows.jsonl]",
+]
+
+
+def test_a_hub_name_that_is_not_here_has_the_numbers_of_its_preset():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["model.path=Qwen/Qwen3-8B", *TP_16])
+    assert str(caught.value).startswith(
+        f"actor.megatron.{TP}=16 does not divide the model's num_key_value_heads=8; nearest: actor.megatron.{TP}=8"
+    )
+    config, warnings = load_config(["model.path=Qwen/Qwen3-8B", "data.train_files=[rows.jsonl]"])
+    assert config.model.config["num_hidden_layers"] == config.critic.model.config["num_hidden_layers"] == 36
+    assert "Qwen/Qwen3-8B: its config.json is not here; model=qwen3_8b has its numbers" in warnings
+    assert load_config(["model.path=nobody/nothing", *TP_16])[0].model.config == {}
+
+
+def test_a_hub_name_that_was_downloaded_before_has_the_numbers_of_its_config_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    snapshot = tmp_path / "models--nobody--nothing" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--nobody--nothing" / "refs").mkdir()
+    (tmp_path / "models--nobody--nothing" / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_key_value_heads": 4}))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{TP}=16 does not divide the model's num_key_value_heads=4"):
+        load_config(["model.path=nobody/nothing", *TP_16])

@@ -290,12 +290,13 @@ def test_servers_that_are_started_apart_take_the_words_of_the_run() -> None:
 OSS = f"{DENSE[:-1]},model_type:gpt_oss,num_local_experts:8}}"
 
 
-def test_servers_of_gpt_oss_hold_what_is_pushed_and_so_no_mxfp4(tmp_path):
+@pytest.mark.parametrize(("family", "method"), [("gpt_oss", "mxfp4"), ("qwen3", "fp8")])
+def test_servers_hold_what_is_pushed_and_so_nothing_quantized(tmp_path, family, method):
     said = (
-        f"model.path={tmp_path}: its weights are in mxfp4, and servers get and hold unquantized weights; expected a "
-        f"folder that `megarl convert from={tmp_path} to=FOLDER format=hf` wrote"
+        f"model.path={tmp_path}: its config.json says that its weights are in {method}, and servers get and hold "
+        f"unquantized weights; expected a folder that `megarl convert from={tmp_path} to=FOLDER format=hf` wrote"
     )
-    numbers = {"model_type": "gpt_oss", "num_hidden_layers": 2, "quantization_config": {"quant_method": "mxfp4"}}
+    numbers = {"model_type": family, "num_hidden_layers": 2, "quantization_config": {"quant_method": method}}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
     assert said in refusal(f"model.path={tmp_path}", "rollout.engine=hf")
     numbers.pop("quantization_config")

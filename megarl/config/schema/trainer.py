@@ -69,7 +69,7 @@ class Trainer:
         None  # how often failed ranks are restarted without a new step in between; null = 3 with checkpoints, else 0
     )
     profile: Profile = field(default_factory=Profile)
-    check_only: bool = False  # print the layout of all roles, look at plug-ins, data, rewards, models; start nothing
+    check_only: bool = False  # look at layouts, memory, plug-ins, data, rewards, models; start nothing
     start_timeout_s: float = 600.0  # the run stops if ranks take longer to import and to meet
     call_timeout_s: float = 600.0  # a call to the ranks may take so long at most; a server may be silent as long
     call_factor: float = 5.0  # a call may take so many times as long as the longest of its kind in this run so far

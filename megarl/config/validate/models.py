@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from os.path import isfile
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,12 @@ def with_own_models(config: Config, roles: tuple[str, ...]) -> tuple[str, ...]:
 
 def has_folder(config: Config, role: str) -> bool:
     """Does the config.json of a role's model exist?"""
-    return _file(model_of(config, role).path) is not None
+    return is_here(model_of(config, role).path)
+
+
+def is_here(path: str) -> bool:
+    """Does the config.json of a folder, or of a hub name, exist on this machine?"""
+    return _file(path) is not None
 
 
 def may_be_hub_name(path: str) -> bool:
@@ -221,5 +226,18 @@ def longest_sequence(config: Config, command: str, *, is_served: bool = False) -
 
 
 def _file(path: str) -> Path | None:
+    """The config.json of a folder, or that of a hub name which was downloaded before."""
     file = Path(path) / "config.json"
-    return file if path and isfile(file) else None  # False too for what can be no path
+    if not path or isfile(file):  # False too for what can be no path
+        return file if path else None
+    return _cached(path) if may_be_hub_name(path) and not exists(path) else None
+
+
+def _cached(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache  # which only a hub name needs
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of a hub
+        return None
+    return Path(found) if isinstance(found, str) else None

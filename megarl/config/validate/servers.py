@@ -50,7 +50,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield f"rollout.router=true: {why}; expected false, or push=merged"
     if rollout.quantization == "fp8":
         yield from _fp8(config)
-    yield from _gpt_oss(config)
+    yield from _model(config, command)
     yield from tried.refused(rollout.sglang.args, pushes=command != "evaluate")
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"
@@ -92,16 +92,14 @@ def _fp8(config: Config) -> Iterator[str]:
         yield f"{FP8}: servers of adapters (actor.lora.push=adapter) are not quantized; expected none, or push=merged"
 
 
-def _gpt_oss(config: Config) -> Iterator[str]:
-    """What servers of gpt-oss need: weights of the type that is pushed, and attention with sinks."""
+def _model(config: Config, command: str) -> Iterator[str]:
+    """What servers need of the policy: weights of the type that is pushed, and for gpt-oss attention with sinks."""
     found, path, rollout = models.model_config(config, "actor"), config.model.path, config.rollout
-    if found.get("model_type") != "gpt_oss":
-        return
-    if found.get("quantization_config") and not rollout.urls:
+    if found.get("quantization_config") and not rollout.urls and (command != "evaluate" or rollout.engine == "hf"):
         method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
         wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
-        yield f"model.path={path}: its weights are in {method}, and {what}; {wanted}"
-    if rollout.engine == "sglang" and config.trainer.device == "cpu":
+        yield f"model.path={path}: its config.json says that its weights are in {method}, and {what}; {wanted}"
+    if found.get("model_type") == "gpt_oss" and rollout.engine == "sglang" and config.trainer.device == "cpu":
         yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
 
 

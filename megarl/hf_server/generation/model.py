@@ -25,7 +25,7 @@ from megarl.hf_server.names import hub_tensors
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.routed_experts import RoutedExperts
 from megarl.weights.hf.folder import HFFolder, check_finite
-from megarl.weights.hf.named import open_for
+from megarl.weights.hf.named import misfit, open_for
 from megarl.weights.mapping.families import ignorable
 from megarl.weights.verify.digests import Kind, digest
 
@@ -199,10 +199,7 @@ class HFModel:
         covered = {tensor.data_ptr() for tensor in weights.values()}
         nameless = sorted(name for name, tensor in all_of_model.items() if tensor.data_ptr() not in covered)
         if nameless:
-            raise ValueError(
-                f"{self.folder}: the hf engine finds no tensor named {nameless[0]}, expected a folder that holds "
-                "every parameter of the model under the hub's names"
-            )
+            raise ValueError(misfit(self.folder, {"missing": nameless}))
         for name, tensor in weights.items():
             check_finite(tensor, name, held.path_of(name))
         return weights

@@ -16,6 +16,7 @@ from megarl.layout import Layout
 from megarl.plan.command.show import LOCAL, memory_table, plain_table
 from megarl.plan.from_config import job_of, numbers_of_model
 from megarl.plan.gpus import GPUS
+from megarl.plan.job import Job
 from megarl.plan.memory.count import of_stage, whole
 from megarl.plan.memory.gpu_budget import GpuBudget, gpu_budgets_of_trainer, local_totals
 from megarl.plan.memory.memory import RESERVE_BYTES, SERVER_BYTES
@@ -50,32 +51,38 @@ class Seat:
     stages: tuple[Stages, ...]
 
 
-def report(config: Config, console: Console | None = None) -> None:
-    """Print the report for the roles of `megarl train`; of a model that is not here yet it is a line."""
-    console = console or sentences()
-    if role := next((role for role in used_roles(config, "train") if not model_config(config, role)), None):
+def report(config: Config, console: Console | None = None, command: str = "train") -> None:
+    """Print the report for the roles of `megarl COMMAND`; of a model that is not here yet it is a line."""
+    console, roles = console or sentences(), used_roles(config, command)
+    if role := next((role for role in roles if not model_config(config, role)), None):
         where = f"{group_of(role)}.path={model_of(config, role).path}"
         line = f"{where}: its config.json is not on this machine; layout and memory were not planned"
         console.print(f"{line} (model=PRESET has the sizes of known models)", markup=False, highlight=False)
         return
-    seats, job = seats_of(config), job_of(config, GPUS["h100"])  # the trainer's memory is the same on every type of GPU
-    budgets, local = gpu_budgets_of_trainer(job), local_totals(job)
+    seats, job = seats_of(config, command), job_of(config, GPUS["h100"], command=command)
     console.print(_layouts(seats))
     console.print("\na rank of each kind")
     console.print(_ranks(seats))
+    budgets = {} if config.trainer.device == "cpu" else _memory(job, console)
+    console.print()
+    for line in (*_sizes(seats), *_gpus(budgets), *(_servers(config) if job.num_servers else ())):
+        console.print(line, markup=False, highlight=False)
+
+
+def _memory(job: Job, console: Console) -> Mapping[str, GpuBudget]:
+    """Print and return what each kind of rank takes of a GPU, which is the same on every type of GPU."""
+    budgets, local = gpu_budgets_of_trainer(job), local_totals(job)
     reserve = f"{RESERVE_BYTES / 1e9:.0f} GB are spare"
     console.print(f"\nthe GB of GPU memory that it takes at its fullest, where {reserve}", highlight=False)
     console.print(memory_table(budgets, local))
     if local:
         console.print(LOCAL, highlight=False)
-    console.print()
-    for line in _lines(config, seats, budgets):
-        console.print(line, markup=False, highlight=False)
+    return budgets
 
 
-def seats_of(config: Config) -> list[Seat]:
+def seats_of(config: Config, command: str = "train") -> list[Seat]:
     """Raises: ValueError if the numbers of a role's model are not known yet."""
-    return [_seat(config, role) for role in used_roles(config, "train")]
+    return [_seat(config, role) for role in used_roles(config, command)]
 
 
 def _seat(config: Config, role: str) -> Seat:
@@ -115,14 +122,22 @@ def _ranks(seats: list[Seat]) -> Table:
     return table
 
 
-def _lines(config: Config, seats: list[Seat], budgets: Mapping[str, GpuBudget]) -> Iterator[str]:
+def _sizes(seats: list[Seat]) -> Iterator[str]:
     every = [(seat, stages) for seat in seats for stages in seat.stages]
     for word, choose in (("smallest", min), ("largest", max)):
         seat, stages = choose(every, key=lambda pair: pair[1].parameters)
         yield f"{word} rank: {seat.role}, stage {stages.name}, {stages.parameters:,} parameters"
-    kind = max(budgets, key=lambda name: budgets[name]["total"])
-    memory = budgets[kind]["total"] / 1e9
-    yield f"a GPU needs about {memory:.0f} GB ({kind}; see megarl/plan/memory/memory.py; `megarl plan` has the time)"
+
+
+def _gpus(budgets: Mapping[str, GpuBudget]) -> Iterator[str]:
+    if budgets:
+        kind = max(budgets, key=lambda name: budgets[name]["total"])
+        memory = budgets[kind]["total"] / 1e9
+        where = "see megarl/plan/memory/memory.py; `megarl plan` has the time"
+        yield f"a GPU needs about {memory:.0f} GB ({kind}; {where})"
+
+
+def _servers(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.urls:
         yield f"servers: {len(rollout.urls)} that run already"

@@ -1,11 +1,11 @@
-"""`trainer.check_only`: looks at plug-ins, data, rewards and models before a run, and starts nothing."""
+"""`trainer.check_only`: what a run would refuse, or say, before it trains; nothing is started or written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from difflib import get_close_matches
-from itertools import chain
 from os.path import expanduser
 from pathlib import Path
 
@@ -21,149 +21,228 @@ from megarl.data.readers import missing, read_rows
 from megarl.plan.command.report import report
 from megarl.plugins import load_plugins, user_function
 from megarl.terminal import sentences
-from megarl.trainer.algorithm import make_algorithm
-from megarl.trainer.build import cached_folder, read_prompts
+from megarl.trainer.algorithm import Algorithm, make_algorithm
+from megarl.trainer.build import cached_folder, num_iterations, read_prompts
+from megarl.trainer.checkpoint.checkpoint import find
+from megarl.trainer.checkpoint.resume import check_is_known
+from megarl.trainer.checks.machine import lacks_memory, memory_on_cpu
+from megarl.trainer.checks.models import check_model
 from megarl.trainer.checks.reward_rows import check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.collectors import check_agents, check_rewards
+from megarl.trainer.observed.profile import check_profile
+from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.servers.colocation import check_shared_gpus
-from megarl.trainer.teachers import check_taught
-from megarl.weights.hf.folder import INDEX, SINGLE, open_hf
+from megarl.trainer.sft import read_examples, training_steps
+from megarl.trainer.teachers import check_taught, check_teachers
+from megarl.weights.hf.folder import INDEX, SINGLE
 
 
-def main(config: Config) -> int:
-    """Print what was looked at.  Raises ConfigError with a sentence for each fault.
-
-    Of a run whose data and models are all on another machine only plug-ins and rewards are looked at.
-    """
-    faults, console = Faults(), sentences()
-
-    def say(line: str) -> None:
-        console.print(line)
-
-    with faults.collect():
-        report(config, console)
-    with faults.collect():
-        check_shared_gpus(config)
-    is_loaded = False
-    with faults.collect():
-        load_plugins(config.algorithm.plugins)
-        is_loaded = True
-    if is_loaded:
-        with faults.collect():
-            check_rewards(config)
-        with faults.collect():
-            algorithm = make_algorithm(config)
-            for line in (source_of_old_log_probs(config, algorithm.why_own_pass), *idle(config)):
-                say(line)
-    _look_at_files(config, say, faults, tries=is_loaded)
-    faults.stop_if_any()
-    say("nothing was found that would stop this run")
+def main(config: Config, command: str = "train") -> int:
+    """Print what was looked at for `megarl COMMAND`.  Raises ConfigError with a sentence for each fault."""
+    check = Check(config, command)
+    check.layout()
+    check.algorithm()
+    check.files()
+    check.faults.stop_if_any()
+    unseen = f"; not checked: {', '.join(check.unseen)}" if check.unseen else ""
+    check.say(f"nothing was found that would stop this run{unseen}")
     return 0
 
 
-def _look_at_files(config: Config, say: Callable[[str], None], faults: Faults, *, tries: bool) -> None:
-    """Models, data, and rewards on this data if `tries`."""
-    files = [*config.data.train_files, *config.data.val_files]
-    folders = {
-        role: cached_folder(model_of(config, role).path)
-        for role in with_own_models(config, _roles(config))
-        if model_of(config, role).path
-    }
-    if makes := to_prepare(config):
-        with faults.collect():
-            say(_made_first(config, files))
-    elif not any(folders.values()) and not _present(files):
-        return say("data and models of this run are not on this machine: they were not looked at")
-    for role, folder in folders.items():
-        with faults.collect():
-            say(_model(config, role, folder))
-    faults.sentences += () if makes else missing(files)
-    with faults.collect():
-        for line in _data(config, folders.get("actor"), faults, tries=tries):
-            say(line)
+class Check:
+    """What a command would refuse or say of its settings, files and models, before it starts anything."""
 
+    def __init__(self, config: Config, command: str) -> None:
+        """`command`: train | sft | evaluate."""
+        self.config, self.command = config, command
+        self.faults = Faults()
+        self.unseen: list[str] = []  # what is on another machine, or not made yet
+        self._console = sentences()
+        self._algorithm: Algorithm | None = None
+        self._tries = False  # rewards, as the plug-ins have loaded
 
-def _roles(config: Config) -> tuple[str, ...]:
-    return tuple(used_roles(config, "train"))
+    def say(self, line: str) -> None:
+        self._console.print(line)
 
+    def layout(self) -> None:
+        """Roles, ranks and their memory."""
+        config = self.config
+        if used_roles(config, self.command):
+            with self._collect():
+                report(config, self._console, self.command)
+            with self._collect():
+                self._memory()
+        if self.command == "train":
+            with self._collect():
+                check_shared_gpus(config)
 
-def _made_first(config: Config, files: Sequence[str]) -> str:
-    """A line on what trainer.prepare makes.  Raises ValueError if there is no such function."""
-    place = config.trainer.prepare
-    user_function(f"trainer.prepare={place}", f"{place}:prepare")
-    models = [f"{group_of(role)}.path={model_of(config, role).path}" for role in to_prepare(config)]
-    absent = [file for file in files if file not in _present(files)]
-    return f"trainer.prepare={place}: the run calls it first, to make what is not here: {', '.join([*models, *absent])}"
+    def _memory(self) -> None:
+        if budget := memory_on_cpu(self.config, self.command):
+            parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in budget.items() if name != "total")
+            self.say(f"on this machine's CPUs: about {budget['total'] / 1e9:.1f} GB of memory ({parts})")
+            if sentence := lacks_memory(budget):
+                self.say(f"warning: {sentence}")
 
+    def algorithm(self) -> None:
+        """Plug-ins, rewards, and what the loss layer refuses."""
+        config = self.config
+        if self.command == "sft":
+            return
+        with self._collect():
+            load_plugins(config.algorithm.plugins)
+            self._tries = True
+        if not self._tries:
+            return
+        with self._collect():
+            check_rewards(config)
+        if self.command == "train":
+            with self._collect():
+                self._algorithm = make_algorithm(config)
+                for line in (source_of_old_log_probs(config, self._algorithm.why_own_pass), *idle(config)):
+                    self.say(line)
 
-def _model(config: Config, role: str, folder: str | None) -> str:
-    """A line on a role's model.  Raises ValueError for weights that are not whole, and for a mistyped folder."""
-    path = model_of(config, role).path
-    if folder is None:
-        return f"{group_of(role)}.path={path}: {_absent(config, path, group_of(role))}"
-    if folder != path and not any((Path(folder) / name).exists() for name in (SINGLE, INDEX)):
-        return f"{group_of(role)}.path={path}: its weights are downloaded when the run starts"
-    with open_hf(folder) as found:
-        return f"{group_of(role)}.path={path}: {len(found.shapes):,} tensors"
+    def files(self) -> None:
+        """Models, data, and rewards on this data."""
+        config, files = self.config, self._data_files()
+        roles = with_own_models(config, used_roles(config, self.command) or ("actor",))
+        folders = {role: cached_folder(path) for role in roles if (path := model_of(config, role).path)}
+        makes = to_prepare(config) if self.command == "train" else []
+        if makes:
+            with self._collect():
+                self.say(self._made_first(files))
+        elif not any(folders.values()) and not _present(files):
+            self.unseen += ["models", "data"]
+            return self.say("data and models of this run are not on this machine: they were not looked at")
+        for role, folder in folders.items():
+            with self._collect():
+                self.say(self._model(role, folder))
+        self.faults.sentences += () if makes else missing(files)
+        with self._collect():
+            self._data(folders.get("actor"))
 
+    def _collect(self) -> AbstractContextManager[None]:
+        return self.faults.collect()
 
-def _absent(config: Config, path: str, group: str) -> str:
-    """Why a model is not there, and what becomes of that.  Raises ValueError if it stops the run."""
-    if config.trainer.prepare or path.startswith(MINI_PLACE):
-        return "not here yet, the run makes it (so it was not looked at)"
-    if sentence := missing_folder(path, f"{group}.path"):
-        raise ValueError(sentence)
-    here = [str(found.parent) for pattern in ("*", "*/*") for found in Path().glob(f"{pattern}/config.json")]
-    near = get_close_matches(path, here, n=1, cutoff=0.8)
-    hint = f" (if it is to be a folder: did you mean {near[0]}?)" if near else ""
-    return f"no folder here, and no hub name that was downloaded before; the run asks the hub, this did not{hint}"
+    def _data_files(self) -> list[str]:
+        """The files of prompts or examples that the command reads."""
+        return [file for files in self._sets().values() for file in files]
 
+    def _sets(self) -> dict[str, list[str]]:
+        """The key of the files of each set -> the files."""
+        group = "sft" if self.command == "sft" else "data"
+        names = ("val",) if self.command == "evaluate" else ("train", "val")
+        return {f"{group}.{name}_files": getattr(getattr(self.config, group), f"{name}_files") for name in names}
 
-def _data(config: Config, folder: str | None, faults: Faults, *, tries: bool) -> Iterator[str]:
-    """Lines on prompts and rewards.  Raises ValueError for a tokenizer that stops a run.
+    def _made_first(self, files: Sequence[str]) -> str:
+        """A line on what trainer.prepare makes.  Raises ValueError if there is no such function."""
+        config, place = self.config, self.config.trainer.prepare
+        user_function(f"trainer.prepare={place}", f"{place}:prepare")
+        made = [f"{group_of(role)}.path={model_of(config, role).path}" for role in to_prepare(config)]
+        made += [file for file in files if file not in _present(files)]
+        return f"trainer.prepare={place}: the run calls it first, to make what is not here: {', '.join(made)}"
 
-    Files, rows and rewards that do are among the faults.  `tries`: rewards are tried, as their plug-ins have loaded.
-    """
-    sets = {name: files for name in ("train", "val") if (files := _present(getattr(config.data, f"{name}_files")))}
-    tokenizer = cached_folder(config.model.tokenizer_path) if config.model.tokenizer_path else None
-    if tokenizer is None or folder is None:
-        for file in chain(*sets.values()):
-            with faults.collect():
-                read_rows([file], FILE_KINDS)
-        yield "without tokenizer and model no prompt was read"
-        return
-    here = deepcopy(config)
-    here.model.path, here.model.tokenizer_path = folder, tokenizer
-    here.reward.try_rows *= tries
-    load_tokenizer(tokenizer)
-    with faults.collect():
-        if reason := check_agents(here):
-            yield f"warning: {reason}"
-    rows: list[Row] = []
-    read: list[Prompts] = []
-    chosen: list[str] = []
-    with RewardTrial(here) as trial:
-        for name, files in sets.items():
-            prompts: Prompts | None = None
-            with faults.collect():
-                prompts = read_prompts(here, files, max_rows=here.data.train_max_samples if name == "train" else None)
-            if prompts is None:
-                continue
-            if name == "train":
-                with faults.collect():
-                    check_taught(here, prompts.data_sources)
-            rows += prompts.some(here.reward.try_rows)
-            read.append(prompts)
-            yield _prompts(f"data.{name}_files", files, prompts)
-        say_chosen(here, [question for prompts in read for question in prompts.questions], chosen.append)
-        yield from chosen
-        with faults.collect():
-            check_truths(here, read if tries else [])
-        with faults.collect():
-            trial.check(rows)
-    if trial.is_tried and rows:
-        yield f"rewards: tried on {len(rows)} rows"
+    def _model(self, role: str, folder: str | None) -> str:
+        """A line on a role's model.  Raises ValueError for one that its ranks would refuse, and a mistyped folder."""
+        path = model_of(self.config, role).path
+        place = f"{group_of(role)}.path={path}"
+        if folder is None:
+            line = f"{place}: {self._absent(path, group_of(role))}"
+        elif folder != path and not any((Path(folder) / name).exists() for name in (SINGLE, INDEX)):
+            line = f"{place}: its weights are downloaded when the run starts"
+        else:
+            return check_model(self.config, role, folder, trains=self.command != "evaluate", serves=self._serves)
+        self.unseen.append(place)
+        return line
+
+    @property
+    def _serves(self) -> bool:
+        """Whether servers of the command read the policy's folder: before a first push of whole weights they do not."""
+        reads = {"train": not self.config.first_push_is_whole, "evaluate": True}
+        return reads.get(self.command, False) and not self.config.rollout.urls
+
+    def _absent(self, path: str, group: str) -> str:
+        """Why a model is not there, and what becomes of that.  Raises ValueError if it stops the run."""
+        if (self.command == "train" and self.config.trainer.prepare) or path.startswith(MINI_PLACE):
+            return "not here yet, the run makes it (so it was not looked at)"
+        if sentence := missing_folder(path, f"{group}.path"):
+            raise ValueError(sentence)
+        here = [str(found.parent) for pattern in ("*", "*/*") for found in Path().glob(f"{pattern}/config.json")]
+        near = get_close_matches(path, here, n=1, cutoff=0.8)
+        hint = f" (if it is to be a folder: did you mean {near[0]}?)" if near else ""
+        return f"no folder here, and no hub name that was downloaded before; the run asks the hub, this did not{hint}"
+
+    def _data(self, folder: str | None) -> None:
+        """Prompts and rewards, or examples.  Raises ValueError for a tokenizer that stops a run."""
+        sets = {key: files for key, names in self._sets().items() if (files := _present(names))}
+        named = self.config.model.tokenizer_path
+        tokenizer = cached_folder(named) if named else None
+        if tokenizer is None or folder is None:
+            for file in self._data_files():
+                with self._collect():
+                    read_rows(_present([file]), FILE_KINDS)
+            self.unseen.append("prompts" if self.command != "sft" else "examples")
+            return self.say("without tokenizer and model no prompt was read")
+        here = deepcopy(self.config)
+        here.model.path, here.model.tokenizer_path = folder, tokenizer
+        load_tokenizer(tokenizer)
+        if self.command == "sft":
+            return self._examples(here, sets)
+        self._prompts(here, sets)
+
+    def _examples(self, here: Config, sets: dict[str, list[str]]) -> None:
+        for key, files in sets.items():
+            with self._collect():
+                examples = read_examples(here, key, files)
+                if key == "sft.train_files":
+                    check_profile(here.trainer.profile, training_steps(here, examples), ())
+
+    def _prompts(self, here: Config, sets: dict[str, list[str]]) -> None:
+        """Prompts, and rewards on some of them; what else a run asks of its models, tokenizers and save."""
+        here.reward.try_rows *= self._tries
+        with self._collect():
+            if reason := check_agents(here):
+                self.say(f"warning: {reason}")
+        if self.command == "train" and self._algorithm is not None:
+            with self._collect():
+                check_reward_model(here, self._algorithm)
+            with self._collect():
+                check_teachers(here)
+        rows: list[Row] = []
+        read: list[Prompts] = []
+        with RewardTrial(here) as trial:
+            for key, files in sets.items():
+                trains, prompts = key == "data.train_files", None
+                with self._collect():
+                    prompts = read_prompts(here, files, max_rows=here.data.train_max_samples if trains else None)
+                if prompts is None:
+                    continue
+                if trains:
+                    with self._collect():
+                        self._run(prompts)
+                rows += prompts.some(here.reward.try_rows)
+                read.append(prompts)
+                self.say(_prompts(key, files, prompts))
+            say_chosen(here, [question for prompts in read for question in prompts.questions], self.say)
+            with self._collect():
+                check_truths(here, read if self._tries else [])
+            with self._collect():
+                trial.check(rows)
+        if trial.is_tried and rows:
+            self.say(f"rewards: tried on {len(rows)} rows")
+
+    def _run(self, prompts: Prompts) -> None:
+        """What a run asks of its training prompts, and the save from which it would go on."""
+        config, trainer = self.config, self.config.trainer
+        check_taught(config, prompts.data_sources)
+        if trainer.saves:
+            prompts.check_saveable()
+        warmup = 0 if self._algorithm is None else self._algorithm.critic_warmup
+        check_profile(trainer.profile, num_iterations(config, len(prompts), warmup), ())
+        saves = trainer.run_dir / "checkpoints"
+        if (save := find(trainer.resume_mode, saves, self.say, verify=trainer.verify_resume)) is not None:
+            check_is_known(save)
+            self.say(f"trainer.resume_mode={trainer.resume_mode}: the run goes on from {save.folder}")
 
 
 def _present(files: Sequence[str]) -> list[str]:

@@ -58,6 +58,28 @@ def check_folder(folder: str | Path, role: Role = "actor") -> int:
         return len(held.hub_shapes)
 
 
+def check_complete(folder: str | Path) -> int:
+    """The number of tensors in a folder from which the hf engine can answer; only headers of files are read.
+
+    Raises ValueError for tensors that are missing; of a family that cannot be trained nobody knows which.
+    """
+    hf_config = read_hf_config(folder)
+    with open_for(folder, hf_config) as held:
+        if hf_config.get("model_type") in FAMILIES and (missing := _missing(held, table_for(hf_config))):
+            raise ValueError(misfit(folder, {"missing": missing}))
+        return len(held.hub_shapes)
+
+
+def _missing(folder: HFFolder, table: Sequence[Op]) -> list[str]:
+    return [name for op in table if op.required for name in op.hf_shapes if name not in folder.shapes]
+
+
+def misfit(folder: str | Path, parts: Mapping[str, Sequence[str]]) -> str:
+    """The sentence on tensors by what is wrong with them; "" if there are none."""
+    faults = [f"{what}: {some_names(names)}" for what, names in parts.items() if names]
+    return f"the weights in {folder} do not fit its config.json; {'; '.join(faults)}" if faults else ""
+
+
 def check_for_sglang(folder: str | Path) -> None:
     """Raise ValueError of one sentence for a folder from which SGLang would load other weights than the trainer.
 
@@ -89,18 +111,15 @@ def check_names(folder: HFFolder, table: Sequence[Op], may_ignore: Container[str
             f"{folder.folder}: {quantized} says that its weights are in fp8; expected them in bf16 or float32"
         )
     expected = {name: shape for op in table for name, shape in op.hf_shapes.items()}
-    optional = {name for op in table if not op.required for name in op.hf_shapes}
-    missing = [n for n in expected if n not in folder.shapes and n not in optional]
     extra = [n for n in folder.shapes if n not in expected and n not in may_ignore]
     misshapen = [
         f"{n} (has {list(folder.shapes[n])}, expected {list(shape)})"
         for n, shape in expected.items()
         if n in folder.shapes and folder.shapes[n] != shape
     ]
-    parts = [("missing", missing), ("not of this model", extra), ("of another shape", misshapen)]
-    faults = [f"{what}: {some_names(names)}" for what, names in parts if names]
-    if faults:
-        raise ValueError(f"the weights in {folder.folder} do not fit its config.json; " + "; ".join(faults))
+    parts = {"missing": _missing(folder, table), "not of this model": extra, "of another shape": misshapen}
+    if sentence := misfit(folder.folder, parts):
+        raise ValueError(sentence)
 
 
 def check_tied(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], coordinate: ShardCoordinate) -> None:

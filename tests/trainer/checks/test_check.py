@@ -21,8 +21,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checked(capsys: pytest.CaptureFixture[str]) -> Checked:
     """The exit code, and what is told, or the faults without their mark."""
 
-    def check(*words: str) -> tuple[int, list[str]]:
-        code = main(["train", *words, "trainer.check_only=true"])
+    def check(*words: str, command: str = "train") -> tuple[int, list[str]]:
+        code = main([command, *words, "trainer.check_only=true"])
         out, err = capsys.readouterr()
         faults = [line.removeprefix("error: ") for line in err.splitlines() if line.startswith("error: ")]
         return code, faults if code else out.splitlines()
@@ -130,3 +130,49 @@ def test_a_run_that_belongs_to_another_machine_is_laid_out_alone(checked: Checke
     code, told = checked("model=qwen2_5_7b", "layout=8x80", "data.train_files=[my_data.jsonl]")
     assert code == 0
     assert "data and models of this run are not on this machine: they were not looked at" in told
+    assert told[-1] == "nothing was found that would stop this run; not checked: models, data"
+
+
+def test_what_is_not_here_stands_in_the_last_line(parts: Path, tmp_path: Path, checked: Checked) -> None:
+    code, told = checked(*settings(parts, tmp_path, "named"), "critic.model.path=nobody/nothing")
+    assert (code, told[-1]) == (
+        0,
+        "nothing was found that would stop this run; not checked: critic.model.path=nobody/nothing",
+    )
+
+
+def test_supervised_training_and_evaluations_are_checked_too(parts: Path, tmp_path: Path, checked: Checked) -> None:
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 8)
+    words = [f"model.path={parts}/model", "trainer.device=cpu", f"trainer.default_local_dir={tmp_path}/runs"]
+    examples = [*words, f"sft.train_files=[{tmp_path}/sft.jsonl]", "sft.batch_size=4"]
+    code, told = checked(*examples, command="sft")
+    assert (code, told[-1]) == (0, "nothing was found that would stop this run")
+    assert f"model.path={parts}/model: 24 tensors" in told
+    assert any(line.startswith(f"sft.train_files=[{tmp_path}/sft.jsonl]: 8 ") for line in told)
+    assert not any("servers" in line or "critic" in line for line in told), "it has neither"
+    assert checked(*examples, "sft.batch_size=9", command="sft") == (
+        2,
+        ["sft.batch_size=9: there are 8 examples in 1 epochs; use a smaller batch or more epochs"],
+    )
+    asked = [*words, f"data.val_files=[{parts}/data/test.jsonl]", f"reward.fn={parts}/digits.py:share_of_digits"]
+    code, told = checked(*asked, command="evaluate")
+    assert (code, told[-2:]) == (0, ["rewards: tried on 4 rows", "nothing was found that would stop this run"])
+    code, told = checked(*asked, "reward.fn=gone.py:score", command="evaluate")
+    assert code == 2 and told[0].startswith("reward.fn=gone.py:score: ")
+    said = "trainer.check_only=true: `megarl node` has no check; expected one of train, sft, evaluate"
+    assert checked("trainer.nnodes=2", "trainer.node_rank=1", command="node") == (2, [said])
+
+
+def test_a_run_on_cpus_is_compared_with_the_memory_of_this_machine(
+    parts: Path, tmp_path: Path, checked: Checked
+) -> None:
+    """A model of 22,000 parameters takes little; micro-batches of a billion tokens do not fit anywhere."""
+    words = [*settings(parts, tmp_path, "small"), "reward.try_rows=0"]
+    code, told = checked(*words)
+    assert code == 0
+    assert sum(line.startswith("on this machine's CPUs: about ") for line in told) == 1
+    assert not any("warning" in line or "GPU" in line for line in told)
+    code, told = checked(*words, "actor.ppo_max_token_len_per_gpu=1000000000")
+    assert code == 0
+    (warning,) = (line for line in told if line.startswith("warning: the run takes about "))
+    assert "GB are free here: the system may end its processes; lower actor.ppo_max_token_len_per_gpu" in warning
