@@ -41,15 +41,24 @@ def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
 
 def serves_beside_actor(config: Config) -> bool:
     """Whether servers work on GPUs of the actor at the same time as the actor: placement=separate on the same GPUs."""
-    seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
-    if config.rollout.placement == "shared" or seats is None:
-        return False
-    return any(set(gpus) & set(seats["trainer"]) for gpus in seats["servers"].values())
+    return config.rollout.placement != "shared" and _serves_on_actors_gpus(config)
 
 
 def servers_map_memory(config: Config) -> bool:
-    """Whether servers map memory of the actor's ranks: those on its GPUs, in turns or at the same time."""
-    return config.rollout.placement == "shared" or serves_beside_actor(config)
+    """Whether servers map memory of the actor's ranks: those on its GPUs, in turns or at the same time.
+
+    Adapters that travel alone do so in host memory or in requests.
+    """
+    return not _pushes_adapters(config) and _serves_on_actors_gpus(config)
+
+
+def _serves_on_actors_gpus(config: Config) -> bool:
+    seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
+    return seats is not None and any(set(gpus) & set(seats["trainer"]) for gpus in seats["servers"].values())
+
+
+def _pushes_adapters(config: Config) -> bool:
+    return config.actor.lora.rank > 0 and config.actor.lora.push == "adapter"
 
 
 def pushes_over_nccl(config: Config) -> bool:
@@ -58,16 +67,15 @@ def pushes_over_nccl(config: Config) -> bool:
     Servers on the actor's GPUs map its memory, and adapters travel in requests.
     """
     seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
-    if seats is None or (config.actor.lora.rank > 0 and config.actor.lora.push == "adapter"):
+    if seats is None or _pushes_adapters(config):
         return False
     return any(not set(gpus) <= set(seats["trainer"]) for gpus in seats["servers"].values())
 
 
 def joins_servers(config: Config) -> bool:
     """Whether the actor's ranks may join groups with servers, also with those that this run does not start."""
-    by_adapter = config.actor.lora.rank > 0 and config.actor.lora.push == "adapter"
     elsewhere = bool(config.rollout.urls) or config.rollout.join is not None
-    return not by_adapter and (elsewhere or pushes_over_nccl(config))
+    return not _pushes_adapters(config) and (elsewhere or pushes_over_nccl(config))
 
 
 def check_shared_seats(config: Config) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from megarl.config import Config, layout_of, used_roles
-from megarl.config.placement import placements, servers_map_memory, serves_beside_actor
+from megarl.config.placement import joins_servers, placements, servers_map_memory, serves_beside_actor
 from megarl.config.schema.roles import Lora
 from megarl.config.validate.models import MINI_PLACE, config_of_folder, missing_folder, model_numbers, more_than_text
 from megarl.config.validate.servers import misplaced
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import Prompts
 from megarl.group import Group
+from megarl.layout import Layout
 from megarl.machines import Nodes
 from megarl.megatron_fields import OVERRIDES
 from megarl.metrics.tokens import TokenLog
@@ -131,13 +132,21 @@ def make_nodes(config: Config, token: str) -> Nodes:
 
 
 def make_group(
-    config: Config, role: Any, name: str, *, nodes: Nodes | None = None, address: str = "127.0.0.1", joins: bool = False
+    config: Config,
+    role: Any,
+    name: str,
+    *,
+    nodes: Nodes | None = None,
+    address: str = "127.0.0.1",
+    serves: bool = False,
 ) -> Group:
     """The process group of a role's layout on the role's ranks; on one machine the ranks listen at `address`.
 
-    `joins`: its ranks may join groups with servers, and so need the servers' variables of NCCL.
+    `serves`: the run has servers.  Ranks that may join groups with them need their variables of NCCL, those on their
+    GPUs leave them memory, and the actor's have none that a server there could not map.
     """
     trainer, layout = config.trainer, layout_of(role.megatron)
+    is_actors = world_of(role) == world_of(config.actor)
     # Communication of TP and CP overlaps with computation only if one hardware queue keeps their order; Megatron-FSDP
     # wants several.
     needs_order = (layout.tp > 1 or layout.cp > 1) and role.strategy != "fsdp"
@@ -157,9 +166,18 @@ def make_group(
         outside=("push", "save", "profile"),  # they wait for servers and for disks
         silence_s=trainer.silence_s,
         start_timeout_s=trainer.start_timeout_s,
-        environment=({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else {}) | (VARIABLES if joins else {}),
-        setup={"has_neighbours": serves_beside_actor(config), "is_mapped": servers_map_memory(config)},
+        environment=({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else {})
+        | (VARIABLES if serves and joins_servers(config) else {}),
+        setup={
+            "has_neighbours": serves and serves_beside_actor(config),
+            "is_mapped": serves and is_actors and servers_map_memory(config),
+        },
     )
+
+
+def world_of(role: Any) -> tuple[Layout, int, int]:
+    """What roles have in common that share a group: the layout, the first rank and the number of ranks."""
+    return layout_of(role.megatron), role.first_rank, role.num_ranks
 
 
 def ranks_address(config: Config) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl.algo.finite import BadNumber
-from megarl.config import Config, layout_of, to_yaml
+from megarl.config import Config, to_yaml
 from megarl.config.idle import idle
-from megarl.config.placement import joins_servers, pushes_over_nccl
+from megarl.config.placement import pushes_over_nccl
 from megarl.data.ledger import Ledger
 from megarl.durable_files import write_text
 from megarl.group import Group
@@ -52,6 +52,7 @@ from megarl.trainer.build import (
     read_prompts,
     shortened,
     start_trackers,
+    world_of,
 )
 from megarl.trainer.checkpoint import checkpoint
 from megarl.trainer.checkpoint.manifest import Damaged
@@ -339,11 +340,11 @@ class Run:
 
     def _group_of(self, role: Any) -> Group:
         """The Group of a role's configuration, shared by all roles of the same layout on the same ranks."""
-        world = layout_of(role.megatron), role.first_rank, role.num_ranks
+        world = world_of(role)
         if world not in self._groups:
             nodes, name = self._infrastructure.nodes, f"ranks_{len(self._groups)}"
             address = "127.0.0.1" if nodes else ranks_address(self.config)
-            group = make_group(self.config, role, name, nodes=nodes, address=address, joins=joins_servers(self.config))
+            group = make_group(self.config, role, name, nodes=nodes, address=address, serves=True)
             self._groups[world] = self._stack.enter_context(group)
         return self._groups[world]
 

@@ -47,7 +47,7 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(any_server, refe
 def test_environ_of_a_server_has_the_ranks_variables_of_nccl(any_server):
     """As Linux has it.  Schedulers inherit it, and write their title over it."""
     config = load("rollout.engine=sglang")
-    given = os.environ | dict(make_group(config, config.actor, "ranks_0", joins=True)._environment)
+    given = os.environ | dict(make_group(config, config.actor, "ranks_0", serves=True)._environment)
     port, module = any_server.url.rpartition(":")[2], "megarl.servers.sglang_server"
     children = psutil.Process().children(recursive=True)
     (server,) = [child for child in children if {port, module} <= set(child.cmdline())]

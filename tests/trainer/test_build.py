@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import huggingface_hub
@@ -19,6 +20,7 @@ from megarl.rollout.engine_support import EngineSupport
 from megarl.routed_experts import RoutedExperts
 from megarl.servers.supervisor import Supervision
 from megarl.trainer import build as build_module
+from megarl.trainer import sft as sft_module
 from megarl.trainer.build import (
     check_ids,
     engine_columns,
@@ -47,7 +49,7 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
     group = make_group(config, config.actor, "ranks_0")
     assert not group._setup["has_neighbours"]
     assert dict(group._environment) == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
-    joined = make_group(config, config.actor, "ranks_0", joins=True)
+    joined = make_group(config, config.actor, "ranks_0", serves=True)
     assert dict(joined._environment) == dict(group._environment) | {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert group._start_timeout_s == config.trainer.start_timeout_s == 600
 
@@ -60,12 +62,43 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
         (["rollout.first_gpu=1", "rollout.placement=shared"], False, True),  # in turns
         (["rollout.urls=['https://a:1']"], False, False),
         (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.memory_fraction=0.3"], False, False),
+        (["actor.num_ranks=1", "rollout.first_gpu=1", "rollout.placement=shared"], False, False),
+        (["rollout.placement=shared", "actor.lora.rank=8", "actor.lora.push=merged"], False, True),
+        (["rollout.placement=shared", "actor.lora.rank=8", "actor.lora.push=adapter"], False, False),
     ],
 )
 def test_ranks_learn_of_servers_on_their_gpus(words: list[str], beside: bool, mapped: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
-    setup = make_group(config, config.actor, "ranks_0")._setup
+    setup = make_group(config, config.actor, "ranks_0", serves=True)._setup
     assert (setup["has_neighbours"], setup["is_mapped"]) == (beside, mapped)
+    alone = make_group(config, config.actor, "ranks_0")._setup
+    assert not alone["has_neighbours"] and not alone["is_mapped"], "without servers"
+
+
+def test_only_memory_of_the_actors_ranks_is_mapped() -> None:
+    """Roles of the actor's layout on its ranks share its processes."""
+    config = load("trainer.n_gpus_per_node=2", "rollout.placement=shared", "critic.num_ranks=1")
+    mapped = [make_group(config, role, "r", serves=True)._setup["is_mapped"] for role in (config.ref, config.critic)]
+    assert mapped == [True, False]
+
+
+def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(Exception):
+        pass
+
+    def stop(*given: Any, **how: Any) -> None:
+        raise Made(make_group(*given, **how)._setup)
+
+    monkeypatch.setattr(sft_module, "make_group", stop)
+    words = ["recipe=grpo_qwen2_5_7b_1x8h100", "sft.train_files=[a]", f"trainer.default_local_dir={tmp_path}"]
+    config, _ = load_config(words, command="sft")
+    assert config.rollout.placement == "shared"
+    with pytest.raises(Made) as made:
+        sft_module._train(config, mock.Mock(), None, 1, sft_module.Progress(None), mock.Mock(), mock.Mock(nodes=None))
+    (setup,) = made.value.args
+    assert (setup["has_neighbours"], setup["is_mapped"]) == (False, False)
 
 
 def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.servers import Server
 from megarl.weights.push.shared import payload
 
+_NOT_MAPPED = ("expandable_segments:True", "backend:cudaMallocAsync")
+
 
 @dataclass(frozen=True)
 class Gpus:
@@ -36,15 +38,17 @@ class Gpus:
 
 
 def check_can_be_mapped(environment: Mapping[str, str]) -> None:
-    """Raises ValueError if torch puts the GPU memory of a process with these variables into expandable segments.
+    """Raises ValueError if torch gives a process with these variables GPU memory that others may not be able to open.
 
-    It hands those to another process as file descriptors, which containers and ptrace_scope forbid.
+    It hands expandable segments to them as file descriptors, which containers and ptrace_scope forbid, and has no
+    handles at all of cudaMallocAsync's memory.
     """
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:True" in "".join((given := environment.get(name, "")).split()):  # torch skips blanks
+        options = "".join((given := environment.get(name, "")).split())  # torch skips blanks
+        if found := next((option for option in _NOT_MAPPED if option in options), None):
             raise ValueError(
                 f"{name}={given} on {socket.gethostname()}: servers on the actor's GPUs map memory of its ranks, and "
-                "such segments may not be opened by another process; expected none, or servers on other GPUs"
+                f"such memory may not be opened by another process; expected no {found}, or servers on other GPUs"
             )
 
 

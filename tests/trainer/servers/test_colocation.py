@@ -108,7 +108,10 @@ def test_a_server_into_which_no_push_leads_is_refused_before_the_start(words: li
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-@pytest.mark.parametrize("given", ["max_split_size_mb:64,expandable_segments:True", "expandable_segments : True"])
+@pytest.mark.parametrize(
+    "given",
+    ["max_split_size_mb:64,expandable_segments:True", "expandable_segments : True", "backend: cudaMallocAsync"],
+)
 def test_ranks_whose_memory_servers_may_not_open_are_refused(
     name: str, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,8 +121,13 @@ def test_ranks_whose_memory_servers_may_not_open_are_refused(
     for words in ([], beside):
         with pytest.raises(ValueError, match=f"^{name}={given} on .*: servers on the actor's GPUs map memory of its"):
             check_shared_gpus(load(*SHARED, *words))
-    check_shared_gpus(load(*SHARED, "rollout.placement=separate"))
-    monkeypatch.setenv(name, "expandable_segments:False")
+    for words in (
+        ["rollout.placement=separate"],
+        ["actor.first_rank=2", "actor.num_ranks=2", "rollout.num_servers=2"],
+        ["actor.lora.rank=8", "actor.lora.push=adapter"],
+    ):
+        check_shared_gpus(load(*SHARED, *words))
+    monkeypatch.setenv(name, "expandable_segments:False,backend:native")
     check_shared_gpus(load(*SHARED))
 
 
