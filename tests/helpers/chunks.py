@@ -34,7 +34,8 @@ def weights(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]:
 def gradients(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]:
     """{HF name: the whole gradient} on every rank.
 
-    Meanwhile the modules have other parameters: one whose data was of another type would have lost its hooks.
+    Meanwhile the modules have other parameters.  Data of another type in place of a parameter's own would end the node
+    that accumulates its gradient, and with it the hooks of Megatron's DistributedDataParallel.
     """
     made = {param: _gradient(param) for param in parameters(model)}
     places = [module._parameters for chunk in model for module in chunk.modules()]

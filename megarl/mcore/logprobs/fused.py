@@ -205,8 +205,9 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 def _reached(grads: dict[str, Tensor]) -> Tensor:
     """Indices of tokens with a non-zero gradient: logits of prompts and padding are not recomputed.
 
-    The host waits here for the device, once a row: which tokens a loss leaves without a gradient (by a clipped ratio or
-    a mask of its own, and losses may be plug-ins) is known there alone, and their logits cost more than the wait.
+    The host waits here for the device, once a row.  The batch's masks, which the host has, would tell less: a loss,
+    which may be a plug-in, also leaves tokens out by a clipped ratio or a mask of its own.  That their logits would
+    take longer than the wait is assumed, not measured.
     """
     return torch.stack([grad != 0 for grad in grads.values()]).any(0).nonzero().squeeze(1)
 

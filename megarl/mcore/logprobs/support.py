@@ -25,7 +25,7 @@ EXCLUDED = -1e25
 class Support:
     """Of the token that each place of a row predicts: which ids could be drawn; no ids: all of the vocabulary.
 
-    A row keeps it in host memory: only the last stage reads it, of one row at a time (`to`).
+    A row keeps it in host memory: only the last stage reads it, of one row at a time (`PackedRow.support_there`).
     """
 
     starts: Tensor  # [T] int64, of each place in `ids`

@@ -30,7 +30,7 @@ from megarl.mcore.logprobs.top_k import top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.gradient_check import Limits, agreed
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
-from megarl.mcore.training.packed_rows import PackedRow, Rows, in_whole_turns
+from megarl.mcore.training.packed_rows import PackedRow, Rows, in_whole_turns, on_device
 from megarl.mcore.training.router_replay import Routing
 from megarl.ragged import names_in_batch
 from megarl.routed_experts import ROUTED_EXPERTS
@@ -91,13 +91,13 @@ class Outputs:
             support=row.support_there(),
             divergence=self.divergence,
             teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
-            ids=row.slice(given[TEACHER_IDS]).to(output.device) if OF_IDS in self.names else None,
+            ids=on_device([row.slice(given[TEACHER_IDS])], output.device)[0] if OF_IDS in self.names else None,
         )
         return {name: row.column(column) for name, column in columns.items()}
 
     def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
         teacher, hidden = (row.slice(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
-        return TeacherStates(teacher.to(device), hidden, self.heads)
+        return TeacherStates(on_device([teacher], device)[0], hidden, self.heads)
 
 
 @dataclass(frozen=True)
