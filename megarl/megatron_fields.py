@@ -41,7 +41,7 @@ class Field(NamedTuple):
     def fits(self, value: Any) -> bool:
         """Can the field have this value?"""
         if self.kind is list:
-            return isinstance(value, list) and bool(value) and all(one in self.values for one in value)
+            return isinstance(value, list) and all(one in self.values for one in value)
         if self.kind is float:
             return type(value) in (int, float)
         if self.kind is int:
@@ -56,7 +56,8 @@ TRIED: dict[str, dict[str, Field]] = {
     TRANSFORMER: {
         "batch_p2p_sync": Field("false: stages do not wait for the device behind each exchange"),
         RECOMPUTED: Field(
-            "what recompute_granularity=selective computes again, in place of the core attention",
+            "what recompute_granularity=selective computes again, in place of the core attention; other roles follow "
+            "the actor's if they have its recompute_granularity",
             list,
             ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
         ),

@@ -4,12 +4,13 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from config_helpers import load, refusal
+from config_helpers import DENSE, load, refusal
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import FAMILIES, tiny_model
 
+from megarl.config.idle import idle
 from megarl.layout import Layout
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.model import transformer_config
@@ -61,6 +62,7 @@ def test_a_field_reaches_megatrons_configuration() -> None:
         (f"{TRANSFORMER}.recompute_modules=[attn]", "expected [some of core_attn, layernorm, mla_up_proj, mlp, moe, "),
         (f"{TRANSFORMER}.recompute_modules=[mlp]", "expected actor.megatron.recompute_granularity=selective with it"),
         (f"{TRANSFORMER}.recompute_modules=[[mlp]]", "expected [some of core_attn, "),
+        (f"{TRANSFORMER}.recompute_modules=mlp", "expected [some of core_attn, "),
         (f"{WRAPPER}.bucket_size=0", "expected a whole number above 0"),
         (f"{WRAPPER}.grad_reduce_in_fp32=false", "gradients are always summed in float32"),
         (f"{OPTIMIZER}.optimizer_cpu_ofload=true", "did you mean optimizer_cpu_offload?"),
@@ -85,6 +87,45 @@ def test_a_field_that_cannot_be_set_or_not_so_is_refused(word: str, told: str) -
 def test_what_the_layers_of_a_run_do_not_compute_again_is_refused_before_it(words: str, told: str) -> None:
     selective = "actor.megatron.recompute_granularity=selective"
     assert told in refusal("model=qwen3_moe_mini", selective, f"actor.megatron.{TRANSFORMER}.{words}")
+
+
+def test_no_modules_are_no_way_to_compute_selectively() -> None:
+    none = f"actor.megatron.{TRANSFORMER}.recompute_modules=[]"
+    assert load(none).actor.megatron.override_transformer_config == {"recompute_modules": []}
+    said = refusal(none, "actor.megatron.recompute_granularity=selective")
+    assert said == f"{none}: expected actor.megatron.recompute_granularity=null, or full, with it"
+
+
+FULL_CRITIC = [f"critic.megatron.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
+SELECTIVE = ("actor.megatron.recompute_granularity=selective", "algorithm.adv_estimator=gae")
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        ("moe_act", ["critic.megatron.transformer_impl=local", "model.dtype=bfloat16"]),
+        ("mlp", ["critic.megatron.override_transformer_config.recompute_modules=[mlp]", *FULL_CRITIC]),
+    ],
+)
+def test_modules_of_the_actors_must_suit_the_role_that_follows_it(modules: str, words: list[str]) -> None:
+    given = f"{TRANSFORMER}.recompute_modules=[{modules}]"
+    said = refusal(f"actor.megatron.{given}", *SELECTIVE, *words)
+    assert said.startswith(f"critic.megatron.{given}: ")
+    latents = f"actor.megatron.{TRANSFORMER}.recompute_modules=[mla_up_proj]"
+    assert "critic" not in refusal(latents, DENSE, *SELECTIVE), "what is wrong with the actor, too, is told once"
+    assert load(latents, *SELECTIVE), "a model that is not here yet may have them"
+
+
+def test_a_critic_with_another_granularity_has_not_the_actors_modules() -> None:
+    modules = f"actor.megatron.{TRANSFORMER}={{recompute_modules:[mlp],batch_p2p_sync:false}}"
+    config = load(modules, *SELECTIVE, *FULL_CRITIC)
+    assert config.critic.megatron.override_transformer_config == {"batch_p2p_sync": False}
+    assert config.ref.megatron.override_transformer_config["recompute_modules"] == ["mlp"]
+    told = [line for line in idle(config) if "recompute" in line]
+    assert told == [
+        "critic.megatron.recompute_granularity=full: the actor's recompute_modules=[mlp] are not the critic's"
+    ]
+    assert not [line for line in idle(load(modules, *SELECTIVE)) if "recompute" in line]
 
 
 def test_layers_that_only_transformer_engine_computes_again_are_refused_to_local_ones() -> None:

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from megarl.config import names
 from megarl.config.schema import Config
+from megarl.config.settings import show
+from megarl.megatron_fields import RECOMPUTED
 
 
 def idle(config: Config) -> Iterator[str]:
-    """A line for clips whose ratio is always 1, and for a critic that learns more slowly than the policy."""
+    """A line for clips whose ratio is always 1, for a critic that learns more slowly than the policy, and for one that
+    computes other parts of its layers again."""
     actor, algorithm = config.actor, config.algorithm
     is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
     has_ratio = algorithm.policy_loss_fn not in names.LOSSES_WITHOUT_RATIO
@@ -26,4 +29,10 @@ def idle(config: Config) -> Iterator[str]:
         yield (
             f"critic.optim.lr={config.critic.optim.lr:g} is below actor.optim.lr={actor.optim.lr:g}, which it does not "
             "follow: the value head is new, and usually learns at 10 times the actor's rate"
+        )
+    modules, how = actor.megatron.override_transformer_config.get(RECOMPUTED), config.critic.megatron
+    if config.uses_critic and modules and how.recompute_granularity != "selective":
+        yield (
+            f"critic.megatron.recompute_granularity={show(how.recompute_granularity)}: the actor's "
+            f"{RECOMPUTED}={show(modules)} are not the critic's"
         )

@@ -16,7 +16,7 @@ from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError, show
 from megarl.layout import KEYS, Layout
-from megarl.megatron_fields import OVERRIDES
+from megarl.megatron_fields import OVERRIDES, RECOMPUTED
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")
 RESTARTS = 3  # of failed ranks, without a new step in between, where there are checkpoints
@@ -155,6 +155,8 @@ def followed_by_roles(config: Config) -> Config:
         for group in OVERRIDES:
             if not getattr(role.megatron, group):
                 setattr(role.megatron, group, dict(getattr(actor.megatron, group)))
+                if role.megatron.recompute_granularity != actor.megatron.recompute_granularity:
+                    getattr(role.megatron, group).pop(RECOMPUTED, None)  # they are the actor's way of selective
         if not role.model.config and role.model.path == config.model.path:
             role.model.config = dict(config.model.config)
     for node in (actor, *followers):

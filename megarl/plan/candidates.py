@@ -34,13 +34,12 @@ def layouts(job: Job) -> Iterator[Layout]:
 
 
 def ways(role: Role, longest: int) -> Iterator[Role]:
-    """A role with other micro-batches, the largest first, without and with recomputation; without is faster.
-
-    A run's own choice of modules stays.
+    """A role with other micro-batches, the largest first: without recomputation, which is the fastest, with the
+    modules that the run chose, if it did, and with whole layers.
     """
     limits = {limit for limit in (*TOKENS, role.max_tokens) if limit >= longest}
     for limit in sorted(limits, reverse=True):
-        for recompute in (role.recompute,) if role.recompute_modules else ("none", "full"):
+        for recompute in ("none", "selective", "full") if role.recompute_modules else ("none", "full"):
             yield replace(role, max_tokens=limit, log_prob_tokens=limit, recompute=recompute)
 
 

@@ -6,12 +6,13 @@ that every proposal passes all checks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from megarl.layout import KEYS, Layout
+from megarl.megatron_fields import RECOMPUTED, TRANSFORMER
 from megarl.plan import candidates
 from megarl.plan.job import Job, Role
 from megarl.plan.memory.gpu_budget import fullest, gpu_budgets_of_trainer
@@ -39,11 +40,16 @@ class Proposal:
     why: str
 
 
-def search(job: Job, composed: Composed, constants: Constants = CONSTANTS) -> list[Proposal]:
-    """The best layouts that fit, fastest first; only layouts faster than the current run, if that fits."""
+def search(
+    job: Job, composed: Composed, typed: Collection[str] = (), constants: Constants = CONSTANTS
+) -> list[Proposal]:
+    """The best layouts that fit, fastest first; only layouts faster than the current run, if that fits.
+
+    None that needs another value of a `typed` key, or of a part of one.
+    """
     own = predict(job, constants)
     found: dict[tuple[int, ...], Proposal] = {}
-    for other in _ranked(job, constants):
+    for other in _ranked(job, typed, constants):
         layout, words = other.layout, words_of(job, other)
         kind = (layout.tp, layout.pp, layout.cp, layout.ep, other.server_gpus, other.attention_dp)
         if not words or kind in found or not _is_better(predict(other, constants), own):
@@ -72,6 +78,8 @@ def words_of(job: Job, other: Job) -> list[str]:
         how = ("full", "uniform", "1") if other.recompute == "full" else ("null", "null", "null")
         keys = ("recompute_granularity", "recompute_method", "recompute_num_layers")
         words += [f"actor.megatron.{key}={value}" for key, value in zip(keys, how, strict=True)]
+        if job.recompute_modules:
+            words.append(f"actor.megatron.{TRANSFORMER}.{RECOMPUTED}=[]")
     for key, new, old in (
         ("actor.ppo_max_token_len_per_gpu", other.max_tokens, job.max_tokens),
         ("rollout.tensor_model_parallel_size", other.server_gpus, job.server_gpus),
@@ -130,10 +138,11 @@ def _causes(job: Job, other: Job, constants: Constants) -> Iterator[tuple[set[st
         )
 
 
-def _ranked(job: Job, constants: Constants) -> list[Job]:
+def _ranked(job: Job, typed: Collection[str], constants: Constants) -> list[Job]:
     """The best pairs of training layout and servers, fastest first."""
-    trainers = sorted(_trainers(job, constants), key=lambda pair: pair[0])[:NUM_TRAINERS]
-    timed = [(serving.rollout(run, constants).seconds, index, run) for index, run in enumerate(candidates.servers(job))]
+    trainers = sorted(_trainers(job, typed, constants), key=lambda pair: pair[0])[:NUM_TRAINERS]
+    servers = (run for run in candidates.servers(job) if not _types_again(job, run, typed))
+    timed = [(serving.rollout(run, constants).seconds, index, run) for index, run in enumerate(servers)]
     pairs = []
     for (_, trainer), (_, _, run) in product(trainers, sorted(timed)[:NUM_SERVERS]):
         of_servers = ("server_gpus", "server_ep", "attention_dp", "num_servers")
@@ -141,34 +150,45 @@ def _ranked(job: Job, constants: Constants) -> list[Job]:
     return sorted(pairs, key=lambda other: step_time(other, constants) * (1 + WORD * len(words_of(job, other))))
 
 
-def _trainers(job: Job, constants: Constants) -> Iterator[tuple[float, Job]]:
+def _types_again(job: Job, other: Job, typed: Collection[str]) -> bool:
+    keys = [f"{word.partition('=')[0]}." for word in words_of(job, other)]
+    return any(key.startswith(f"{each}.") for key in keys for each in typed)
+
+
+def _trainers(job: Job, typed: Collection[str], constants: Constants) -> Iterator[tuple[float, Job]]:
     """For each layout the fastest variant that fits, with the seconds of the step without generation."""
     for layout in candidates.layouts(job):
-        best = min(_ways(job, layout, constants), key=lambda pair: pair[0], default=None)
+        best = min(_ways(job, layout, typed, constants), key=lambda pair: pair[0], default=None)
         if best is not None:
             yield best
 
 
-def _ways(job: Job, layout: Layout, constants: Constants) -> Iterator[tuple[float, Job]]:
+def _ways(job: Job, layout: Layout, typed: Collection[str], constants: Constants) -> Iterator[tuple[float, Job]]:
     for way in candidates.ways(replace(job.actor, layout=layout), job.longest):
         if fullest(way).total > job.gpu.memory_bytes:
             continue
         other = _with(job, way)
+        if _types_again(job, other, typed):
+            continue
         if any(budget["total"] > job.gpu.memory_bytes for budget in gpu_budgets_of_trainer(other).values()):
             continue
         stages = stage_times(other, training(other, None, constants), serving.NOTHING, constants)
         yield sum(stages.values()), other
-        if way.recompute != "full":
+        if way.recompute == "none":
             return
 
 
 def _with(job: Job, actor: Role) -> Job:
-    """The run with another actor; critic and reference follow it if they had the same layout."""
+    """The run with another actor; critic and reference follow it if they had the same layout.
+
+    In what they compute again they follow it if that was the same, too.
+    """
     follow: dict[str, Any] = {}
     for name, role in (("critic", job.critic), ("reference", job.reference)):
         if role is not None and role.layout == job.layout:
+            follows = (role.recompute, role.recompute_modules) == (job.recompute, job.recompute_modules)
             follow[name] = replace(
-                role, layout=actor.layout, recompute=actor.recompute, recompute_modules=actor.recompute_modules,
+                role, layout=actor.layout, recompute=actor.recompute if follows else role.recompute,
                 max_tokens=actor.max_tokens, log_prob_tokens=actor.log_prob_tokens,
             )  # fmt: skip
     return replace(

@@ -15,7 +15,7 @@ from megarl.plan.gpus import find
 from megarl.plan.job import Job
 from megarl.plan.memory.gpu_budget import gpu_budgets_of_trainer
 from megarl.plan.predict import predict
-from megarl.plan.search import reason, search, seconds_text, words_of
+from megarl.plan.search import _with, reason, search, seconds_text, words_of
 
 
 def run(preset, num_ranks, **changes):
@@ -48,19 +48,47 @@ def test_short_sequences_are_not_shared():
     assert {layout.pp for layout in candidates.layouts(run("qwen3_8b", 8, fsdp=True))} == {1}
 
 
-def test_modules_that_a_run_computes_again_stay_its_own() -> None:
-    given = "{recompute_modules:[moe_act,layernorm]}"
-    words = ["recipe=grpo_qwen3_30b_a3b_4x8h100", "actor.megatron.recompute_granularity=selective"]
-    words += [f"actor.megatron.recompute_{key}=null" for key in ("method", "num_layers")]
-    config, said = load_config([*words, f"actor.megatron.override_transformer_config={given}"], command="config")
-    assert not any("recompute_modules" in each for each in said)
-    job = job_of(config, find("h100"))
+def with_modules(*words: str) -> tuple[list[str], Job]:
+    """The words of a run that computes modules again, and the run."""
+    given = "{recompute_modules:[moe_act,layernorm],batch_p2p_sync:false}"
+    whole = ["recipe=grpo_qwen3_30b_a3b_4x8h100", "actor.megatron.recompute_granularity=selective"]
+    whole += [f"actor.megatron.recompute_{key}=null" for key in ("method", "num_layers")]
+    whole += [f"actor.megatron.override_transformer_config={given}", *words]
+    return whole, job_of(load_config(whole, command="config")[0], find("h100"))
+
+
+def test_modules_that_a_run_computes_again_are_one_way_of_three() -> None:
+    words, job = with_modules()
     assert job.actor.recompute_modules == ("moe_act", "layernorm")
-    ways = list(candidates.ways(job.actor, job.longest))
-    assert {(way.recompute, way.recompute_modules) for way in ways} == {("selective", ("moe_act", "layernorm"))}
-    whole = replace(job, recompute="none", recompute_modules=())
+    assert [way.recompute for way in candidates.ways(job.actor, job.longest)][:3] == ["none", "selective", "full"]
+    budgets = {how: gpu_budgets_of_trainer(replace(job, recompute=how))["actor"] for how in ("none", "selective")}
     for key in ("total", "activations"):
-        assert gpu_budgets_of_trainer(job)["actor"][key] < gpu_budgets_of_trainer(whole)["actor"][key]
+        assert budgets["selective"][key] < budgets["none"][key]
+    for how in ("none", "full"):
+        config, _ = load_config([*words, *words_of(job, replace(job, recompute=how))], command="config")
+        typed = job_of(config, find("h100"))
+        assert (typed.recompute, typed.recompute_modules) == (how, ())
+        fields = {name: value for name, value in config.actor.megatron.override_transformer_config.items() if value}
+        assert config.actor.megatron.override_transformer_config["batch_p2p_sync"] is False and not fields
+
+
+def test_a_critic_follows_the_actor_only_in_what_it_computes_again_as_the_actor_does() -> None:
+    full = [f"critic.megatron.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
+    for own, expected in (([], "none"), (full, "full")):
+        _, job = with_modules("algorithm.adv_estimator=gae", *own)
+        other = _with(job, replace(job.actor, recompute="none", layout=replace(job.layout, vpp=2)))
+        assert other.critic and (other.critic.recompute, other.critic.layout.vpp) == (expected, 2)
+
+
+def test_a_critic_that_keeps_what_the_actor_computes_again_is_planned_so() -> None:
+    """With method=block most layers are kept."""
+    block = [f"critic.megatron.recompute_{key}" for key in ("granularity=full", "method=block", "num_layers=4")]
+    (_, follows), (_, own) = (with_modules("algorithm.adv_estimator=gae", *words) for words in ([], block))
+    assert follows.critic and own.critic and follows.critic.recompute_modules == ("moe_act", "layernorm")
+    assert own.critic.recompute_modules == ()
+    kept = gpu_budgets_of_trainer(replace(follows, critic=replace(follows.critic, recompute="none")))["critic"]
+    less, same = (gpu_budgets_of_trainer(run)["critic"]["activations"] for run in (follows, own))
+    assert less < same == kept["activations"]
 
 
 def test_servers_that_are_tried_take_as_many_gpus():
@@ -155,6 +183,16 @@ def test_a_run_that_does_not_fit_is_told_one_that_does():
     best = search(large, composed_of(large))[0]
     assert best.prediction.fits
     assert best.why.startswith("it fits, and the run as it is does not: actor")
+
+
+@pytest.mark.parametrize(
+    "typed", ["actor.megatron.recompute_granularity", "actor.megatron.override_transformer_config"]
+)
+def test_what_was_typed_stays_and_the_best_of_the_rest_is_proposed(typed: str) -> None:
+    own = run("qwen3_8b", 8, recompute="selective", recompute_modules=("mlp",))
+    free, kept = (search(own, composed_of(own), keys) for keys in ((), {typed, "rollout.attention_dp"}))
+    assert not predict(own).fits and "actor.megatron.recompute_granularity=null" in free[0].words
+    assert kept and not any("recompute" in word for one in kept for word in one.words)
 
 
 def test_a_reason_names_causes_of_the_stages_that_it_lists_only():

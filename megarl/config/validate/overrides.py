@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megarl.config.schema import Config
 from megarl.config.settings import show
@@ -11,28 +12,36 @@ from megarl.megatron_fields import CPU_OFFLOAD, OFFLOAD_FRACTION, OPTIMIZER, OVE
 
 
 def invalid_overrides(config: Config, role: str) -> Iterator[str]:
-    """One sentence for each field of Megatron's that a role cannot set, or not so; none for those of the actor's."""
+    """One sentence for each field of Megatron's that a role cannot set, or not so.
+
+    None for a value that is the actor's and wrong there, too.
+    """
     for group in OVERRIDES:
-        given = getattr(config.role(role).megatron, group)
-        if role != "actor" and given == getattr(config.actor.megatron, group):
-            continue
-        for field, value in given.items():
-            if (
-                (why := fault(group, field, value, role))
-                or field == RECOMPUTED
-                and (why := _not_recomputed(config, role, value))
-            ):
+        of_actor = getattr(config.actor.megatron, group)
+        for field, value in getattr(config.role(role).megatron, group).items():
+            is_told = role != "actor" and of_actor.get(field) == value and _wrong(config, "actor", group, field, value)
+            if not is_told and (why := _wrong(config, role, group, field, value)):
                 yield f"{role}.megatron.{group}.{field}={show(value)}: {why}"
     if role in ("actor", "critic"):
         yield from _of_optimizer(config, role)
 
 
+def _wrong(config: Config, role: str, group: str, field: str, value: Any) -> str:
+    """Why a role cannot have this value of a field; "" if it can."""
+    return fault(group, field, value, role) or (_not_recomputed(config, role, value) if field == RECOMPUTED else "")
+
+
 def _not_recomputed(config: Config, role: str, modules: Sequence[str]) -> str:
-    """Why a role's layers cannot compute these again, as far as it is known before a start; "" if they can."""
+    """Why a role's layers cannot compute these again, as far as it is known before a start; "" if they can.
+
+    No modules undo a choice of an earlier word or file, and are for other granularities.
+    """
     megatron = config.role(role).megatron
-    if megatron.recompute_granularity != "selective":
-        return f"expected {role}.megatron.recompute_granularity=selective with it"
-    if "mla_up_proj" in modules and "kv_lora_rank" not in model_config(config, role):
+    if bool(modules) != (megatron.recompute_granularity == "selective"):
+        wanted = "selective" if modules else "null, or full,"
+        return f"expected {role}.megatron.recompute_granularity={wanted} with it"
+    hf = model_config(config, role)  # empty: not known yet
+    if "mla_up_proj" in modules and hf and "kv_lora_rank" not in hf:
         return "mla_up_proj is of latent attention, which the model has not"
     adapts = role == "actor" and config.actor.lora.rank > 0
     if {"layernorm", "moe_act"} & {*modules} and (

@@ -47,19 +47,14 @@ def _job(plan: Plan, request: Request, more: tuple[str, ...] = ()) -> Job:
 
 
 def _proposals(plan: Plan, request: Request, job: Job) -> list[Proposal]:
-    typed = {word.partition("=")[0] for word in plan.words}
-
     def composed(words: list[str]) -> Job | None:
-        """None if one of the keys was typed already or the configuration is invalid."""
-        kept = [word for word in words if word.partition("=")[0] not in typed]
-        if len(kept) < len(words):
-            return None
+        """None if the configuration is invalid."""
         try:
             return _job(plan, request, tuple(words))
         except ConfigError:
             return None
 
-    return search(job, composed)
+    return search(job, composed, {word.partition("=")[0] for word in plan.words})
 
 
 def _dispatch(plan: Plan, job: Job) -> list[str]:

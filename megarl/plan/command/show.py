@@ -87,7 +87,7 @@ def show_proposals(console: Console, own: Prediction, proposals: Sequence[Propos
     _line(console, "")
     if not proposals:
         nothing = "no layout that fits is faster than this one by more than a hundredth"
-        none_fits = "no layout on these GPUs fits either; use more of them, or larger ones"
+        none_fits = "no layout on these GPUs that leaves what was typed fits either; use more of them, or larger ones"
         _line(console, f"searched: {nothing if own.fits else none_fits}")
         return
     faster = ", and are predicted to be faster" if own.fits else ""

@@ -70,7 +70,7 @@ def work_of(role: Role) -> Work:
         num_ranks=role.num_ranks,
         max_tokens=role.max_tokens if role.optimizer else role.log_prob_tokens,
         recompute=role.recompute == "full",
-        recompute_modules=role.recompute_modules,
+        recompute_modules=role.recompute_modules if role.recompute == "selective" else (),
         dtype=role.dtype,
         optimizer=role.optimizer,
         fsdp=role.fsdp,

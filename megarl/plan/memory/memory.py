@@ -12,8 +12,9 @@ are between 5 % below and 21 % above the prediction (plan_*, rows of kind memory
                   two layers and of everything outside layers (embedding, norm, head), and float32 gradients of one of
                   these
     activations   what a layer keeps of each token for its backward pass; of a recomputed layer only its input, plus
-                  once, doubled, the layer that is being recomputed (1.5 times without fused kernels); without what
-                  recompute_modules names, and that once; for experts, those of the busiest rank
+                  once, doubled, the layer that is being recomputed (1.5 times without fused kernels); of a layer
+                  with recompute_modules all but what these keep, plus once the most that they keep of a layer, while
+                  they are being recomputed; for experts, those of the busiest rank
     communicators NCCL's buffers: COMMUNICATOR_BYTES, which was never measured here, for each group of ranks in use
     reserve       RESERVE_BYTES: CUDA's context, a chunk of logits, memory that released servers keep, fragmentation
 
@@ -157,7 +158,8 @@ def _gathered(hf: HFConfig, layout: Layout, stage: int, parameters: Parameters, 
 def _activations(hf: HFConfig, layout: Layout, stage: int, work: Work, width: int) -> int:
     tokens = -(-work.max_tokens // layout.cp)
     kinds = kinds_of_stage(hf, layout, stage)
-    most = max(_kept(hf, layout, kind, work, ()) for kind in kinds)
+    whole = {kind: _kept(hf, layout, kind, work, ()) for kind in kinds}
+    most = max(whole.values())
     if work.optimizer is None:
         return width * tokens * 2 * most
     split = layout.tp if layout.sequence_parallel else 1
@@ -165,7 +167,8 @@ def _activations(hf: HFConfig, layout: Layout, stage: int, work: Work, width: in
     all_kept = sum(count * kept[kind] for kind, count in kinds.items())
     under_way = sum(kinds.values()) * hf["hidden_size"] // split if work.recompute else all_kept
     # gradients of kept activations are added; without fused kernels measurements show fewer
-    once = (1.5 if work.local else 2) * most if work.recompute else most + most - max(kept.values())
+    modules = max(whole[kind] - kept[kind] for kind in kinds)  # of the layer whose modules are being recomputed
+    once = (1.5 if work.local else 2) * most if work.recompute else most + modules
     return int(width * tokens * (under_way * _micro_batches_under_way(layout, stage) + once))
 
 

@@ -88,15 +88,20 @@ class Machine:
         backward = max(2 * least, 2.5 * keys + products.backward + 2 * moved_s)
         attention, feed_forward = self._sent(tokens, keys), self._passed(sparse, tokens)
         sent, sent_back = attention[0] + feed_forward[0], attention[1] + feed_forward[1]
-        again, sent_again = 0.0, 0.0
+        repeated, resent = 0.0, 0.0
         if self.role.recompute == "full":
-            again, sent_again = forward, sent
+            repeated, resent = forward, sent
         elif self.role.recompute == "selective":
-            again, sent_again = self._again(sparse, tokens, keys, set(self.role.recompute_modules or ("core_attn",)))
-        return Pass(forward + sent, backward + sent_back + again + sent_again, sent + sent_back + sent_again)
+            repeated, resent = self._repeated(sparse, tokens, keys, set(self.role.recompute_modules or ("core_attn",)))
+        return Pass(forward + sent, backward + sent_back + repeated + resent, sent + sent_back + resent)
 
-    def _again(self, sparse: bool, tokens: float, keys: float, modules: set[str]) -> tuple[float, float]:
-        """Seconds to compute these modules of a layer once more, and the exposed communication of that."""
+    def _repeated(self, sparse: bool, tokens: float, keys: float, modules: set[str]) -> tuple[float, float]:
+        """Seconds to compute these modules of a layer once more, and the exposed communication of that.
+
+        Communication is counted for `mlp` and `moe` alone.  Left out are the sends of a ring under context parallelism
+        (`core_attn`), and under sequence parallelism the gathers before latents' up projections (`mla_up_proj`) and
+        those around shared experts (`shared_experts`).
+        """
         hf, layout, shape = self.role.hf, self.role.layout, self.shape
         own = tokens / (layout.cp * layout.tp)
         moved = kept_numbers(hf, layout, sparse) - kept_numbers(hf, layout, sparse, again=modules)

@@ -167,7 +167,7 @@ def test_a_search_in_vain_says_so():
     show_proposals(console, replace(found, fits=False), [Proposal(job, found, ["a=1"], "it fits")])
     text = console.export_text()
     assert "searched: no layout that fits is faster than this one" in text
-    assert "searched: no layout on these GPUs fits either; use more of them, or larger ones" in text
+    assert "searched: no layout on these GPUs that leaves what was typed fits either; use more of them" in text
     assert "searched: these fit; type the words behind the command" in text
 
 

@@ -108,6 +108,18 @@ def test_so_many_numbers_are_kept_for_the_backward_pass(hf, layout, stage, chang
     assert of_stage_bytes(hf, layout, stage, replace(WORK, **changes)).activations == 2 * numbers
 
 
+def test_of_a_stage_with_two_kinds_of_layers_the_one_that_is_recomputed_counts_once() -> None:
+    """Three dense layers keep more than 58 with experts do without them, and have nothing that is computed again."""
+    hf = hf_of("deepseek_v3_671b")
+    dense = kept_numbers(hf, Layout(), False)
+    sparse = kept_numbers(hf, Layout(), True, CONSTANTS.expert_imbalance)
+    rest = kept_numbers(hf, Layout(), True, CONSTANTS.expert_imbalance, ("moe",))
+    assert (dense, rest) == (167_936, 112_640) and sparse > dense
+    numbers = 3 * dense + 58 * rest + sparse + (sparse - rest)
+    memory = of_stage_bytes(hf, Layout(), 0, replace(WORK, recompute_modules=("moe",)))
+    assert memory.activations == 2 * 100 * numbers
+
+
 def test_a_push_holds_the_weights_of_both_the_largest_tensor_twice_and_two_buckets():
     layout, embedding = Layout(pp=2), 64 * 16
     ours = of_stage(HF, layout, 1).total
