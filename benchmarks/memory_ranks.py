@@ -89,7 +89,14 @@ def measure(case: Case) -> dict[str, dict[str, int]]:
 
 def predicted(case: Case, layout: Layout, stage: int) -> Memory:
     """As the planner has it, with its reserve."""
-    work = Work(case.num_ranks, case.tokens, case.recompute, case.dtype, fsdp=case.fsdp, local=case.local)
+    work = Work(
+        case.num_ranks,
+        case.tokens,
+        recompute=case.recompute,
+        dtype=case.dtype,
+        fsdp=case.fsdp,
+        local=case.local,
+    )
     return of_stage_bytes(case.hf, layout, stage, work)
 
 
