@@ -18,7 +18,7 @@ from megarl.algo.finite import BadNumber
 from megarl.algo.kl import AdaptiveKL, FixedKL
 from megarl.batch import Batch, Stat, Stats
 from megarl.config import Config
-from megarl.config.validate.models import to_prepare
+from megarl.config.validate.models import contradictions, to_prepare
 from megarl.data.batch import make_batch, sample_names
 from megarl.data.ledger import TRAINED
 from megarl.group import RankError
@@ -357,8 +357,10 @@ def prepare(config: Config) -> None:
     """Make the model of a very small preset, and call prepare(config) of trainer.prepare, if a folder is missing."""
     make_mini_model(config)
     place = config.trainer.prepare
-    if to_prepare(config):
+    if made := to_prepare(config):
         user_function(f"trainer.prepare={place}", f"{place}:prepare")(config)
+        for sentence in (sentence for role in made for sentence in contradictions(config, role)):
+            raise ValueError(f"trainer.prepare={place} made another model: {sentence}")
 
 
 def main(config: Config) -> int:

@@ -116,7 +116,8 @@ from pathlib import Path
 def prepare(config):
     for path in (config.model.path, *(teacher.model.path for teacher in config.teachers.values())):
         Path(path).mkdir(exist_ok=True)
-        (Path(path) / "config.json").touch(exist_ok=False)
+        with open(f"{path}/config.json", "x") as file:
+            file.write('{"vocab_size": 16}')
 """
 
 
@@ -131,10 +132,16 @@ def test_a_file_makes_the_models_that_are_not_there() -> None:
     for _ in range(2):
         train.prepare(config)
     assert Path("model/config.json").exists()
-    Path("make.py").write_text(MAKES.replace("False", "True"))
+    Path("make.py").write_text(MAKES.replace('"x"', '"w"'))
     config.teachers["a"] = Teacher(model=TeacherModel("taught"))
     train.prepare(config)
     assert Path("taught/config.json").exists()
+    config.model.path, config.model.config = "other", {"vocab_size": 17}
+    made = (
+        r"^trainer\.prepare=make\.py made another model: model\.config\.vocab_size=17: the config\.json of .* says 16"
+    )
+    with pytest.raises(ValueError, match=made):
+        train.prepare(config)
 
 
 def test_another_model_than_that_of_the_cold_start_is_refused_before_anything_is_written() -> None:
