@@ -124,21 +124,22 @@ def prepare(config):
 def test_a_file_makes_the_models_that_are_not_there() -> None:
     """Once; a teacher too, beside a policy that is there."""
     config = Config()
-    config.trainer.prepare, config.model.path = "make.py", "model"
-    Path("make.py").write_text("def other(config): ...")
-    with pytest.raises(ValueError, match=r"^trainer\.prepare=make\.py: make\.py has no function 'prepare'; it has oth"):
+    config.trainer.prepare, config.model.path = "none.py", "model"
+    Path("none.py").write_text("def other(config): ...")
+    with pytest.raises(ValueError, match=r"^trainer\.prepare=none\.py: none\.py has no function 'prepare'; it has oth"):
         train.prepare(config)
     Path("make.py").write_text(MAKES)
+    config.trainer.prepare = "make.py"
     for _ in range(2):
         train.prepare(config)
     assert Path("model/config.json").exists()
-    Path("make.py").write_text(MAKES.replace('"x"', '"w"'))
-    config.teachers["a"] = Teacher(model=TeacherModel("taught"))
+    Path("again.py").write_text(MAKES.replace('"x"', '"w"'))
+    config.trainer.prepare, config.teachers["a"] = "again.py", Teacher(model=TeacherModel("taught"))
     train.prepare(config)
     assert Path("taught/config.json").exists()
-    config.model.path, config.model.config = "other", {"vocab_size": 17}
+    config.model.path, config.model.config = "third", {"vocab_size": 17}
     made = (
-        r"^trainer\.prepare=make\.py made another model: model\.config\.vocab_size=17: the config\.json of .* says 16"
+        r"^trainer\.prepare=again\.py made another model: model\.config\.vocab_size=17: the config\.json of .* says 16"
     )
     with pytest.raises(ValueError, match=made):
         train.prepare(config)
