@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import layers
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megarl.hf_config import completed
 from megarl.layout import Layout
 from megarl.mcore import cpu
 from megarl.mcore.models.model import make_chunks
@@ -39,7 +40,7 @@ class _NoDevice(TorchFunctionMode):
 def built(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Parameters:
     """The parameters that Megatron creates on a rank of pipeline stage `stage`.  No process group may exist yet."""
     with fake_world(layout, stage), torch.device("meta"), _NoDevice(), _unfilled():
-        chunks = make_chunks(hf, layout, role=role, dtype="bfloat16")
+        chunks = make_chunks(completed(hf), layout, role=role, dtype="bfloat16")
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     experts = sum(parameter.numel() for name, parameter in named if ".experts." in name)
     return Parameters(sum(parameter.numel() for _, parameter in named) - experts, experts)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import page
+import yaml
 from machine import hardware, versions
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -65,8 +66,8 @@ def picture(runs: Path, file: Path) -> None:
 
 def chosen(runs: Path, name: str) -> tuple[str, str]:
     """Loss and estimator, as the run itself wrote them down."""
-    said = dict(line.strip().split(": ") for line in (runs / name / "config.yaml").open() if ": " in line)
-    return said["policy_loss_fn"], said["adv_estimator"]
+    algorithm = yaml.safe_load((runs / name / "config.yaml").read_text())["algorithm"]
+    return algorithm["policy_loss_fn"], algorithm["adv_estimator"]
 
 
 def results(runs: Path) -> list[dict[str, Any]]:

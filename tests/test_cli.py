@@ -26,7 +26,7 @@ def train(monkeypatch):
     """A `megarl train` that only notes the configuration it gets."""
     seen = SimpleNamespace(config=None, result=0)
 
-    def run(config: Config) -> int:
+    def run(config: Config, command: str = "train") -> int:  # noqa: ARG001
         seen.config = config
         if isinstance(seen.result, BaseException):
             raise seen.result

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
 from megarl.batch import Batch, LossOutput, MicroBatch
+from megarl.hf_config import completed
 from megarl.layout import Layout
 from megarl.mcore.logprobs.logprobs import NAMES
 from megarl.mcore.models.model import Model, build_model, output_weight, unwrap
@@ -23,18 +24,20 @@ from megarl.mcore.training.step import Outputs, backward, forward_only
 pytestmark = pytest.mark.dist
 
 CPU, LAYOUT = torch.device("cpu"), Layout()
-HF: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-    "tie_word_embeddings": True,
-    "vocab_size": 45,
-}
+HF: dict[str, Any] = completed(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "tie_word_embeddings": True,
+        "vocab_size": 45,
+    }
+)
 G = torch.Generator().manual_seed(0)
 TOKENS, LENGTHS = torch.randint(0, 44, (17,), generator=G), torch.tensor([5, 12])
 FACTORS = torch.randn(4, 17, generator=G)

@@ -229,7 +229,7 @@ def test_a_server_of_another_machine_is_started_watched_and_ended_there(
     while server.exit_code() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert server.exit_code() == 1
+    assert server.exit_code() == 2, "it refuses a folder that is not there"
     assert "/no/such/model" in server.log_tail()
     assert "/no/such/model" in log.read_text()
     server.end(0)

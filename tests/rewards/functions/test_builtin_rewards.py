@@ -209,6 +209,7 @@ def judge_all(*rewards: str, seconds: int = SECONDS) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_built_in_rewards_read_any_long_text_in_linear_time() -> None:
     rewards = sorted(set(REWARDS) - ELSEWHERE)
     done = judge_all(*rewards)
