@@ -59,6 +59,8 @@ def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_of(hf: Mapping[str, Any]) -> PretrainedConfig:
     """Of the numbers of a config.json.  Raises as `completed` does, also for a family that transformers lacks."""
+    if file := hf.get("transformers_weights"):
+        raise ValueError(f"config.json: transformers_weights={json.dumps(file)}; expected weights in model.safetensors")
     config = _config_of(hf)
     both = ("rope_parameters", "rope_scaling")
     if all(hf.get(name) for name in both):

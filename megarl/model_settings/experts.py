@@ -15,19 +15,28 @@ _COMMON: Settings = {
 }
 
 
+def _chosen(hf: HFConfig, least: int, count: int) -> int:
+    """Experts of a token, of `count`."""
+    chosen = at_least(least, hf, "num_experts_per_tok")
+    if chosen > count:
+        raise ValueError(f"config.json: num_experts_per_tok={chosen}; expected at most the {count} experts of a layer")
+    return chosen
+
+
 def softmax_experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[int] = 1) -> Settings:
     """`renormalised`: the weights of the chosen experts sum to 1, else they are the softmax over all experts.
 
     Megatron chooses experts by logits and transformers by probabilities: the same experts, unless the float32 softmax
     makes different logits equal.
     """
-    chosen = need(hf, "num_experts_per_tok")
+    count = need(hf, "num_experts", "num_local_experts")
+    chosen = _chosen(hf, 1, count)
     if renormalised and chosen == 1:
         raise ValueError(
             "config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; expected at least 2"
         )
     return _COMMON | {
-        "num_moe_experts": need(hf, "num_experts", "num_local_experts"),
+        "num_moe_experts": count,
         "moe_ffn_hidden_size": ffn,
         "moe_layer_freq": layers,
         "moe_router_topk": chosen,
@@ -41,7 +50,7 @@ def sigmoid_experts(hf: HFConfig, *, count: int, ffn: int, total: float = 1.0) -
     return _COMMON | {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": ffn,
-        "moe_router_topk": at_least(2, hf, "num_experts_per_tok"),
+        "moe_router_topk": _chosen(hf, 2, count),
         "moe_router_topk_scaling_factor": total,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,

@@ -59,6 +59,8 @@ def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:
 def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Its settings; YaRN's factor is by default the ratio of the two contexts."""
     settings = dict(need(hf, "rope_parameters"))
+    if "rope_type" not in settings:
+        raise ValueError(f"config.json: rope_parameters has {', '.join(settings)}; expected one rope for all layers")
     if settings["rope_type"] == "yarn" and settings.get("factor") is None:
         settings["factor"] = hf["max_position_embeddings"] / settings["original_max_position_embeddings"]
     return settings

@@ -107,9 +107,19 @@ def test_bad_input_weights_that_are_not_finite(cases: Cases, model: Path, number
         assert str(caught.value) == f"{file}: the tensor {name} holds {number}; expected finite numbers"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}',
-                                     b'{"weight_map": {"a": "absent.safetensors"}}', b"\xff", b"[" * 99_999,
-                                     b'{"weight_map": {"a": "../model.safetensors"}}'])  # fmt: skip
+@pytest.mark.parametrize("weight_map", [b"", b": 3", b': {"a": 3}', b': {"a": "absent.safetensors"}',
+                                        b': {"a": "../model.safetensors"}'])  # fmt: skip
+def test_bad_input_an_index_of_no_files(cases: Cases, model: Path, weight_map: bytes) -> None:
+    cases.add()
+    content = b'{"metadata": {}, "weight_map"' + weight_map + b"}"
+    (model / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_weights(model)
+    read_refusal(caught.value, str(model))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"weight_map": {"a": "model.safetensors"}}', b"\xff",
+                                     b"[" * 99_999])  # fmt: skip
 def test_bad_input_an_index_that_is_none(cases: Cases, model: Path, content: bytes) -> None:
     cases.add()
     (model / "model.safetensors.index.json").write_bytes(content)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.cli import main
 
-pytestmark = [pytest.mark.full, pytest.mark.dist]
+pytestmark = pytest.mark.dist
 
 Spoil = Callable[[Path], None]
 
@@ -120,7 +120,19 @@ CASES: dict[str, tuple[str, Spoil, list[str]]] = {
     "no weights": ("train", gone("model/model.safetensors"), []),
     "an index of files that are not there": (
         "train",
-        written("model/model.safetensors.index.json", '{"weight_map": {"a": "absent.safetensors"}}'),
+        written("model/model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "absent.safetensors"}}'),
+        [],
+    ),
+    "another file of weights": ("train", config(transformers_weights="other.safetensors"), []),
+    "an adapter beside the weights": ("train", written("model/adapter_config.json", "{}"), []),
+    "a tensor under two names": (
+        "train",
+        weights(lambda held: held | {DOWN.removeprefix("model."): held[DOWN] + 1}),
+        [],
+    ),
+    "evaluate: a tensor under two names": (
+        "evaluate",
+        weights(lambda held: held | {DOWN.removeprefix("model."): held[DOWN] + 1}),
         [],
     ),
     "tied to another head": ("train", tied_to_another_head, []),
@@ -201,7 +213,10 @@ def words_of(command: str, parts: Path, runs: Path) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("a norm is missing", "a row without a prompt", "sft: no response", "evaluate: a reward that raises")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST else pytest.mark.full) for c in CASES])
 def test_a_check_says_what_the_run_says(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:

@@ -35,7 +35,7 @@ from megarl.trainer.reward_model import check_reward_model
 from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.trainer.sft import read_examples, training_steps
 from megarl.trainer.teachers import check_taught, check_teachers
-from megarl.weights.hf.folder import INDEX, SINGLE
+from megarl.weights.hf.folder import INDEX, SINGLE, files_of_index
 
 
 def main(config: Config, command: str = "train") -> int:
@@ -80,9 +80,11 @@ class Check:
     def _memory(self) -> None:
         if budget := memory_on_cpu(self.config, self.command):
             parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in budget.items() if name != "total")
-            self.say(f"on this machine's CPUs: about {budget['total'] / 1e9:.1f} GB of memory ({parts})")
+            sure = self.config.trainer.device == "cpu"
+            where = "on this machine's CPUs" if sure else "if this machine runs it, which has no GPU"
+            self.say(f"{where}: about {budget['total'] / 1e9:.1f} GB of memory ({parts})")
             if sentence := lacks_memory(budget):
-                self.say(f"warning: {sentence}")
+                self.say(f"{'warning: ' * sure}{sentence}")
 
     def algorithm(self) -> None:
         """Plug-ins, rewards, and what the loss layer refuses."""
@@ -148,7 +150,7 @@ class Check:
         place = f"{group_of(role)}.path={path}"
         if folder is None:
             line = f"{place}: {self._absent(path, group_of(role))}"
-        elif folder != path and not any((Path(folder) / name).exists() for name in (SINGLE, INDEX)):
+        elif folder != path and not _is_whole(Path(folder)):
             line = f"{place}: its weights are downloaded when the run starts"
         else:
             return check_model(self.config, role, folder, trains=self.command != "evaluate", serves=self._serves)
@@ -177,6 +179,8 @@ class Check:
         sets = {key: files for key, names in self._sets().items() if (files := _present(names))}
         named = self.config.model.tokenizer_path
         tokenizer = cached_folder(named) if named else None
+        if tokenizer is not None and tokenizer != named and not any(Path(tokenizer).glob("*token*")):
+            tokenizer = None  # of this hub name only other files were downloaded
         if tokenizer is None or folder is None:
             for file in self._data_files():
                 with self._collect():
@@ -243,6 +247,13 @@ class Check:
         if (save := find(trainer.resume_mode, saves, self.say, verify=trainer.verify_resume)) is not None:
             check_is_known(save)
             self.say(f"trainer.resume_mode={trainer.resume_mode}: the run goes on from {save.folder}")
+
+
+def _is_whole(snapshot: Path) -> bool:
+    """Whether all weights of a hub name were downloaded."""
+    index = snapshot / INDEX
+    files = files_of_index(index).values() if index.is_file() else [snapshot / SINGLE]
+    return all(file.is_file() for file in files)
 
 
 def _present(files: Sequence[str]) -> list[str]:

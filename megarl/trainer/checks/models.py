@@ -24,7 +24,7 @@ def check_model(config: Config, role: str, folder: str, *, trains: bool, serves:
     """
     kind: Kind = "critic" if role == "critic" else "actor"
     num_tensors = check_folder(folder, kind) if trains else check_complete(folder)
-    if serves and role == "actor" and config.rollout.engine == "sglang":
+    if serves and role == "actor" and config.rollout.engine != "hf":
         check_for_sglang(folder)
     hf = read_hf_config(folder)
     with open_for(folder, hf) as held:

@@ -22,6 +22,7 @@ from megarl.durable_files import SUMS
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"  # of PEFT
 
 
 class HFFolder:
@@ -85,7 +86,8 @@ class HFFolder:
 
     def read_hub(self, name: str) -> Tensor:
         """A whole tensor by its name in `hub_shapes`."""
-        return self.read(name, 0, 0, self.shapes[name][0])
+        path, stored = self._place_of[name]
+        return self.checked(name, self._files[path].get_tensor(stored))
 
 
 def check_finite(tensor: Tensor, name: str, place: object) -> None:
@@ -124,13 +126,17 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     Beside a single file transformers ignores an index, whereas SGLang takes the index's files.
     """
     index, single = folder / INDEX, folder / SINGLE
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} holds {ADAPTER} beside its weights, which transformers adapts; expected one of the two"
+        )
     if not index.is_file():
         if not single.is_file():
             raise ValueError(
                 f"{folder} holds neither {SINGLE} nor {INDEX}; expected an HF folder with safetensors weights"
             )
         return [single], {}
-    assigned = _assigned(index)
+    assigned = files_of_index(index)
     paths = sorted(set(assigned.values()))
     absent = [path.name for path in paths if not path.is_file()]
     if single.is_file() and paths != [single]:
@@ -148,12 +154,15 @@ def _names_in(path: Path) -> set[str]:
         return set(file.keys())
 
 
-def _assigned(index: Path) -> dict[str, Path]:
+def files_of_index(index: Path) -> dict[str, Path]:
+    """The file of each tensor.  Raises ValueError for an index that transformers cannot read."""
     try:
-        return {name: index.parent / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+        found = json.loads(index.read_bytes())
+        found["metadata"]  # without which transformers ends
+        return {name: index.parent / file for name, file in found["weight_map"].items()}
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f'{index}: it cannot be read ({error!r}); expected {{"weight_map": {{TENSOR: FILE}}}}'
+            f'{index}: it cannot be read ({error!r}); expected {{"metadata": {{}}, "weight_map": {{TENSOR: FILE}}}}'
         ) from None
 
 

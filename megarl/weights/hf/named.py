@@ -14,7 +14,7 @@ import torch
 
 from megarl.hf_config import read_hf_config
 from megarl.model_settings.families import settings_of
-from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, open_hf
+from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index, open_hf
 from megarl.weights.hf.unstacked import Unstacked
 from megarl.weights.mapping.blocks import HFConfig, Role
 from megarl.weights.mapping.families import FAMILIES, ignorable, plain_stacks, stacks_for, table_for, tied
@@ -31,6 +31,7 @@ def open_for(folder: str | Path, hf_config: HFConfig) -> Iterator[HFFolder]:
         table = table_for(hf_config)
         plain = plain_stacks(table)
         names = [*(name for op in table for name in op.hf_shapes), *(stack.hf_name for stack in plain)]
+        _refuse_twins(held, names)
         held.rename(dict(_renamed(names, held.shapes, tied(hf_config))))
         stacks = stacks_for(hf_config) or [stack for stack in plain if stack.hf_name in held.shapes]
         yield Unstacked(held, stacks) if stacks else held
@@ -40,10 +41,23 @@ def _renamed(names: Sequence[str], held: Container[str], copies: Mapping[str, st
     """Names that a folder does not hold -> those under which transformers finds the tensors."""
     of_copies = {original: copy for copy, original in copies.items()}
     for name in names:
-        if name not in held:
-            others = (name.replace(".block_sparse_moe.", ".mlp."), name.removeprefix("model."), of_copies.get(name))
-            if found := next((other for other in others if other != name and other in held), None):
-                yield name, found
+        others = (*_other_names(name), of_copies.get(name))
+        if name not in held and (found := next((other for other in others if other in held), None)):
+            yield name, found
+
+
+def _other_names(name: str) -> list[str]:
+    """Under which transformers finds a tensor, too: of a bare decoder, and of experts in its own modules."""
+    others = (name.replace(".block_sparse_moe.", ".mlp."), name.removeprefix("model."))
+    return [other for other in others if other != name]
+
+
+def _refuse_twins(folder: HFFolder, names: Sequence[str]) -> None:
+    """Raise ValueError for a tensor under two names, of which readers take different ones."""
+    for name in names:
+        for other in _other_names(name) if name in folder.shapes else ():
+            if other in folder.shapes:
+                raise ValueError(f"{folder.folder} holds both {name} and {other}; expected one name of a tensor")
 
 
 def check_folder(folder: str | Path, role: Role = "actor") -> int:
@@ -93,7 +107,9 @@ def check_for_sglang(folder: str | Path) -> None:
         renamed = [name for name in held.hub_shapes if name not in stored] if not stacks_for(hf_config) else []
         several = dict(held.in_several)
     others = sorted(path.name for path in folder.glob("*.safetensors") if path.name != SINGLE)
-    if (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+    index = folder / INDEX
+    listed = set(files_of_index(index).values()) if index.is_file() else {folder / SINGLE}
+    if (folder / SINGLE).is_file() and listed != {folder / SINGLE}:
         raise ValueError(f"{folder}: {INDEX} lists files that are not there beside {SINGLE}; {wanted} for SGLang")
     if not (folder / INDEX).is_file() and others not in ([], ["consolidated.safetensors"]):
         raise ValueError(f"{folder}: SGLang reads {others[0]} beside {SINGLE}, the trainer does not; {wanted}")

@@ -65,7 +65,9 @@ def single_beside_a_left_index(folder: Path) -> None:
 
 
 def single_beside_an_index_of_another_model(folder: Path) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"other": "model-00001-of-00002.safetensors"}}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": {"other": "model-00001-of-00002.safetensors"}})
+    )
 
 
 def single_among_the_shards(folder: Path) -> None:

@@ -130,7 +130,10 @@ def test_a_folder_that_says_that_its_weights_are_random_must_have_none(tmp_path:
 def test_a_folder_without_weights_or_with_a_lost_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor"), open_hf(tmp_path):
         pass
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "metadata": {},
+        "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"},
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"a": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(ValueError, match=r"not there: model-00002-of-00002\.safetensors"), open_hf(tmp_path):
