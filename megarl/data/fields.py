@@ -3,7 +3,7 @@
 {"prompt": "12+34=", "ground_truth": "46", "data_source": "arithmetic"}      a string, used as it is
 {"prompt": [{"role": "user", "content": "..."}], ...}                        chat messages; their "tools" beside them
 {"messages": [...], "ground_truth": "46"}                                    the same with the common key
-{"question": "...", "answer": "... #### 42"}                                 GSM8K
+{"question": "...", "answer": "... #### 42"}                                 GSM8K; the key may be named
 {"prompt": [...], "reward_model": {"ground_truth": "42"}}                    the parquet rows of verl's examples
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ASSISTANT = "assistant"
 ANSWERS = ("all", "last")  # which of a row's answers are learnt
 _WEIGHTS = ("weight", "train", "step_loss_mask")  # names under which data say 0 or false of what is not learnt
+_SOLUTION = re.compile(r"####[ \t*]*[-+]?[ \t]?[$€£]?\.?\d[^\n#]*\s*\Z")  # the end of one of GSM8K
 _TRLS_RESPONSE = "completion"
 _CALL = '{"function": {"name": string, "arguments": object}}'
 _TOOL = '{"type": "function", "function": {...}}'
@@ -219,10 +221,17 @@ def _without_gaps(row: Record, value: Any) -> Any:
 
 
 def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: bool) -> Any:
-    """The expected answer as it is, removed from `fields` if it has its own key; None if the row has none, or NaN."""
+    """The expected answer as it is, removed from `fields` if it has its own key; None if the row has none, or NaN.
+
+    Of a solution that ends with `####` and a number it is the number; the solution stays in `fields`.
+    """
     value = fields.pop(key, None)
+    if isinstance(value, str) and _SOLUTION.search(value):
+        fields[key] = value
     if value is None and isinstance(fields.get("reward_model"), dict):
         value = fields["reward_model"].get("ground_truth")
+    if isinstance(value, str) and _SOLUTION.search(value):
+        value = gsm8k_answer(value)
     if value is None and is_question and isinstance(fields.get("answer"), str):
         value = gsm8k_answer(fields["answer"])
         if value is None:

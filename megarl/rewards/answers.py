@@ -37,5 +37,5 @@ def with_pred(fn: str, prompt: Prompt, completion: Completion, result: RewardRes
     """The result of reward `fn` with the answer that it read; a text without an answer votes for ""."""
     if result.pred is not None:
         return result
-    reader = READERS.get(reward_of(prompt.data_source, prompt.extra) if fn == "auto" else fn)
+    reader = READERS.get(reward_of(prompt.data_source, prompt.extra, prompt.ground_truth) if fn == "auto" else fn)
     return result if reader is None else replace(result, pred=reader(completion.text) or "")

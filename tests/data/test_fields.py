@@ -65,6 +65,18 @@ def test_gsm8k_rows_become_a_user_message_where_there_is_a_template():
     assert question(fields).extra == {"answer": fields["answer"]}
 
 
+def test_a_solution_of_gsm8k_under_a_named_key_gives_its_number_and_stays_in_the_row():
+    solution = "2+2=4, #### so\n#### 1,004\n"
+    for key in ("answer", "solution"):
+        found = question({"question": "How many?", key: solution}, ground_truth_key=key)
+        assert (found.ground_truth, found.extra) == ("1004", {key: solution})
+    nested = {"reward_model": {"ground_truth": solution}}
+    found = question({"prompt": "x", **nested})
+    assert (found.ground_truth, found.extra) == ("1004", nested)
+    for text in ("#### Geography\nIt is Paris", "#### 3 cities\nParis", "46", r"#### \frac{1}{2}"):
+        assert question({"prompt": "x", "answer": text}, ground_truth_key="answer").ground_truth == text
+
+
 def test_messages_keep_texts_calls_and_numbers_and_parts_of_text_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": None}]
     called = {"function": {"name": "f", "arguments": '{"x": null}'}}

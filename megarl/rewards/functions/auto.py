@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 from megarl.rewards import RewardFn, load_reward, register_reward
-from megarl.sample import Completion, Prompt
+from megarl.rewards.functions.gsm8k import number_of
+from megarl.sample import Completion, Prompt, text_of
 
 BY_DATA_SOURCE = {
     "openai/gsm8k": "gsm8k_verl",
@@ -42,18 +43,33 @@ def auto(prompt: Prompt, completion: Completion) -> Any:
     source = prompt.data_source
     if source.startswith(MISSING):
         raise ValueError(f"no built-in reward fits data_source={source}; expected one in reward.by_data_source")
-    return _built_in(reward_of(source, prompt.extra))(prompt, completion)
+    return _built_in(reward_of(source, prompt.extra, prompt.ground_truth))(prompt, completion)
 
 
-def reward_of(source: str, extra: Mapping[str, Any]) -> str:
-    """The name of the built-in reward of a row with this data source and these further fields.
+def reward_of(source: str, extra: Mapping[str, Any], truth: Any) -> str:
+    """The name of the built-in reward of a row with this data source, these further fields and this ground truth.
 
-    >>> reward_of("aime_2024", {}), reward_of("sums", {}), reward_of("", {"answer": "12 + 34 = 46\\n#### 46"})
+    >>> reward_of("aime_2024", {}, "46"), reward_of("", {}, "46"), reward_of("", {"answer": "12 + 34\\n#### 46"}, "46")
     ('math_dapo', 'exact', 'gsm8k')
     """
     by_beginning = (name for beginning, name in BY_BEGINNING.items() if source.startswith(beginning))
-    otherwise = "gsm8k" if "####" in str(extra.get("answer")) else EXACT
-    return BY_DATA_SOURCE.get(source) or next(by_beginning, otherwise)
+    named = BY_DATA_SOURCE.get(source) or next(by_beginning, None)
+    return named or ("gsm8k" if _is_gsm8k(extra, truth) else EXACT)
+
+
+def _is_gsm8k(extra: Mapping[str, Any], truth: Any) -> bool:
+    """Whether a field of the row is a solution as GSM8K has them: it ends with `####` and the ground truth's number."""
+    marked = [text for text in _texts(extra) if "####" in text]
+    return bool(marked) and (number := number_of(text_of(truth))) is not None and number in map(number_of, marked)
+
+
+def _texts(field: Any) -> Iterator[str]:
+    """The texts of a field, and of the mappings in it."""
+    if isinstance(field, Mapping):
+        for part in field.values():
+            yield from _texts(part)
+    elif isinstance(field, str):
+        yield field
 
 
 @cache

@@ -8,6 +8,7 @@ set do.
 from __future__ import annotations
 
 import re
+import unicodedata
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
@@ -18,25 +19,36 @@ from megarl.sample import Completion, Prompt
 
 # A sign belongs to a number unless it joins two of them, as in 2-3.
 _NUMBER = re.compile(
-    r"(?:(?<![\w.)])[-+])?\$?(?:(?:\d{1,3}(?:,\d{2,3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\d)\.\d++)(?:e[-+]?\d++)?(?:/\d++)?"
+    r"(?:(?<![\w.)])[-+])?[$€£¥]?(?:\d++[ ]\d++/\d++(?![/\d])|"
+    r"(?:(?:\d{1,3}(?:,\d{2,3})++(?!\d)|\d++)(?:\.\d++)?|(?<!\d)\.\d++)(?:e[-+]?\d++)?(?:/\d++)?)"
 )
+_MONEY = dict.fromkeys(map(ord, ",$€£¥"))
 _DIGITS = 1000  # of a power of ten: no person writes more
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
-_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|,\\!)(?=\d)")  # of thousands, in LaTeX
+_MIXED = re.compile(r"(?<=\d)[ \t]*+(?=\\[dt]?frac\{\d)")  # between a number and the fraction behind it
+_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|\\[,! ]|,\\!|[\u00a0\u2009\u202f])(?=\d)")  # of thousands, in LaTeX or print
+_VULGAR = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e])")  # such as one half in one character
+_SPACED = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})++(?![\d/])")  # 1 000: where a number stands alone
+_LONE_SIGN = re.compile(r"((?:####|\{)[ \t*]*+[-+])[ \t]++(?=[\d$.])")  # "#### - 5"
+# What may stand behind the number of a ground truth: a unit, but no word of scale and nothing to calculate.
+_UNIT = re.compile(
+    r"(?!.*\b(?i:dozens?|hundreds?|thousands?|[mbtr]+illions?|pi)\b)(?:\\(?:[%$ ,!;]|text\w*|mathrm|circ\b)|"
+    r"\^\{?(?:[23]|(?=\\circ))\}?|(?<=[^\W\d])[/-](?=[^\W\d])|[^\W\d_π]|[ \t%°.$€£¥²³(){}*])*+"
+)
 
 
 @register_reward("gsm8k")
 def gsm8k(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the answer is right: the number after the last `####`, else in the last \\boxed{}, else the last one."""
-    truth, answer = ground_truth_of(prompt), final_number(completion.text)
-    return float(answer is not None and _same(answer, truth))
+    truth, answer = _truth(prompt), final_number(completion.text)
+    return float(answer is not None and _value(answer) == truth)
 
 
 @register_reward("gsm8k_strict")
 def gsm8k_strict(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the number after the last `####` is right; an answer without the mark is wrong."""
-    truth, answer = ground_truth_of(prompt), marked_number(completion.text)
-    return float(answer is not None and _same(answer, truth))
+    truth, answer = _truth(prompt), marked_number(completion.text)
+    return float(answer is not None and _value(answer) == truth)
 
 
 def final_number(text: str) -> str | None:
@@ -62,18 +74,40 @@ def to_decimal(text: str) -> Decimal | None:
     Decimal('1234.50')
     """
     try:
-        return Decimal(text.strip().replace(",", "").replace("$", "").rstrip("%").rstrip("."))
+        return Decimal(text.strip().translate(_MONEY).rstrip("%").rstrip("."))
     except InvalidOperation:
         return None
 
 
-def _same(answer: str, ground_truth: str) -> bool:
-    """Equal as numbers: 42, 42.0, 84/2 and $42 are the same answer."""
-    number = _value(answer)
-    return number is not None and number == _value(_plain(ground_truth))
+def number_of(truth: str) -> Fraction | None:
+    """The number that a ground truth is, in the end and with a unit at most; None if it is none.
+
+    >>> number_of("3 1/2 cups"), number_of("12 + 34 = 46\\n#### 46"), number_of("2 or 3")
+    (Fraction(7, 2), Fraction(46, 1), None)
+    """
+    plain = _plain(truth)
+    _, mark, behind = plain.rpartition("####")
+    part = behind if mark else last_box(plain) or plain
+    part = _SPACED.sub(_joined, part.rpartition("=")[2].strip(" \t\n*$€£¥\\"))
+    part = re.sub(r"\A([-+])\s+", r"\1", part)
+    found = _NUMBER.match(part)
+    return _value(found[0]) if found and _UNIT.fullmatch(part, found.end()) else None
+
+
+def _truth(prompt: Prompt) -> Fraction:
+    """Raises ValueError for a ground truth that no answer could equal."""
+    truth = ground_truth_of(prompt)
+    if (number := number_of(truth)) is None:
+        raise ValueError(f"the ground truth {truth[:100]!r} is no number; expected one, such as 46, 1,000 or 3 1/2")
+    return number
 
 
 def _value(text: str) -> Fraction | None:
+    """42, 42.0, 84/2 and $42 are the same; 3 1/2 is 7/2."""
+    whole, _, part = text.rpartition(" ")
+    if whole:
+        more, number = _value(part), _value(whole)
+        return None if more is None or number is None else number + (-more if whole.startswith("-") else more)
     over, _, under = text.partition("/")
     found = [part for part in (to_decimal(over), to_decimal(under or "1")) if part is not None]
     if len(found) < 2 or not found[1] or any(not p.is_finite() or abs(p.adjusted()) > _DIGITS for p in found):
@@ -83,12 +117,23 @@ def _value(text: str) -> Fraction | None:
 
 def _plain(text: str) -> str:
     """The answer, with fractions and thousands as people type them."""
-    return _SEPARATOR.sub("", _FRACTION.sub(r"\1/\2", after_reasoning(text)))
+    text = _MIXED.sub(" ", _VULGAR.sub(_in_latex, after_reasoning(text)))
+    text = _FRACTION.sub(r"\1/\2", text)
+    return _LONE_SIGN.sub(r"\1", _SEPARATOR.sub("", text))
+
+
+def _in_latex(found: re.Match[str]) -> str:
+    over, under = unicodedata.normalize("NFKC", found[2]).split("\u2044")
+    return rf"{found[1]}\frac{{{over}}}{{{under}}}"
+
+
+def _joined(found: re.Match[str]) -> str:
+    return found[0].replace(" ", "")
 
 
 def _first(part: str | None) -> str | None:
     """The first number of a part, behind its last "=" if there is one."""
-    numbers = _NUMBER.findall((part or "").rpartition("=")[2])
+    numbers = _NUMBER.findall(_SPACED.sub(_joined, (part or "").rpartition("=")[2]))
     return str(numbers[0]) if numbers else None
 
 

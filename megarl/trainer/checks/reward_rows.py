@@ -67,7 +67,11 @@ def check_truths(config: Config, read: Sequence[Prompts]) -> None:
 def chosen_rewards(config: Config, rows: Sequence[Question | Prompt]) -> dict[str, int]:
     """How many rows each reward scores that reward.fn=auto chose; {} if it chooses none."""
     chosen = [row for row in rows if not config.has_agents and AUTO in rewards_of(row.data_source, config)]
-    return dict(Counter(reward_of(row.data_source, row.extra) for row in chosen).most_common())
+    return dict(Counter(map(_chosen, chosen)).most_common())
+
+
+def _chosen(row: Question | Prompt) -> str:
+    return reward_of(row.data_source, row.extra, row.ground_truth)
 
 
 def say_chosen(config: Config, rows: Sequence[Question | Prompt], say: Callable[[str], None]) -> None:
@@ -77,7 +81,7 @@ def say_chosen(config: Config, rows: Sequence[Question | Prompt], say: Callable[
     counts = ", ".join(f"{name} scores {count:,} row{'s' * (count > 1)}" for name, count in chosen.items())
     more = ""
     if EXACT in chosen:
-        found = dict.fromkeys(row.data_source for row in rows if reward_of(row.data_source, row.extra) == EXACT)
+        found = dict.fromkeys(row.data_source for row in rows if _chosen(row) == EXACT)
         sources = ", ".join([repr(source) for source in found][:_SOURCES])
         more = f"; exact pays for the bare ground truth only, as there is no rule for data_source {sources}"
     if any(row.data_source.startswith(NEAREST) for row in rows):

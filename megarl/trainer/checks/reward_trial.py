@@ -171,7 +171,7 @@ def _right(fn: str, prompt: Prompt) -> list[str]:
     if prompt.ground_truth is None:
         return [ANSWER]
     truth = text_of(prompt.ground_truth)
-    name = reward_of(prompt.data_source, prompt.extra) if fn == AUTO else fn
+    name = reward_of(prompt.data_source, prompt.extra, prompt.ground_truth) if fn == AUTO else fn
     return [RIGHT.get(name, "{}").format(truth)] + [SENTENCE.format(truth)] * isinstance(prompt.text, list)
 
 

@@ -31,3 +31,10 @@ def test_answers_are_read_as_people_read_them(name: str) -> None:
 
 def test_the_readings_are_many() -> None:
     assert len({(case["reward"], case["answer"], case["truth"]) for case in CASES}) == len(CASES) > 200
+
+
+@pytest.mark.parametrize("truth", ["five", "2 or 3", "5 million", r"2\pi", "10:30", "1.000,50", "1/0", "", "5\n6"])
+def test_a_truth_that_gsm8k_cannot_read_is_an_error_of_its_row(truth: str) -> None:
+    for name in ("gsm8k", "gsm8k_strict"):
+        with pytest.raises(ValueError, match="^the ground truth .* is no number; expected one, such as 46, 1,000 or"):
+            load_reward(name)(Prompt("0-0", [1], "?", truth), completion("#### 5"))
