@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.plugins import is_async, user_function
@@ -36,24 +36,39 @@ def resolve(fn: str, table: Mapping[str, str | RewardFn]) -> RewardFn:
 
 
 def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
-    """Return a function of (prompt, completion) as it is; wrap one with `messages`, or verl's parameter names."""
+    """Return a function of (prompt, completion) as it is; wrap one with further parameters, or verl's names."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return function  # built in C: its arguments are unknown
     if {"solution_str", "solution_strs"} & parameters.keys():
         return _wrapping(function, _from_verl(fn, function, parameters))
-    needed = [name for name, parameter in parameters.items() if _is_required(parameter) and name != "messages"]
     takes = [parameter.name for parameter in parameters.values() if parameter.kind in _BY_POSITION][:2]
     # Under other names they would be given the wrong values: (completion, truth) would get a prompt and a completion.
     is_ours = all(name.lstrip("_") in (wanted, "") for name, wanted in zip(takes, OUR_ARGUMENTS, strict=False))
     takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
-    if not is_ours or not set(needed) <= set(takes) or not (takes_any or len(takes) == len(OUR_ARGUMENTS)):
+    more = [parameter for name, parameter in parameters.items() if name not in takes]
+    unknown = [one.name for one in more if one.name not in FURTHER_ARGUMENTS and _waits(one)]
+    if not is_ours or unknown or not (takes_any or len(takes) == len(OUR_ARGUMENTS)):
         raise ValueError(
             f"reward.fn={fn}: it takes ({', '.join(parameters)}); expected ({', '.join(OUR_ARGUMENTS)}) "
-            f"or ({', '.join(VERL_ARGUMENTS)})"
+            f"or ({', '.join(VERL_ARGUMENTS)}){_no_value(unknown if is_ours else [])}"
         )
-    return _wrapping(function, _with_messages(function)) if "messages" in parameters else function
+    # One of (*args, **kwargs) hands them on to a function that may take two.
+    has_any = not takes_any and any(parameter.kind is parameter.VAR_KEYWORD for parameter in more)
+    further = [name for name in FURTHER_ARGUMENTS if has_any or name in parameters]
+    return _wrapping(function, _with_further(function, further)) if further else function
+
+
+def _waits(parameter: inspect.Parameter) -> bool:
+    """Whether the parameter is for a value of the caller: it has no default, or one that says nothing."""
+    default = parameter.default
+    return _is_required(parameter) or default is None or (isinstance(default, str) and not default)
+
+
+def _no_value(names: list[str]) -> str:
+    wanted = f"; nothing gives {', '.join(names)} a value, a further parameter is one of {', '.join(FURTHER_ARGUMENTS)}"
+    return wanted if names else ""
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -65,14 +80,17 @@ def _wrapping(function: Callable[..., Any], adapted: RewardFn) -> RewardFn:
     return adapted
 
 
-def _with_messages(function: Callable[..., Any]) -> RewardFn:
-    """A function of (prompt, completion, messages) as one of (prompt, completion)."""
+def _with_further(function: Callable[..., Any], names: Sequence[str]) -> RewardFn:
+    """A function of (prompt, completion) and some of FURTHER_ARGUMENTS as one of (prompt, completion)."""
+
+    def values(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+        return {name: FURTHER_ARGUMENTS[name](prompt, completion) for name in names}
 
     async def async_reward(prompt: Prompt, completion: Completion) -> Any:
-        return await function(prompt, completion, messages=_messages(prompt, completion))
+        return await function(prompt, completion, **values(prompt, completion))
 
     def reward(prompt: Prompt, completion: Completion) -> Any:
-        return function(prompt, completion, messages=_messages(prompt, completion))
+        return function(prompt, completion, **values(prompt, completion))
 
     return async_reward if is_async(function) else reward
 
@@ -83,6 +101,20 @@ def _messages(prompt: Prompt, completion: Completion) -> list[dict[str, Any]]:
         return list(prompt.extra[CONVERSATION])
     asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
     return [*asked, {"role": "assistant", "content": completion.text}]
+
+
+def _extra_info(prompt: Prompt) -> Any:
+    """verl's rows have further fields in a column extra_info; other data sets have them at the top level."""
+    return prompt.extra.get("extra_info", prompt.extra)
+
+
+# What a function of (prompt, completion) may take besides, by name.
+FURTHER_ARGUMENTS: dict[str, Callable[[Prompt, Completion], Any]] = {
+    "messages": _messages,
+    "data_source": lambda prompt, _: prompt.data_source,
+    "ground_truth": lambda prompt, _: prompt.ground_truth,
+    "extra_info": lambda prompt, _: _extra_info(prompt),
+}
 
 
 def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> RewardFn:
@@ -97,9 +129,8 @@ def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, i
         raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; expected ({', '.join(form)})")
 
     def values(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-        # verl's rows have further fields in a column extra_info; other data sets have them at the top level.
-        extra = prompt.extra.get("extra_info", prompt.extra)
-        known = dict(zip(form, (prompt.data_source, completion.text, prompt.ground_truth, extra), strict=True))
+        row = (prompt.data_source, completion.text, prompt.ground_truth, _extra_info(prompt))
+        known = dict(zip(form, row, strict=True))
         return {name: [known[name]] if of_lists else known[name] for name in wanted}
 
     def score_of(found: Any) -> Any:

@@ -45,6 +45,15 @@ def batch_score(data_sources, solution_strs, ground_truths, extra_infos):
 def told(prompt, completion, messages):
     return [m["content"] for m in messages]
 
+def further(prompt, completion, ground_truth=None, *, extra_info="", data_source, scale=2.0):
+    return [ground_truth, extra_info, data_source, scale]
+
+def all_further(prompt, completion, **more):
+    return sorted(more)
+
+async def later_further(prompt, completion, ground_truth=None):
+    return ground_truth
+
 async def later(prompt, completion):
     return 0
 
@@ -67,6 +76,9 @@ one = lambda prompt: 0
 others = lambda completion, truth: 0
 swapped = lambda completion, prompt: 0
 lists = lambda prompts, completions, **kwargs: [0]
+waiting = lambda prompt, completion, truth=None: 0
+waiting_for_text = lambda prompt, completion, *, answer="", ground_truth=None: 0
+forwarding = lambda *args, **kwargs: [len(args), sorted(kwargs)]
 unused = lambda _prompt, completion: 7
 """
 
@@ -99,6 +111,10 @@ def called(fn, prompt=PROMPT):
         ("later_score", "2"),
         ("waiter", 5),
         ("told", ["1+1=", "2"]),
+        ("further", ["2", {"level": 3}, "sums", 2.0]),
+        ("all_further", ["data_source", "extra_info", "ground_truth", "messages"]),
+        ("later_further", "2"),
+        ("forwarding", [2, []]),
     ],
 )
 def test_a_users_function_gets_what_its_parameters_name(path, name, expected):
@@ -159,6 +175,11 @@ def test_a_path_may_be_relative_and_an_installed_module_named(path, tmp_path, mo
             "{path}:others",
             r"it takes \(completion, truth\); expected \(prompt, completion\) or \(data_source, ",
         ),
+        (
+            "{path}:waiting",
+            r"nothing gives truth a value, a further parameter is one of messages, data_source, ",
+        ),
+        ("{path}:waiting_for_text", r"nothing gives answer a value, a further parameter is one of messages"),
         ("{path}:swapped", r"it takes \(completion, prompt\); expected \(prompt, completion\) or"),
         ("{path}:lists", r"it takes \(prompts, completions, kwargs\); expected \(prompt, completion\) or"),
         (
