@@ -12,25 +12,42 @@ from megarl.sample import Completion, Prompt
 # Possessive quantifiers (*+) give nothing back: with several \s* in a row the time would grow with the fourth power of
 # the number of spaces in a text.
 _OPEN = r"[\s*_\"'({\[]*+"
-_LETTER = rf"{_OPEN}(?:\\(?:text|math)\w*+\{{\s*+\(?)?+([A-Z](?![A-Za-z0-9'])|(?<=[(*])[a-z](?=[)*]))"
-_IN_BOX = re.compile(rf"{_OPEN}(?:\\(?:text|math)\w*+\{{\s*+\(?)?+([A-Za-z])(?![A-Za-z0-9'])")
-_SAYS = r"(?i:answer|(?:correct|right|best|my) (?:option|choice|one)|i (?:choose|pick|select)|go with)"
-_IS = r"(?i:is|was|would be|must be|should be)?+[\s:*_]*+(?i:the )?+(?i:option|choice|letter)?+:?+"
+_LATEX = r"(?:\\(?:text|math)\w*+\{\s*+\(?)?+"
+# A small letter where nothing but a mark or the end of the line follows: "the answer is a." but not "a number".
+_LETTER = rf"{_OPEN}{_LATEX}([A-Z](?![A-Za-z0-9'])|(?<=[(*])[a-z](?=[)*])|[a-z](?=[)*.,;:\]}}\"']*+[ \t]*+(?:\n|\Z)))"
+_IN_BOX = re.compile(rf"{_OPEN}{_LATEX}([A-Za-z])(?![A-Za-z0-9'])")
+_GOOD = r"(?i:(?:correct|right|best|true)(?: \w++)?|(?:my|final) (?:answer|option|choice))"
+_SAYS = rf"(?:(?i:answer)|{_GOOD})"
+_IS = r"(?:[\s*_]*+(?i:is|was|would be|must be|should be)\b[\s:*_]*+|[\s*_]*+[:=-][\s:*_]*+)"
+_NAMED = r"(?i:the )?+(?i:option|choice|letter|answer)?+:?+"
+_ABOUT = r"(?!\W*+(?i:is|was|does|cannot|ignores|would|has|looks|seems|fails)\b)"  # it speaks of the letter
 # From the most to the least explicit: the last match in the text of the first pattern that matches.
 _PATTERNS = (
     re.compile(rf"####{_LETTER}"),
-    re.compile(rf"\b{_SAYS}[\s:*_]*+{_IS}{_LETTER}"),
-    re.compile(r"\A\W*+([A-Z])(?:[)\].:,*]|\s*+$)"),  # "B, I am sure."
-    re.compile(r"\b(?i:option|choice)\s++\(?([A-Z])(?![A-Za-z0-9'])(?!\)?\s*+(?i:is|was|does|cannot|ignores)\b)"),
+    re.compile(rf"\b(?:{_SAYS}{_IS}|(?i:i (?:choose|pick|select)|go with)\b[\s:*_]*+|{_GOOD}\s++){_NAMED}{_LETTER}"),
+    re.compile(
+        r"(?<![A-Za-z0-9'])([A-Z])[)*]*+ (?i:is|must be) (?i:the |clearly )?+(?i:correct|right|best|true|answer)\b"
+    ),
+    # In front, before an explanation: "B, I am sure."
+    re.compile(r"\A\W*+([A-Z])(?:[)\].:,*]|[ \t]*+(?:\n|\Z))"),
+    re.compile(r"\A\W*+([a-z])\W*+\Z"),
+    re.compile(rf"(?<!not )\b(?i:option|choice|answer)[\s*_]++\(?([A-Z])(?![A-Za-z0-9']){_ABOUT}"),
     # Not the article, and not the pronoun.
-    re.compile(r"(?<![A-Za-z0-9'])(?![AI] [a-z])([A-Z])(?![A-Za-z0-9'])"),
+    re.compile(r"(?<![A-Za-z0-9'])(?<!not )(?<!not \()(?![AI] [a-z])([A-Z])(?![A-Za-z0-9'])"),
 )
+_TRUTH = re.compile(r"\W*+([A-Za-z])(?:[)\].:].*|\W*+)", re.DOTALL)  # B, (b), B) Paris
 
 
 @register_reward("choice")
 def choice(prompt: Prompt, completion: Completion) -> float:
     """1.0 if the letter that the completion chooses is the ground truth's, else 0.0."""
-    return float(chosen_letter(completion.text) == ground_truth_of(prompt).strip().strip("().").upper())
+    truth = ground_truth_of(prompt)
+    letter = _TRUTH.fullmatch(truth)
+    if letter is None:
+        raise ValueError(
+            f"the ground truth {truth[:100]!r} is no letter of a choice; expected one, such as B or B) Paris"
+        )
+    return float(chosen_letter(completion.text) == letter[1].upper())
 
 
 def chosen_letter(text: str) -> str | None:

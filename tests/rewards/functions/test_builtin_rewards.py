@@ -37,7 +37,7 @@ CASES: dict[str, list[tuple[str, str, float]]] = {
         ("#### B", "B", 1),
         ("B", "B", 1),
         ("It's A or rather D.", "D", 1),
-        ("(c)", "C", 0),  # neither chooses a letter
+        ("I see c", "C", 0),  # neither chooses a letter
         ("NASA", "A", 0),
     ],
     "code": [

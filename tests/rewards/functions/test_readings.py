@@ -38,3 +38,9 @@ def test_a_truth_that_gsm8k_cannot_read_is_an_error_of_its_row(truth: str) -> No
     for name in ("gsm8k", "gsm8k_strict"):
         with pytest.raises(ValueError, match="^the ground truth .* is no number; expected one, such as 46, 1,000 or"):
             load_reward(name)(Prompt("0-0", [1], "?", truth), completion("#### 5"))
+
+
+@pytest.mark.parametrize("truth", ["Paris", 1, "A, C", "BC", "", "12"])
+def test_a_truth_that_is_no_letter_is_an_error_of_its_row(truth: str | int) -> None:
+    with pytest.raises(ValueError, match="^the ground truth .* is no letter of a choice; expected one, such as B or"):
+        load_reward("choice")(Prompt("0-0", [1], "?", truth), completion("B"))
