@@ -22,11 +22,16 @@ def last_box(text: str, box: re.Pattern[str] = BOX) -> str | None:
     return None
 
 
+def without_reasoning(text: str) -> str:
+    """What follows the last </think>; nothing if a <think> never ends, as the answer is not there."""
+    answer = text.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer
+
+
 def after_reasoning(text: str) -> str:
-    """What follows the last </think>, with a plain minus; nothing if a <think> never ends, as the answer is not there.
+    """The answer without its reasoning, with a plain minus.
 
     >>> after_reasoning("<think>Is it 4?</think> It is \u22125."), after_reasoning("<think>It may be 4")
     (' It is -5.', '')
     """
-    answer = text.rpartition("</think>")[2]
-    return "" if "<think>" in answer else answer.replace("\u2212", "-")
+    return without_reasoning(text).replace("\u2212", "-")

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.rewards import register_reward
+from megarl.rewards.functions.boxes import without_reasoning
 from megarl.rewards.functions.code_tests import Assertions, Outcome, assertions, run_assertions, run_outputs
 from megarl.rewards.result import truth_of
 from megarl.rewards.surroundings import time_limit_s
@@ -52,14 +53,15 @@ def code_strict(prompt: Prompt, completion: Completion) -> dict[str, float]:
 def last_block(text: str) -> str | None:
     """The content of the last block between lines with ``` that is a program, else of the last one; None without one.
 
-    A program is marked as Python, or has no mark, looks like code, and the line before does not end with "output:".
+    A program is marked as Python; where none is, it has no mark, looks like code, and the line before does not end
+    with "output:".
 
     >>> last_block("So:\\n```python\\nprint(1)\\n```\\nOutput:\\n```\\n1\\n```")
     'print(1)\\n'
     """
     lines, before = text.split("\n"), ""
     fence: tuple[int, str, str] | None = None  # that is open: its line, indent and marks
-    last = program = is_python = None
+    last = program = marked = is_python = None
     for number, line in enumerate(lines):
         indent, marks, language = found.groups() if (found := _FENCE.fullmatch(line)) else ("", "", "")
         if fence is None:
@@ -69,10 +71,12 @@ def last_block(text: str) -> str | None:
         elif len(marks) >= len(fence[2]) and not language.strip():
             begin, indent, _ = fence
             last = "".join(f"{_dedented(each, len(indent))}\n" for each in lines[begin + 1 : number])
-            if is_python or (is_python is None and _CODE.search(last) and not _SHOWS.search(before)):
+            if is_python:
+                marked = last
+            elif is_python is None and _CODE.search(last) and not _SHOWS.search(before):
                 program = last
             fence, before = None, ""
-    return last if program is None else program
+    return next((block for block in (marked, program) if block is not None), last)
 
 
 def _is_python(language: str) -> bool | None:
@@ -95,8 +99,8 @@ def _numbers(outcome: Outcome) -> dict[str, float]:
 
 
 def _outcome(prompt: Prompt, completion: Completion) -> Outcome:
-    tests = _tests(truth_of(prompt))
-    program = last_block(completion.text)
+    tests = _tests(truth_of(prompt), prompt.extra.get("metadata"))
+    program = last_block(without_reasoning(completion.text))
     limits = Limits(seconds=_SHARE * time_limit_s())
     if isinstance(tests, Assertions):
         return run_assertions(program, tests, limits) if program is not None else Outcome((False,) * len(tests.tests))
@@ -104,14 +108,14 @@ def _outcome(prompt: Prompt, completion: Completion) -> Outcome:
     return run_outputs(program, inputs, outputs, limits) if program is not None else Outcome((False,) * len(inputs))
 
 
-def _tests(truth: Any) -> Assertions | tuple[list[str], list[str]]:
-    """Asserts, or inputs and outputs.  Raises ValueError if there are none."""
+def _tests(truth: Any, metadata: Any = None) -> Assertions | tuple[list[str], list[str]]:
+    """Asserts, or inputs and outputs; `metadata`: LiveCodeBench's, of the row.  Raises ValueError if there are none."""
     tests = truth
     if isinstance(truth, str):
         with suppress(ValueError):  # else they are asserts as text
             tests = json.loads(truth)
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
-        tests = _of_cases(tests)
+        tests = _of_cases(tests, metadata)
     fields = tests if isinstance(tests, dict) else {"asserts": tests}
     asserts, name = fields.get("asserts"), fields.get("fn_name") or ""
     inputs, outputs = fields.get("inputs") or [], fields.get("outputs") or []
@@ -128,18 +132,27 @@ def _tests(truth: Any) -> Assertions | tuple[list[str], list[str]]:
     return list(map(_text, inputs)), list(map(_text, outputs))
 
 
-def _of_cases(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_cases(cases: list[dict[str, Any]], metadata: Any) -> dict[str, Any]:
     """LiveCodeBench's cases as one mapping.  Raises ValueError for calls of a function that is not named."""
     if not all({"input", "output"} <= case.keys() for case in cases):
         raise ValueError(f"a test has the keys {', '.join(cases[0])}; expected 'input' and 'output'")
     tests = {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
     if all(case.get("testtype") != "functional" for case in cases):
         return tests
-    known = cases[0].get("metadata") or {}
-    name = cases[0].get("fn_name") or (known.get("func_name") if isinstance(known, dict) else None)
+    name = cases[0].get("fn_name") or _function_of(cases[0].get("metadata")) or _function_of(metadata)
     if not name:
-        raise ValueError("tests call a function that they do not name; expected metadata.func_name in each, or fn_name")
+        raise ValueError(
+            "tests call a function that they do not name; expected func_name in their metadata or the row's, or fn_name"
+        )
     return tests | {"fn_name": name}
+
+
+def _function_of(metadata: Any) -> Any:
+    """The function that LiveCodeBench's metadata names, which are a mapping or its JSON; None without one."""
+    if isinstance(metadata, str):
+        with suppress(ValueError):
+            metadata = json.loads(metadata)
+    return metadata.get("func_name") if isinstance(metadata, dict) else None
 
 
 def _calls(name: str, inputs: list[Any], outputs: list[Any]) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from answers import completion
 
-from megarl.rewards.functions.code import _tests, code, last_block
+from megarl.rewards.functions.code import _tests, code, code_strict, last_block
 from megarl.sample import Prompt
 from megarl.sandbox import SandboxError
 
@@ -210,12 +210,32 @@ def test_the_last_block_counts():
             "\n**Output**\n```\nx = 3\n```",
         ):
             assert last_block(f"Here:\n{block}{after}\nDone.") == program, (block, after)
-    assert last_block("```python\na = 1\n```\nBetter:\n```\na = 2\n```") == "a = 2\n"
+    for between in ("This prints", "Better:", "With this input"):
+        assert last_block(f"```python\na = 1\n```\n{between}\n```\na = 2\n```") == "a = 1\n", "a marked one is it"
+    assert last_block("```\na = 1\n```\nBetter:\n```\na = 2\n```") == "a = 2\n"
     assert last_block("- item\n  ```\n  if a:\n    b()\n  ```") == "if a:\n  b()\n"
     assert last_block("```text\nno program\n```") == "no program\n"
     prompt = Prompt("0-0", [1], "x", ADD)
     assert code(prompt, completion("def add(a, b): return a + b"))["score"] == 0
     assert code(prompt, completion("none"))["tests"] == 3
+
+
+def test_a_draft_in_the_reasoning_is_no_program():
+    prompt, block = Prompt("0-0", [1], "x", ADD), "```python\ndef add(a, b): return a + b\n```"
+    assert code_strict(prompt, completion(f"<think>So?</think>{block}"))["score"] == 1
+    for text in (f"<think>{block}</think>It adds.", f"<think>{block}", f"{block}</think>\n```python\nx = 3\n```"):
+        assert code_strict(prompt, completion(text))["score"] == 0
+
+
+def test_livecodebenchs_metadata_may_be_json_of_a_case_or_of_the_row():
+    case = {"input": "1\n2", "output": "3", "testtype": "functional"}
+    metadata = json.dumps({"func_name": "add"})
+    of_row = Prompt("0-0", [1], "x", json.dumps([case]), extra={"metadata": metadata})
+    answer = completion("```python\ndef add(a, b): return a + b\n```")
+    for prompt in (of_row, Prompt("0-0", [1], "x", [case | {"metadata": metadata}])):
+        assert code_strict(prompt, answer)["score"] == 1
+    with pytest.raises(ValueError, match="expected func_name in their metadata or the row's"):
+        code_strict(Prompt("0-0", [1], "x", [case | {"metadata": "add"}]), answer)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +245,10 @@ def test_the_last_block_counts():
         ("", "expected inputs and outputs, or asserts"),
         ("{}", "expected inputs and outputs, or asserts"),
         ([{"input": "1"}], "a test has the keys input; expected 'input' and 'output'"),
-        ([{"input": "1", "output": "1", "testtype": "functional"}], "expected metadata.func_name in each, or fn_name"),
+        (
+            [{"input": "1", "output": "1", "testtype": "functional"}],
+            "func_name in their metadata or the row's, or fn",
+        ),
         (json.dumps({"inputs": ["1"], "outputs": []}), "has 1 inputs and 0 outputs; expected as many"),
         ("x = f(1)", "a test is 'x = f\\(1\\)'; expected imports and asserts"),
         ("assert 1 == 1", "calls no function of the program"),
