@@ -67,12 +67,13 @@ def _fraction(found: re.Match[str]) -> str:
     return rf"{found[1]}\frac{{{over}}}{{{under}}}" if found[1] else f"{over}/{under}"
 
 
+_GAP = r"(?:[ \t~]|\\[,;:! ])*+"  # of text or LaTeX
 _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (BOX, r"\\boxed{"),
-    (re.compile(r"\\\$"), ""),
-    (re.compile(r"(?<=[\d}])[ \t]?\\?%"), ""),
-    (re.compile(r"(?<=\d)\.[ \t]*+\}"), "}"),
+    (re.compile(r"\\\$|[€£¥][ \t]?"), ""),
     (re.compile(r"(\d?)([\u00bc-\u00be\u2150-\u215e])"), _fraction),
+    (re.compile(rf"(?<=[\d}}]){_GAP}(?:\\?%|(?i:percent|dollars?|cents?|euros?|pounds?|yen)\b)"), ""),
+    (re.compile(r"(?<=\d)\.[ \t]*+\}"), "}"),
 )
 
 
