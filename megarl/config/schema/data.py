@@ -35,7 +35,10 @@ class Judge:
     url: str | None = None  # of an OpenAI-compatible endpoint, with its version: http://host:port/v1
     model: str | None = None  # the name of the judge at this endpoint
     prompt: str | None = None  # what it is asked, with {question}, {answer} and {truth}
-    read: str = r"(?i)score(?: is)?[\s*_:=`]*+(-?\d*\.?\d+(?:e[-+]?\d+)?)"  # finds the number: a regex | json:FIELD
+    read: str = (
+        r"(?i)(?<![a-z/])score(?: ?\([^()\n]*\))?(?: is)?[\s*_:=`>\"'$[]*+(?:\\boxed\{)?+"  # finds the number: a regex
+        r"([-+]?(?:\d{1,3}(?:,\d{3})++(?:\.\d+)?|\d*\.?\d+)(?:e[-+]?\d+)?)(?!,?\d)"  # | json:FIELD
+    )
     votes: int = 1  # it is asked so often for each answer; the mean counts
     api_key_env: str | None = None  # the environment variable that holds the key; null = it needs none
     request: dict[str, Any] = field(default_factory=dict)  # further fields of the request: {temperature:0}

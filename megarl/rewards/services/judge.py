@@ -17,6 +17,7 @@ from megarl.sample import Completion, Prompt, line_of, text_of
 JSON = "json:"  # in front of the name of a field
 _LONGEST = 1 << 17  # tokens of an answer where reward.judge.request has no limit
 _TOKEN_BYTES = 512  # of a reply for each token of an answer, with its log-prob
+_THOUSANDS = re.compile(r",(?=\d{3}(?!\d))")  # of 1,000
 _SEARCHED = 20_000  # characters at the end of an answer, for JSON
 
 
@@ -123,7 +124,7 @@ def _last(found: Any) -> float | None:
     last = None
     for value in found:
         try:
-            number = float(value)
+            number = float(_THOUSANDS.sub("", value) if isinstance(value, str) else value)
         except (TypeError, ValueError):
             continue
         last = number if is_finite(number) else last
