@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import resource
 import select
 import signal
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
@@ -48,8 +50,8 @@ class Surroundings:
 def end_children() -> None:
     """End the processes that a sample left behind, and what these left behind.
 
-    Those live on that Python itself keeps to start and watch others, and those of a pool, an executor, a manager or
-    another object that the reward still holds: the next sample uses them.
+    Those live on that Python itself keeps to start and watch others, and those of a pool, an executor, a manager, a
+    multiprocessing.Process or a subprocess.Popen that the reward still holds: the next sample uses them.
     """
     helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     kept = _Process.kept | helpers
@@ -58,11 +60,19 @@ def end_children() -> None:
             kept.add(child.pid)
         else:
             child.kill()  # by its starter, which may be multiprocessing's fork server, a child of this process
+    if _children() - kept:  # the usual case costs no look at all objects
+        kept |= _held()
     while left := _children() - kept:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for pid in left:
             os.waitpid(pid, 0)
+
+
+def _held() -> set[int]:
+    """The processes of Popen objects that something refers to, and not only subprocess, which keeps lost ones."""
+    lost = set(map(id, subprocess._active))  # type: ignore[attr-defined]
+    return {each.pid for each in gc.get_objects() if issubclass(type(each), subprocess.Popen) and id(each) not in lost}
 
 
 def time_limit_s() -> float:

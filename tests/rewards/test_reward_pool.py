@@ -268,6 +268,7 @@ def test_a_reward_has_its_limits_its_variables_and_no_children_when_it_ends(fn):
 
 PROCESSES = """
 import multiprocessing
+import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -310,6 +311,15 @@ def by_processes(prompt, completion):
             kept[method] = context.Pool(1), ProcessPoolExecutor(1, context)
         pool, executor = kept[method]
         return pool.apply(half, [1]) + executor.submit(half, 1).result()
+    if what == "popen":
+        if what not in kept:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            kept[what] = subprocess.Popen(["cat"], **pipes)
+        kept[what].stdin.write(b"1\\n")
+        kept[what].stdin.flush()
+        return float(kept[what].stdout.readline())
+    if what == "lost":
+        return subprocess.Popen(["sleep", "900"]).pid
     process = context.Process(target=time.sleep, args=(900,))
     process.start()
     if what == "raise":
@@ -329,6 +339,12 @@ def test_every_sample_may_start_processes_and_use_a_pool_that_the_first_one_made
     texts = ["process", "process", "kept", "kept", "process forkserver", "process forkserver", "threads", "threads"]
     ((*outcomes,),) = run(with_processes, texts, timeout_s=100)
     assert [outcome if isinstance(outcome, str) else outcome.reward for outcome in outcomes] == [1.0] * len(texts)
+
+
+def test_a_process_that_the_reward_keeps_serves_every_sample_and_one_that_it_lost_ends(with_processes):
+    ((*kept, lost, last),) = run(with_processes, ["popen", "popen", "lost", "popen"], timeout_s=100)
+    assert [outcome if isinstance(outcome, str) else outcome.reward for outcome in (*kept, last)] == [1.0] * 3
+    until(lambda: not runs(int(lost.reward)), "what a sample leaves running ends with it")
 
 
 @pytest.mark.full
