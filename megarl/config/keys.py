@@ -30,10 +30,14 @@ ELSEWHERE = {
     **dict.fromkeys(("train_dataset", "dataset_name"), "data.train_files"),
     "eval_dataset": "data.val_files",
     "model_name_or_path": "model.path",
+    "peft_config": "actor.lora.rank",
+    **dict.fromkeys(("tools", "environment_factory"), "agent.fn"),
     "processing_class": "model.tokenizer_path",
     "chat_template_kwargs": "data.apply_chat_template_kwargs",
     "shuffle_dataset": "data.shuffle",
-    "generation_batch_size": "data.train_batch_size",
+    "seed": "trainer.seed",
+    "top_k": "rollout.top_k",
+    **dict.fromkeys(("generation_batch_size", "steps_per_generation"), "data.train_batch_size"),
     "gradient_accumulation_steps": "actor.ppo_mini_batch_size",
     "per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
     "num_generations": "rollout.n",
@@ -50,6 +54,9 @@ ELSEWHERE = {
     "loss_type": "actor.loss_agg_mode",
     "loss_mode": "algorithm.policy_loss_fn",
     "importance_sampling_level": "algorithm.policy_loss_fn",
+    "sapo_temperature_pos": "algorithm.policy_loss_args.tau_pos",
+    "sapo_temperature_neg": "algorithm.policy_loss_args.tau_neg",
+    "multi_objective_aggregation": "algorithm.adv_estimator",
     "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
     "mask_truncated_completions": "algorithm.overlong_filtering",
     "reward_funcs": "reward.fn",
@@ -70,10 +77,11 @@ ELSEWHERE = {
     "output_dir": "trainer.default_local_dir",
     "run_name": "trainer.experiment_name",
     "report_to": "trainer.logger",
+    "project": "trainer.project_name",
     "save_steps": "trainer.save_freq",
     "save_total_limit": "trainer.max_checkpoints_to_keep",
     "resume_from_checkpoint": "trainer.resume_mode",
-    "eval_steps": "trainer.test_freq",
+    **dict.fromkeys(("eval_strategy", "eval_steps"), "trainer.test_freq"),
 }
 
 
@@ -203,9 +211,11 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
     known = [*leaf_types(), *own] if candidates is None else candidates
     leaf = key.rpartition(".")[2]
     slips = [other for other in known if _is_slip(key, other)]
-    if not slips and candidates is None and leaf in ELSEWHERE:
-        return ELSEWHERE[leaf]
     same_leaf = [other for other in known if other.rpartition(".")[2] == leaf]
+    if not slips and candidates is None and leaf in ELSEWHERE:
+        group = key.removesuffix(leaf)  # one that is alike comes first: distillation.top_k is distill.top_k
+        near = get_close_matches(group, [other.removesuffix(leaf) for other in same_leaf], 1, _ALIKE)
+        return near[0] + leaf if near else ELSEWHERE[leaf]
     if "." in key and (len(same_leaf) > 1 or (key.count(".") > 1 and "_" not in leaf)):  # path, type: no one group's
         same_leaf = [other for other in same_leaf if other.partition(".")[0] == key.partition(".")[0]]
     shorter = [other for other in known if "." in key and _words(key) < _words(other)]

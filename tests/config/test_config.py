@@ -100,6 +100,16 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one():
         ("distil.beta", "distill.beta"),  # a typing error comes first
         ("per_device_train_batch_size", "actor.ppo_micro_batch_size_per_gpu"),
         ("num_generations", "rollout.n"),
+        ("top_k", "rollout.top_k"),
+        ("distillation.top_k", "distill.top_k"),  # a group that is alike comes first
+        ("steps_per_generation", "data.train_batch_size"),
+        ("eval_strategy", "trainer.test_freq"),
+        ("project", "trainer.project_name"),
+        ("sapo_temperature_pos", "algorithm.policy_loss_args.tau_pos"),
+        ("multi_objective_aggregation", "algorithm.adv_estimator"),
+        ("peft_config", "actor.lora.rank"),
+        ("environment_factory", "agent.fn"),
+        ("seed", "trainer.seed"),
         ("trainer.learning_rate", "actor.optim.lr"),
         ("max_steps", "trainer.total_training_steps"),
         ("reward_funcs", "reward.fn"),
