@@ -14,7 +14,12 @@ from megarl.sample import Completion, Prompt
 _OPEN = r"[\s*_\"'({\[]*+"
 _LATEX = r"(?:\\(?:text|math)\w*+\{\s*+\(?)?+"
 # A small letter where nothing but a mark or the end of the line follows: "the answer is a." but not "a number".
-_LETTER = rf"{_OPEN}{_LATEX}([A-Z](?![A-Za-z0-9'])|(?<=[(*])[a-z](?=[)*])|[a-z](?=[)*.,;:\]}}\"']*+[ \t]*+(?:\n|\Z)))"
+_THINKS = r"(?!I (?i:think|believe|guess|would|say|choose|pick|am)\b)"  # the pronoun
+# A small letter where a bracket, a mark or the end of the line follows: "the answer is a." but not "a number".
+_LETTER = (
+    rf"{_OPEN}{_LATEX}{_THINKS}([A-Z](?![A-Za-z0-9'])|(?<=[(*])[a-z](?=[)*])|[a-z](?=\)|[.:][ \t])|"
+    rf"[a-z](?=[)*.,;:\]}}\"']*+[ \t]*+(?:\n|\Z)))"
+)
 _IN_BOX = re.compile(rf"{_OPEN}{_LATEX}([A-Za-z])(?![A-Za-z0-9'])")
 _GOOD = r"(?i:(?:correct|right|best|true)(?: \w++)?|(?:my|final) (?:answer|option|choice))"
 _SAYS = rf"(?:(?i:answer)|{_GOOD})"
@@ -30,7 +35,7 @@ _PATTERNS = (
     ),
     # In front, before an explanation: "B, I am sure."
     re.compile(r"\A\W*+([A-Z])(?:[)\].:,*]|[ \t]*+(?:\n|\Z))"),
-    re.compile(r"\A\W*+([a-z])\W*+\Z"),
+    re.compile(r"\A\W*+([a-z])(?:\)|[.:][ \t]|\W*+\Z)"),
     re.compile(rf"(?<!not )\b(?i:option|choice|answer)[\s*_]++\(?([A-Z])(?![A-Za-z0-9']){_ABOUT}"),
     # Not the article, and not the pronoun.
     re.compile(r"(?<![A-Za-z0-9'])(?<!not )(?<!not \()(?![AI] [a-z])([A-Z])(?![A-Za-z0-9'])"),
