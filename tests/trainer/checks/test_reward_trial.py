@@ -131,7 +131,13 @@ def test_a_right_answer_that_is_paid_no_more_than_an_empty_one_is_a_warning(
 ) -> None:
     config, short = with_rewards("auto"), mine.replace("mine.py", "short.py")
     Path(short).write_text("def is_short(prompt, completion):\n    return -len(completion.text)\n")
-    named = {"tags": f"{mine}:wants_tags", "short": f"{short}:is_short", "letters": "choice", "codes": "code"}
+    named = {
+        "tags": f"{mine}:wants_tags",
+        "short": f"{short}:is_short",
+        "letters": "choice",
+        "digits": "gsm8k_verl",
+        "codes": "code",
+    }
     config.reward.by_data_source = {**named, "sums": "gsm8k", "marks": "gsm8k_strict"}
     chat = [{"role": "user", "content": "1+1?"}]
     rows = [
@@ -140,7 +146,7 @@ def test_a_right_answer_that_is_paid_no_more_than_an_empty_one_is_a_warning(
             [
                 ("46", "tags"),
                 ("46", "short"),
-                ("Berlin", "letters"),
+                ("46 apples", "digits"),
                 ("B", "letters"),
                 ("46", ""),
                 ("46", "marks"),
@@ -148,6 +154,7 @@ def test_a_right_answer_that_is_paid_no_more_than_an_empty_one_is_a_warning(
                 (r"\$5", "lighteval/MATH"),
                 ("46", "aime"),
                 ("assert f() == 1", "codes"),
+                ("46", "digits"),
             ]
         )
     ]
@@ -156,7 +163,7 @@ def test_a_right_answer_that_is_paid_no_more_than_an_empty_one_is_a_warning(
     said = " ".join(capsys.readouterr().err.split())
     paid = "no more than an empty answer"
     assert f"wants_tags pays the ground truth of 1 of 1 tried rows {paid}: '46', the answer to rows.jsonl:0" in said
-    assert f"choice pays the ground truth of 1 of 2 tried rows {paid}: 'Answer: Berlin', the answer to rows" in said
+    assert f"gsm8k_verl pays the ground truth of 1 of 2 tried rows {paid}: '#### 46 apples', the answer to rows" in said
     sentence = "not for 'So the answer is 46.' (rows.jsonl:"
     assert f"auto pays for '46' and {sentence}4): a model has to be asked for the bare ground truth" in said
     assert f"gsm8k_strict pays for '#### 46' and {sentence}5): a model has to be asked for that form" in said
