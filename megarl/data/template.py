@@ -70,6 +70,7 @@ class ChatTemplate:
         self.special_ids = self.stop_ids | frozenset(tokenizer.all_special_ids)
         self._arguments: Callable[[Any], Any] = self._arguments_form()
         self._reasons: dict[tuple[tuple[str, ...], bool], str | None] = {}
+        self._left_out: dict[tuple[Any, ...], str | None] = {}
 
     # ---- rendering
 
@@ -97,25 +98,17 @@ class ChatTemplate:
         return str(text)
 
     def check_written(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Raises ValueError if the template refuses the messages, or leaves out their tools or a call of a tool."""
-        if tools and self.text(messages, tools, answer_follows=False) == self.text(messages, answer_follows=False):
-            raise ValueError("the chat template leaves out the tools; expected a template that writes them, or none")
-        names: list[str] = []
-        marked = []
-        for message in messages:
-            calls = []
-            for call in message.get("tool_calls") or ():
-                marker = f"{MARKERS[0]}{len(names)}{MARKERS[1]}"
-                names.append(call["function"]["name"])
-                calls.append({**call, "function": {"name": marker, "arguments": {"at": marker}}})
-            marked.append({**message, "tool_calls": calls} if calls else message)
-        text = self.text(marked, tools, answer_follows=False) if names else ""
-        for number, name in enumerate(names):
-            if f"{MARKERS[0]}{number}{MARKERS[1]}" not in text:
-                raise ValueError(
-                    f"the chat template leaves out the call of the tool {name!r}; expected a template that writes it, "
-                    "or messages without"
-                )
+        """Raises ValueError if the template refuses the messages, or leaves out a message, their tools, or a call.
+
+        What it leaves out depends on roles and fields, so messages of the same shape are rendered once.
+        """
+        shape = (bool(tools), *(_shape(message) for message in messages))
+        if shape not in self._left_out:
+            self._left_out[shape] = self._what_is_left_out(messages, tools)
+        if (what := self._left_out[shape]) is not None:
+            raise ValueError(
+                f"the chat template leaves out {what}; expected a template that writes it, or rows without"
+            )
 
     def bridge(self, answer: Message, tail: Sequence[Message], tools: Tools = ()) -> Bridge | None:
         """What follows `answer`, of which only the tool calls count: the messages `tail` and the next answer's header.
@@ -144,6 +137,29 @@ class ChatTemplate:
         return next((reason for reason in reasons if reason is not None), None)
 
     # ---- inside
+
+    def _what_is_left_out(self, messages: Sequence[Message], tools: Tools) -> str | None:
+        """What the template does not write, of messages whose texts and calls are markers; None if it writes all."""
+        if tools and self.text(messages, tools, answer_follows=False) == self.text(messages, answer_follows=False):
+            return "the tools"
+        marked: list[Message] = []
+        given: dict[str, str] = {}  # what each marker stands for
+        for at, message in enumerate(messages):
+            role, calls = message["role"], message.get("tool_calls") or ()
+            marks = [f"{MARKERS[0]}{at}x{number}{MARKERS[1]}" for number in range(len(calls) + 1)]
+            out = dict(message)
+            if message.get("content"):
+                out["content"] = marks[-1]
+                given[marks[-1]] = f"the text of the message of role {role!r}{' with calls' * bool(calls)}"
+            if calls:
+                out["tool_calls"] = [
+                    {**call, "function": {"name": mark, "arguments": {"at": mark}}}
+                    for call, mark in zip(calls, marks, strict=False)
+                ]
+                given |= dict.fromkeys(marks[:-1], f"a call of the message of role {role!r}")
+            marked.append(out)
+        text = self.text(marked, tools, answer_follows=False)
+        return next((what for mark, what in given.items() if mark not in text), None)
 
     def _bridge(self, answer: Message, tail: Sequence[Message], tools: Tools, marker: str) -> Bridge:
         """Raises ValueError if the end of the answer is not where a marker ends, at a special token."""
@@ -222,6 +238,11 @@ def _marked(answer: Message, marker: str) -> dict[str, Any]:
         for i, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": "", "tool_calls": marked}
+
+
+def _shape(message: Message) -> tuple[Any, ...]:
+    """What decides whether a template writes a message: its role, its fields, and which parts it has."""
+    return message["role"], frozenset(message), bool(message.get("content")), len(message.get("tool_calls") or ())
 
 
 def _call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def test_sft_spans_leave_out_answers_by_key_and_by_weight(tmp_path):
 @pytest.mark.parametrize("name", ["llama3", "mistral", "command_r"])
 def test_sft_spans_are_never_without_the_text_beside_a_call(name, tmp_path):
     row = {"messages": [ASKED, {**CALLS, "content": "I look."}], "tools": TOOLS}
-    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template leaves out the text of an answer with calls"):
+    with pytest.raises(ValueError, match="rows.jsonl:1: the chat template leaves out the text of .* with calls"):
         examples_of(name, tmp_path, row)
     assert "I look." in spans("kimi", examples_of("kimi", tmp_path, row))[0][1]
 

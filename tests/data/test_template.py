@@ -258,18 +258,42 @@ def test_messages_that_the_template_refuses_are_named_with_the_first_of_them():
             encode(tokenizer_of("llama2"), [message])
 
 
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [(name, role) for name in ("qwen2_5", "qwen3", "mistral", "deepseek_v3") for role in ("developer", "human")],
+)
+def test_messages_that_the_template_does_not_write_are_refused_with_their_role(name, role):
+    """Nobody learns that the rules of the first message are not in the prompt."""
+    rows = [[QUESTION], [{"role": role, "content": "Be brief."}, QUESTION]]
+    wanted = f"the chat template (leaves out the text of the message of role '{role}'; expected|refuses)"
+    with pytest.raises(ValueError, match=rf"a.jsonl:2: {wanted}"):
+        encode_many(tokenizer_of(name), rows, places=["a.jsonl:1", "a.jsonl:2"])
+    middle = [QUESTION, {"role": "assistant", "content": "ok"}, {"role": role, "content": "x"}, QUESTION]
+    with pytest.raises(ValueError, match=wanted):
+        encode_many(tokenizer_of(name), [middle])
+
+
+def test_what_a_template_writes_is_looked_at_once_for_messages_of_one_shape(monkeypatch):
+    template = ChatTemplate(tokenizer_of("qwen3"))
+    rendered = []
+    monkeypatch.setattr(
+        template, "text", lambda *given, **how: rendered.append(1) or ChatTemplate.text(template, *given, **how)
+    )
+    for text in ("a", "b", "c"):
+        template.check_written([{**QUESTION, "content": text}], ())
+    assert len(rendered) == 1
+
+
 def test_calls_and_tools_are_in_the_prompt_or_refused():
     messages = [QUESTION, with_calls(1), response("15")]
     (ids,) = encode_many(tokenizer_of("qwen2_5"), [messages], tools=[TOOLS])
     assert ids == template_of("qwen2_5").whole(messages, TOOLS)
     text = tokenizer_of("qwen2_5").decode(ids)
     assert '"arguments": {"a": 1, "b": "two"}' in text and '"description": "Adds."' in text
-    with pytest.raises(
-        ValueError, match="the chat template leaves out the call of the tool 'add'; expected a template"
-    ):
+    with pytest.raises(ValueError, match="leaves out a call of the message of role 'assistant'; expected a template"):
         encode(tokenizer_of("chatml"), messages)
     with pytest.raises(
-        ValueError, match="the chat template leaves out the tools; expected a template that writes them"
+        ValueError, match="the chat template leaves out the tools; expected a template that writes it, or rows"
     ):
         encode_many(tokenizer_of("chatml"), [[QUESTION]], tools=[TOOLS])
 
