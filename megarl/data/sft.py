@@ -27,7 +27,7 @@ from megarl.data.prompts import CUTS, cut
 from megarl.data.readers import read_rows
 from megarl.data.sft_spans import Answers, Learnt
 
-_BLOCK = 256  # conversations that are encoded together
+_BLOCK = 32  # conversations that are encoded together: all texts of their answers are held at once
 
 
 class SftExamples:

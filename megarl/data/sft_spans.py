@@ -7,17 +7,20 @@ before it is a sequence of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.data.chat import encode_responses, encode_strings
-from megarl.data.fields import Example, is_learnt
+from megarl.data.fields import ASSISTANT, Example, is_learnt
 from megarl.data.template import CLOSE, MARKERS, OPEN, ChatTemplate, Message, Tools
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
+_TAG = re.compile(f"({OPEN}|{CLOSE})")
 _QUESTION: Message = {"role": "user", "content": "x"}
 
 
@@ -49,12 +52,21 @@ class Answers:
         self.refused: list[str] = []
         self.num_other_headers = 0
         self.ends: set[int] = set()
+        special = [str(tokenizer.convert_ids_to_tokens(token)) for token in template.special_ids if token is not None]
+        self._special = re.compile("|".join(map(re.escape, special)))
+        self._opens = self._text([_QUESTION], answer_follows=True).rstrip().endswith(OPEN)
+        marked = {"role": ASSISTANT, "content": MARKERS[0]}
+        self._field = next(  # the reasoning that the template reads
+            (name for name in _REASONING if MARKERS[1] in self._text([_QUESTION, {**marked, name: MARKERS[1]}])), None
+        )
+        # What stands behind an answer, of templates that always write a header too.
+        self._tail = template.ids(self._text([_QUESTION, marked]).rpartition(MARKERS[0])[2])
 
     def sequences(self, examples: Sequence[Example]) -> list[list[Learnt]]:
         """Of each conversation its sequences; of one that is refused none."""
         turns = [self._turns(example) for example in examples]
-        texts = [text for of_row in turns for turn in of_row for text in (turn.prompt, turn.prompt + turn.written)]
-        encoded = iter(encode_strings(self._tokenizer, texts, add_special_tokens=False) if texts else ())
+        texts = [[turn.prompt + end for turn in of_row for end in ("", turn.written)] for of_row in turns]
+        encoded = iter(self._encoded(texts) if any(texts) else ())
         found = []
         for example, of_row in zip(examples, turns, strict=True):
             of_example: list[Learnt] = []
@@ -71,8 +83,8 @@ class Answers:
 
     def _turns(self, example: Example) -> list[Turn]:
         assert isinstance(example.text, list), "a conversation is made of messages"
-        messages = [*example.text, *example.behind]
         try:
+            messages = [self._read(message) for message in (*example.text, *example.behind)]
             self._template.check_written(messages, example.tools)
             return [
                 self._turn(messages[:at], messages[at], example.tools)
@@ -83,12 +95,41 @@ class Answers:
             self.refused.append(f"{example.where}: {error}")
             return []
 
+    def _text(self, messages: Sequence[Message], *, answer_follows: bool = False) -> str:
+        """The messages as the template writes them; "" if it refuses them."""
+        try:
+            return self._template.text(messages, answer_follows=answer_follows)
+        except ValueError:
+            return ""
+
+    def _read(self, message: Message) -> Message:
+        """The message with its reasoning in the field that the template reads.
+
+        To a template without reasoning tags are text.  Raises ValueError for reasoning of which it would lose a part.
+        """
+        if message["role"] != ASSISTANT or not (self._field or self._opens):
+            return message
+        given = {str(message[name]) for name in _REASONING if message.get(name)}
+        front, *parts = _TAG.split(message["content"] or "")
+        has_form = not parts or parts[::2] == [OPEN, CLOSE] or (self._opens and parts[::2] == [CLOSE])
+        if not has_form or (parts[:1] == [OPEN] and front.strip()) or len(given) + bool(parts) > 1:
+            raise ValueError(
+                f"an answer has reasoning in several places, or {OPEN} and {CLOSE} not once around what it begins "
+                "with; expected its reasoning in one place, and the text behind it"
+            )
+        if self._field is None or not (parts or given):
+            return message
+        if parts:
+            reasoning, text = (parts[1] if parts[0] == OPEN else front).strip("\n"), parts[-1].lstrip("\n")
+        else:
+            (reasoning,), text = given, message["content"]
+        rest = {name: part for name, part in message.items() if name not in _REASONING}
+        return {**rest, self._field: reasoning, "content": text}
+
     def _turn(self, before: Sequence[Message], answer: Message, tools: Tools) -> Turn:
         """Raises ValueError if the template leaves out the text or the reasoning of the answer."""
         prompt = self._template.text(before, tools, answer_follows=True)
         lost = self._lost(before, answer, tools)
-        if lost and (apart := _apart(answer)) and not self._lost(before, apart, tools):
-            answer, lost = apart, ""
         opens = prompt.rstrip().endswith(OPEN)
         if lost == "reasoning" and opens and (written := self._with_reasoning(before, answer, tools)):
             return Turn(prompt, _opened(prompt, written), answer)
@@ -102,17 +143,22 @@ class Answers:
             prompt = self._header(before, answer, tools, whole)
             self.num_other_headers += 1
         written = whole[len(prompt) :]
+        num_opened = (answer["content"] or "").count(OPEN)
+        if num_opened and written.count(OPEN) > num_opened:
+            raise ValueError(
+                f"the chat template writes {OPEN} in front of an answer that has it; expected answers without"
+            )
         return Turn(prompt, _opened(prompt, written) if opens else written, answer)
 
     def _lost(self, before: Sequence[Message], answer: Message, tools: Tools) -> str:
         """What the template leaves out of an answer: "reasoning", "text", or nothing."""
         marked = _marked(answer, MARKERS[0])
-        if marked.keys().isdisjoint({*_REASONING, "tool_calls"}) and OPEN not in marked["content"]:
+        if marked.keys().isdisjoint({*_REASONING, "tool_calls"}) and not _TAG.search(marked["content"]):
             return ""  # text alone
         text = self._template.text([*before, marked], tools, answer_follows=False)
         given = "".join(str(marked.get(name)) for name in ("content", *_REASONING))
         names = {"reasoning": _of_reasoning(MARKERS[0]), "text": MARKERS[0] + "c"}
-        return next((name for name, marker in names.items() if marker in given and marker not in text), "")
+        return next((name for name, marker in names.items() if text.count(marker) < given.count(marker)), "")
 
     def _header(self, before: Sequence[Message], answer: Message, tools: Tools, whole: str) -> str:
         """What the template writes in front of the answer, where it is not what it asks with."""
@@ -133,6 +179,35 @@ class Answers:
 
     # ---- ids
 
+    def _encoded(self, rows: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Ids of the texts of all rows.  The texts of a row begin alike, so each piece of them is encoded once.
+
+        Behind a special token most tokenizers go on as at the beginning; the longest text of each row is the proof.
+        """
+        pieces = [list(self._pieces(texts)) for texts in rows]
+        longest = [max(texts, key=len) for texts in rows if texts]
+        wanted = list(dict.fromkeys([*longest, *(piece for row in pieces for text in row for piece in text)]))
+        ids = dict(zip(wanted, encode_strings(self._tokenizer, wanted, add_special_tokens=False), strict=True))
+        found: list[list[int]] = []
+        for texts, of_row in zip(rows, pieces, strict=True):
+            joined = [[token for piece in text for token in ids[piece]] for text in of_row]
+            if texts and joined[max(range(len(texts)), key=lambda at: len(texts[at]))] != ids[max(texts, key=len)]:
+                joined = encode_strings(self._tokenizer, list(texts), add_special_tokens=False)
+            found += joined
+        return found
+
+    def _pieces(self, texts: Sequence[str]) -> Iterator[list[str]]:
+        """Each text cut in front of its special tokens; what it shares with the text before it is not cut again."""
+        known, pieces = "", [""]
+        for text in texts:
+            if not text.startswith(known):
+                known, pieces = "", [""]
+            rest = text[len(known) - len(pieces[-1]) :]
+            cuts = [0, *(match.start() for match in self._special.finditer(rest) if match.start()), len(rest)]
+            pieces = [*pieces[:-1], *(rest[a:b] for a, b in pairwise(cuts))]
+            known = text
+            yield pieces
+
     def _split(self, turn: Turn, prompt: list[int], whole: list[int], tools: Tools) -> tuple[list[int], list[int]]:
         """Ids of prompt and answer.  No token holds a part of both, as the model gets the prompt alone."""
         if whole[: len(prompt)] == prompt:
@@ -143,7 +218,7 @@ class Answers:
     def _ended(self, ids: list[int], answer: Message, tools: Tools) -> list[int]:
         """The answer up to the token that ends it: a stop token, else the one with which the template ends it."""
         stops, special = self._template.stop_ids, self._template.special_ids
-        at = len(ids)
+        at = len(ids) - len(self._tail) * (ids[-len(self._tail) :] == self._tail)
         while at and (ids[at - 1] in special or not str(self._tokenizer.decode([ids[at - 1]])).strip()):
             at -= 1
         stop = next((i for i in range(at, len(ids)) if ids[i] in stops), None)
@@ -176,17 +251,9 @@ def _of_reasoning(marker: str) -> str:
 def _marked(answer: Message, marker: str) -> dict[str, Any]:
     """The answer with markers in the place of its text and its reasoning."""
     marked = {name: _of_reasoning(marker) if name in _REASONING and part else part for name, part in answer.items()}
-    marked["content"] = ""
-    if content := answer["content"]:
-        reasoning = f"{OPEN}{_of_reasoning(marker)}{CLOSE}" if CLOSE in content else ""
-        text = content.rpartition(CLOSE)[2].strip()
-        marked["content"] = reasoning + f"{marker}c" * bool(text)
+    pieces = _TAG.split(answer["content"] or "")
+    for at in range(0, len(pieces), 2):
+        if pieces[at].strip():
+            pieces[at] = _of_reasoning(marker) if CLOSE in pieces[at + 1 : at + 2] else f"{marker}c"
+    marked["content"] = "".join(pieces)
     return marked
-
-
-def _apart(answer: Message) -> Message | None:
-    """The answer with the reasoning out of its text, in a field of its own; None without any there."""
-    if CLOSE not in (answer["content"] or ""):
-        return None
-    reasoning, _, text = answer["content"].partition(CLOSE)
-    return {**answer, _REASONING[0]: reasoning.replace(OPEN, "", 1).strip("\n"), "content": text.lstrip("\n")}

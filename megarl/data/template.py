@@ -76,7 +76,7 @@ class ChatTemplate:
 
     def whole(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Ids of all messages and the header of the next answer.  Raises ValueError if the template refuses them."""
-        return self._ids(self.text(messages, tools, answer_follows=True))
+        return self.ids(self.text(messages, tools, answer_follows=True))
 
     def text(self, messages: Sequence[Message], tools: Tools = (), *, answer_follows: bool) -> str:
         """The messages as the template writes them, and with `answer_follows` the header of the next answer.
@@ -170,11 +170,13 @@ class ChatTemplate:
         if not num_markers or followed.count(marker) < num_markers:
             raise ValueError("the template leaves out an answer, or a part of it")
         # Special tokens are atomic: behind one, this text has the same tokens as in the whole conversation.
-        end = self._ids(alone.split(marker, num_markers)[-1])
-        behind = self._ids(followed.split(marker, num_markers)[-1])
+        end = self.ids(alone.split(marker, num_markers)[-1])
+        behind = self.ids(followed.split(marker, num_markers)[-1])
         at = _common(end, behind)
         for kind in (self.stop_ids, self.special_ids):
             inside = [i for i in range(at) if behind[i] in kind]
+            if inside[1:] and inside[-1] == at - 1 < len(end) - 1:  # it begins a header that is always written
+                inside.pop()
             if inside:
                 return Bridge(behind[inside[-1]], behind[inside[-1] + 1 :], end_is_header=False)
             if at < len(behind) and behind[at] in kind:
@@ -224,7 +226,8 @@ class ChatTemplate:
             ]
         return out
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text that was rendered."""
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 

@@ -3,10 +3,14 @@
 import json
 
 import pytest
-from chat_templates import STYLES, byte_tokenizer, source, tokenizer_of
+from chat_templates import STYLES, byte_tokenizer, source, template_of, tokenizer_of
+from tokenizers import AddedToken
 
 from megarl.data.examples.tiny import tiny_tokenizer
+from megarl.data.fields import Example
 from megarl.data.sft import SftExamples
+from megarl.data.sft_spans import Answers
+from megarl.data.template import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -143,10 +147,10 @@ def test_sft_spans_hold_the_reasoning_or_the_row_is_refused(name, field, tmp_pat
             examples_of(name, tmp_path, {"messages": [ASKED, answer]})
         return
     ((prompt, learnt),) = spans(name, examples_of(name, tmp_path, {"messages": [ASKED, answer]}))
-    has_tags = not field and (name not in WITH_REASONING or name == "gpt_oss")  # the template takes them for text
+    has_tags = not field and name not in WITH_REASONING  # the template takes them for text
     assert learnt == (WRITTEN[name] % answer["content"] if has_tags else WITH_REASONING[name])
     assert prompt == rendered(name, [ASKED])
-    assert (prompt + learnt).count("<think>") == (0 if field and name == "gpt_oss" else 1)
+    assert (prompt + learnt).count("<think>") == (name != "gpt_oss")
 
 
 @pytest.mark.parametrize("content", ["<think>\nso\n</think>\n\n15", "so\n</think>\n\n15"])
@@ -162,6 +166,92 @@ def test_sft_spans_open_the_reasoning_once_where_header_and_answer_do(content, t
     batch = SftExamples(str(file), tokenizer, max_length=999).take(1)
     assert tokenizer.decode(batch.tokens).endswith("assistant\n<think>\nso\n</think>\n\n15<|im_end|>")
     assert tokenizer.decode(batch.tokens[batch.columns["response_mask"].bool()]) == "so\n</think>\n\n15<|im_end|>"
+
+
+BAD_REASONING = [
+    {"content": "FRONT <think>a</think>BACK"},
+    {"content": "<think>a</think>MID<think>c</think>BACK"},
+    {"content": "<think>cut off"},
+    {"content": "<think>a</think>Say </think> at the end"},
+    {"content": "<think>a</think>Ans", "reasoning_content": "R"},
+    {"content": "Ans", "reasoning_content": "R", "thinking": "S"},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking", "glm4", "gpt_oss", "deepseek_r1"])
+def test_sft_spans_refuse_reasoning_of_which_the_template_would_lose_a_part(name):
+    """Also in an answer that is not learnt: the next one would stand behind another history."""
+    answers = Answers(tokenizer_of(name), template_of(name))
+    bad = [*BAD_REASONING, *([] if name in OPENS else [{"content": "Use the </think> tag to close"}])]
+    examples = [
+        Example("a:1", [ASKED], messages)
+        for answer in bad
+        for messages in ([FIRST | answer], [{**FIRST, "weight": 0, **answer}, AGAIN, SECOND])
+    ]
+    assert answers.sequences(examples) == [[]] * len(examples)
+    assert all("a:1: an answer has reasoning in several places, or <think>" in each for each in answers.refused)
+
+
+def test_sft_spans_hold_tags_as_text_where_the_template_has_no_reasoning():
+    answers = Answers(tokenizer_of("chatml"), template_of("chatml"))
+    for answer in BAD_REASONING[:4]:
+        (((ids, mask),),) = answers.sequences([Example("a:1", [ASKED], [FIRST | answer])])
+        learnt = [token for token, is_learnt in zip(ids, mask, strict=True) if is_learnt]
+        assert tokenizer_of("chatml").decode(learnt) == answer["content"] + "<|im_end|>"
+    assert not answers.refused
+
+
+@pytest.mark.parametrize("name", sorted(set(WITH_REASONING) - {"deepseek_r1"}))
+def test_sft_spans_put_the_reasoning_into_the_field_that_the_template_reads(name, tmp_path):
+    ((_, learnt),) = spans(name, examples_of(name, tmp_path, {"messages": [ASKED, {**FIRST, "thinking": "so"}]}))
+    assert learnt == WITH_REASONING[name]
+
+
+def test_sft_spans_hold_no_header_of_a_template_that_always_writes_one(tmp_path):
+    template = source("chatml").replace("if add_generation_prompt", "if true")
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [ASKED, FIRST, AGAIN, SECOND]}))
+    for eos in ("<|im_end|>", "</s>"):
+        tokenizer = byte_tokenizer(template, eos)
+        batch = SftExamples(str(file), tokenizer, max_length=999).take(1)
+        learnt = tokenizer.decode(batch.tokens[batch.columns["response_mask"].bool()])
+        assert learnt == "it is 15<|im_end|>ünd 16<|im_end|>"
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.num_characters = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts, **how):
+        self.num_characters += sum(map(len, texts))
+        return self._tokenizer(texts, **how)
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "glm4", "llama2"])
+def test_sft_spans_of_many_turns_are_encoded_once_and_as_a_whole(name):
+    turns = [{**(ASKED, FIRST)[at % 2], "content": f"{at} words " * 20} for at in range(40)]
+    tokenizer = Counting(tokenizer_of(name))
+    ((*_, learnt),) = Answers(tokenizer, template_of(name)).sequences([Example("a:1", turns[:1], turns[1:])])
+    text = template_of(name).text(turns, answer_follows=False)
+    whole = tokenizer_of(name).encode(text, add_special_tokens=False)
+    assert learnt.ids[: len(whole)] == whole[: len(learnt.ids)] and len(learnt.ids) > len(whole) - 2
+    assert tokenizer.num_characters < 4 * len(text)
+
+
+def test_sft_spans_are_those_of_whole_texts_where_a_tokenizer_does_not_divide_at_special_tokens():
+    """A special token that takes the spaces in front of it is another one behind them."""
+    tokenizer = byte_tokenizer(source("chatml"))
+    tokenizer.add_special_tokens({"extra_special_tokens": [AddedToken("<|gap|>", lstrip=True, special=True)]})
+    turns = [{**ASKED, "content": "one  <|gap|> two"}, FIRST]
+    template = ChatTemplate(tokenizer)
+    ((learnt,),) = Answers(tokenizer, template).sequences([Example("a:1", turns[:1], turns[1:])])
+    whole = template.ids(template.text(turns, answer_follows=False))
+    assert learnt.ids == whole[:-1]
 
 
 def test_sft_spans_of_reasoning_in_the_history_are_what_the_template_leaves_of_it(tmp_path):
