@@ -25,7 +25,8 @@ Messages = list[dict[str, Any]]
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 ASSISTANT = "assistant"
 ANSWERS = ("all", "last")  # which of a row's answers are learnt
-_WEIGHTS = ("weight", "train", "step_loss_mask")  # names under which data say 0 or false of what is not learnt
+# Names under which data say 0 or false of what is not learnt.
+_WEIGHTS = ("weight", "train", "training", "loss", "step_loss_mask")
 _SOLUTION = re.compile(r"####[ \t*]*[-+]?[ \t]?[$€£]?\.?\d[^\n#]*\s*\Z")  # the end of one of GSM8K
 _TRLS_RESPONSE = "completion"
 _CALL = '{"function": {"name": string, "arguments": object}}'
@@ -56,7 +57,7 @@ class Example:
 
 def question_of(row: Record, *, prompt_key: str, ground_truth_key: str, has_chat_template: bool) -> Question:
     """A row for reinforcement learning.  Raises ValueError that starts with file:line."""
-    _check_is_text(row)
+    _check_is_text(row.where, row.fields)
     fields = dict(row.fields)
     if fields.get(prompt_key) is not None:
         text = _text(row, prompt_key, fields.pop(prompt_key))
@@ -85,7 +86,7 @@ def example_of(
     Raises ValueError that starts with file:line.
     """
     assert answers in ANSWERS, f"answers is one of {ANSWERS}, not {answers!r}"
-    _check_is_text(row)
+    _check_is_text(row.where, row.fields)
     fields = row.fields
     if fields.get(response_key) is not None and fields.get(prompt_key) is not None:
         text = _text(row, prompt_key, fields[prompt_key])
@@ -107,6 +108,7 @@ def example_of(
         )
     if answers == "last" and isinstance(text, list):
         text, behind = [*text, *behind[:-1]], behind[-1:]
+    _check_weights(row.where, behind)
     if not any(map(is_learnt, behind)):
         raise ValueError(f"{row.where}: no answer is learnt; expected one without a weight of 0")
     tools = _tools(row)
@@ -117,7 +119,17 @@ def example_of(
 
 def is_learnt(message: Mapping[str, Any]) -> bool:
     """Whether the message is an answer that its row does not keep from being learnt."""
-    return message["role"] == ASSISTANT and all(message.get(name, True) for name in _WEIGHTS)
+    return message["role"] == ASSISTANT and all(message.get(name, 1) in (1, "1") for name in _WEIGHTS)
+
+
+def _check_weights(where: str, answers: Messages) -> None:
+    """Raises ValueError for a weight between or beyond 0 and 1: an answer is learnt, or not."""
+    for answer in answers:
+        for name in _WEIGHTS:
+            if answer.get(name, 1) not in (0, 1, "0", "1"):
+                raise ValueError(
+                    f"{where}: an answer has {name}={answer[name]!r}; expected 1 or true to learn it, else 0 or false"
+                )
 
 
 def gsm8k_answer(answer: str) -> str | None:
@@ -130,11 +142,11 @@ def gsm8k_answer(answer: str) -> str | None:
     return number.strip().replace(",", "") if mark else None
 
 
-def _check_is_text(row: Record) -> None:
-    """Raises ValueError for a row with images, videos or sounds: trained without them, it would ask for a guess."""
+def _check_is_text(where: str, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError for images, videos or sounds in a row or a message: without them it would ask for a guess."""
     for name in _MEDIA:
-        if row.fields.get(name) not in (None, "", [], {}):
-            raise ValueError(f"{row.where}: the field {name!r} is more than text; expected rows of text alone")
+        if fields.get(name) not in (None, "", [], {}):
+            raise ValueError(f"{where}: the field {name!r} is more than text; expected rows of text alone")
 
 
 def _text(row: Record, key: str, value: Any) -> str | Messages:
@@ -155,6 +167,7 @@ def _message(where: str, value: Any) -> dict[str, Any]:
     role, calls = fields.pop("role", None), fields.pop("tool_calls", None) or []
     if not isinstance(role, str) or not (isinstance(content, str) or (content is None and calls)):
         raise ValueError(f'{where} is not {{"role": string, "content": string}}')
+    _check_is_text(where, fields)
     if "function_call" in fields:
         raise ValueError(f"{where} has a function_call; expected tool_calls: {_CALL}")
     if not isinstance(calls, list):

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from megarl.data import FILE_KINDS
-from megarl.data.fields import example_of, question_of
+from megarl.data.fields import example_of, is_learnt, question_of
 from megarl.data.readers import Record, content_digest, read_rows
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -145,6 +145,10 @@ def test_nulls_that_arrow_puts_into_objects_are_no_arguments(tmp_path):
         ({"messages": WITH_ANSWER}, "f.jsonl:7: the last message is the assistant's; expected a prompt that ends with"),
         ({"question": "x", "answer": "42"}, "f.jsonl:7: the answer has no '####' before its number"),
         ({"prompt": "<image> x", "images": [{"bytes": b"x"}]}, "f.jsonl:7: the field 'images' is more than text; exp"),
+        (
+            {"messages": [{**CHAT[0], "images": ["a.png"]}]},
+            r"f.jsonl:7: messages\[0\]: the field 'images' is more than text; exp",
+        ),
         ({"prompt": "x", "video": "a.mp4"}, "f.jsonl:7: the field 'video' is more than text; expected rows of text a"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]},
@@ -195,6 +199,19 @@ def test_the_three_shapes_of_an_example():
 def test_a_bad_example_is_named_by_file_and_line(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         example(fields)
+
+
+@pytest.mark.parametrize("name", ["weight", "train", "training", "loss", "step_loss_mask"])
+def test_weights_of_answers_say_whether_they_are_learnt_and_other_numbers_are_refused(name):
+    learnt = {True: [1, 1.0, True, "1"], False: [0, 0.0, False, "0"]}
+    for wanted, values in learnt.items():
+        for value in values:
+            assert is_learnt({"role": "assistant", "content": "x", name: value}) is wanted, value
+            assert not is_learnt({"role": "user", "content": "x", name: value})
+    for value in (0.5, 2, -1, "false", "0.5"):
+        weighed = [*CHAT, {**WITH_ANSWER[1], name: value}, *WITH_ANSWER]
+        with pytest.raises(ValueError, match=f"^f.jsonl:7: an answer has {name}={value!r}; expected 1 or true to l"):
+            example({"messages": weighed})
 
 
 # files
