@@ -33,11 +33,14 @@ def line_of(message: Mapping[str, Any]) -> str:
 
 
 def text_of(truth: Any) -> str:
-    """A ground truth as text, for files and built-in rewards: a column of floats has 46.0 for 46.
+    """A ground truth as text, for files and built-in rewards: a column of floats has 46.0 for 46, of decimals 46.00.
 
     >>> text_of("046"), text_of(46.0), text_of(0.5), text_of({"target": ["a"]})
     ('046', '46', '0.5', '{"target": ["a"]}')
     """
+    if isinstance(truth, Decimal) and truth.is_finite():
+        text = f"{truth:f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
     if isinstance(truth, (int, float, Decimal)) and not isinstance(truth, bool):
         return str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
     return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)

@@ -1,13 +1,14 @@
 """Batches carry columns of any dtype and shape, each entry with its token."""
 
 import math
+from decimal import Decimal
 
 import pytest
 import torch
 from torch import Tensor
 
 from megarl.batch import Batch
-from megarl.sample import Row, TurnSpan, VersionSpan
+from megarl.sample import Row, TurnSpan, VersionSpan, text_of
 
 DTYPES = [torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.int8, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -76,3 +77,11 @@ def test_a_row_that_does_not_fit_together_is_noticed(
 ) -> None:
     with pytest.raises(AssertionError, match=message):
         Row([1, 2, 3, 4], tuple(turns), [-0.5] * num_log_probs, tuple(versions), "stop")
+
+
+@pytest.mark.parametrize(
+    ("truth", "text"),
+    [("46.00", "46"), ("46.50", "46.5"), ("-0.25", "-0.25"), ("1E+3", "1000"), ("460", "460"), ("NaN", "NaN")],
+)
+def test_a_ground_truth_of_a_column_of_decimals_has_no_zeros_of_the_column(truth, text):
+    assert text_of(Decimal(truth)) == text
