@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 
 _STATUS = ("status", "status_code", "code")  # where clients keep it
-_TELLS = re.compile(r"context_length_exceeded|prompt is too long|it is over|\b400\b")  # and what they say
+# And what they say: the code and the sentences of OverLimit, and the ways in which clients write the status of a reply.
+_TELLS = re.compile(
+    r"context_length_exceeded|the episode has \d+ turns, and may have \d+: it is over"
+    r"|the episode \d+ of its \d+ left: it is over"
+    r"|\b(?:Error code: 400|HTTP Error 400: |returned error: 400|400, message=|400 Client Error: )"
+    r"|Client error '400 "
+)
 
 
 def is_refusal(error: BaseException) -> bool:

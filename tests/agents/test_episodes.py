@@ -200,8 +200,14 @@ def test_an_error_of_a_client_or_one_raised_from_it_is_told_from_a_fault_behind_
         *(limit, plain, with_status, raised(wrapped, limit), ExceptionGroup("both", [limit, plain])),
         RuntimeError("litellm.BadRequestError: the episode has 6 turns, and may have 6: it is over"),
         RuntimeError("agent.sh ended with exit code 22; the last that it said: The requested URL returned error: 400"),
+        RuntimeError("Error code: 400 - {'error': {'message': 'it may have no more'}}"),
+        RuntimeError("400 Client Error: Bad Request for url: http://x/v1/chat/completions"),
+        RuntimeError("Client error '400 Bad Request' for url 'http://x/v1/chat/completions'"),
+        RuntimeError("the prompt has 9 tokens, and the episode 4 of its 20 left: it is over"),
     ):
         assert is_refusal(error), error
+    for sentence in ("expected 400 rows, got 3", "HTTP 400 from search tool", "the game? it is over", "line 400: x"):
+        assert not is_refusal(ValueError(sentence)), sentence
     for error in (KeyError("missing"), RuntimeError("no answer"), ExceptionGroup("both", [limit, KeyError("missing")])):
         error.__context__ = limit  # raised while it was handled
         assert not is_refusal(error), error
