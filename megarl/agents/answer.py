@@ -38,10 +38,12 @@ def hermes(text: str) -> tuple[str, list[ToolCall], int]:
         nonlocal malformed
         try:
             call = json.loads(match.group(1))
-            name, arguments = call["name"], call.get("arguments", call.get("parameters"))  # the second: Llama's
-            if arguments in (None, ""):
-                arguments = {}
-            elif isinstance(arguments, str):  # encoded twice
+            name = call["name"]
+            given = [call.get(key) for key in ("arguments", "parameters")]  # the second: Llama's
+            arguments, *others = [each for each in given if each not in (None, "", {})] or [{}]
+            if others and others != [arguments]:
+                raise TypeError("a call has one object of arguments")
+            if isinstance(arguments, str):  # encoded twice
                 arguments = json.loads(arguments)
             if not isinstance(name, str) or not isinstance(arguments, dict):
                 raise TypeError("a call is a name and an object")

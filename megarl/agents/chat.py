@@ -34,8 +34,11 @@ def shown(value: Any) -> str:
     """What a tool returned as text, whatever it is; half a character, which no tokenizer takes, becomes "?"."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
-        text = str(value)
+    except Exception:  # keys that are no text, a value that holds itself, or one whose own code fails
+        try:
+            text = str(value)
+        except Exception as error:
+            text = f"a {type(value).__name__} that cannot be shown as text ({type(error).__name__})"
     return text.encode(errors="replace").decode()
 
 

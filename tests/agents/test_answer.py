@@ -32,6 +32,8 @@ GOOD = call('\n{"name": "add", "arguments": {"a":1}}\n')
         (call('{"name": "stop", "arguments": ""}'), Answer("", tool_calls=(ToolCall("stop", "{}"),))),
         (call('{"name": "add", "arguments": "{\\"a\\": 1}"}'), Answer("", tool_calls=(ADD,))),
         (call('{"name": "add", "parameters": {"a": 1}}'), Answer("", tool_calls=(ADD,))),
+        (call('{"name": "add", "arguments": null, "parameters": {"a": 1}}'), Answer("", tool_calls=(ADD,))),
+        (call('{"name": "add", "arguments": {}, "parameters": {"a": 1}}'), Answer("", tool_calls=(ADD,))),
         (
             call('{"name": "say", "arguments": {"it": "\u00e9"}}'),
             Answer("", tool_calls=(ToolCall("say", '{"it": "\u00e9"}'),)),
@@ -47,6 +49,7 @@ def test_an_answer_is_read(text, answer):
     [
         *("", "add", "[]", "5", '{"name": 5}', '{"arguments": {}}', '{"name": "a", "arguments": 5}'),
         *('{"name": "a", "arguments": []}', '{"name": "a", "arguments": "x"}', '{"name": "\\ud800"}', '{"name": "a"'),
+        '{"name": "a", "arguments": {"a": 1}, "parameters": {"a": 2}}',
     ],
 )
 def test_a_malformed_call_stays_text_and_is_counted(inner):

@@ -147,11 +147,15 @@ class Point:
 class Loop:
     def __str__(self): return "a loop"
 
+class Broken:
+    def __str__(self): raise KeyError("no text")
+
 held = [Loop()]
 held.append(held)
 VALUES = [
     np.int64(3), np.arange(2), decimal.Decimal("1.5"), {7}, b"abc", Point(5), datetime.date(2026, 1, 2), "x\\ud800y",
     {(1, 2): 3}, {"a": {np.float32(0.5)}}, None, held, float("nan"),
+    Broken(), {"a": Broken()},
 ]
 
 class Tools:
@@ -183,7 +187,7 @@ SHOWN = [
 async def test_a_tool_may_return_anything() -> None:
     Path("mine.py").write_text(ODD)
     function = load_episode("tools:mine.py:Tools", {})
-    server = Scripted("qwen2_5", [*(call("get", at=at) for at in range(len(SHOWN) + 2)), "Done."])
+    server = Scripted("qwen2_5", [*(call("get", at=at) for at in range(len(SHOWN) + 4)), "Done."])
     async with endpoint_of(server, style="qwen2_5") as (endpoint, (bodies,)):
         session = endpoint.open("0-0/0")
         chat = Chat(session, [{"role": "user", "content": "?"}])
@@ -191,7 +195,9 @@ async def test_a_tool_may_return_anything() -> None:
         responses = session.policy.text(bodies[-1]["input_ids"]).split("<tool_response>\n")[1:]
     seen = [response.split("\n</tool_response>")[0] for response in responses]
     assert seen[: len(SHOWN)] == SHOWN
-    assert seen[len(SHOWN)].startswith("[<") and seen[-1] == "NaN"
+    holds_itself, no_number, broken, holds_broken = seen[len(SHOWN) :]
+    assert holds_itself.startswith("[<") and no_number == "NaN"
+    assert broken == "a Broken that cannot be shown as text (KeyError)" and holds_broken.startswith("{'a': <")
 
 
 async def test_a_call_that_cannot_be_read_is_answered_with_an_error() -> None:
