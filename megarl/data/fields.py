@@ -73,7 +73,7 @@ def question_of(row: Record, *, prompt_key: str, ground_truth_key: str, has_chat
         )
     ground_truth = _ground_truth(row.where, fields, ground_truth_key, "question" in row.fields)
     data_source = fields.pop("data_source", None)
-    tools = () if isinstance(text, str) else _tools(row)
+    tools = () if isinstance(text, str) else _tools(row) or ()  # what else is called so is a field for the reward
     return Question(row.where, text, ground_truth, "" if data_source is None else str(data_source), fields, tools)
 
 
@@ -112,6 +112,8 @@ def example_of(
     if not any(map(is_learnt, behind)):
         raise ValueError(f"{row.where}: no answer is learnt; expected one without a weight of 0")
     tools = _tools(row)
+    if tools is None:
+        raise ValueError(f"{row.where}: tools is no list of {_TOOL}")
     if tools and isinstance(text, str):
         raise ValueError(f"{row.where}: tools beside a prompt that is a string; expected chat messages, or no tools")
     return Example(row.where, text, behind, tools)
@@ -205,23 +207,26 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _tools(row: Record) -> Tools:
-    """What the chat template gets of a row's field `tools`, which may be JSON text; nothing for names of tools."""
+def _tools(row: Record) -> Tools | None:
+    """The functions of a row's field `tools`, which may be JSON text; None if it is no list of them.
+
+    Names of tools are no functions, and the row has none.  Hermes' form becomes OpenAI's.
+    """
     tools = row.fields.get("tools")
-    if not tools:
-        return ()
-    if isinstance(tools, str):
+    if isinstance(tools, str) and tools:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            tools = None
-    if isinstance(tools, list) and all(isinstance(tool, str) for tool in tools):
+            return None
+    if not tools or (isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)):
         return ()
-    if not isinstance(tools, list) or not all(
-        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
-    ):
-        raise ValueError(f"{row.where}: tools is no list of {_TOOL}")
-    return [_without_gaps(row, tool) for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    tools = [_without_gaps(row, tool) for tool in tools]
+    wrapped = [
+        {"type": "function", "function": tool} if {"name", "parameters"} <= tool.keys() else tool for tool in tools
+    ]
+    return wrapped if all(isinstance(tool.get("function"), dict) for tool in wrapped) else None
 
 
 def _without_gaps(row: Record, value: Any) -> Any:

@@ -104,6 +104,13 @@ class Prompts:
         """Those of all rows; "" for rows without one."""
         return frozenset(question.data_source for question in self._questions)
 
+    @property
+    def tools_said(self) -> str:
+        """A line on rows whose field `tools` is not in the prompt; "" if there are none."""
+        num = sum(bool(question.extra.get("tools")) and not question.tools for question in self._questions)
+        what = "rows have a field tools that the reward gets, and the prompt not; expected chat messages"
+        return f"{num:,} {what}, and functions in OpenAI's form" if num else ""
+
     def check_saveable(self) -> None:
         """Raises ValueError, naming file:line and field, for what a checkpoint cannot hold.
 

@@ -419,11 +419,16 @@ def check_reads_text(config: Config) -> None:
 
 
 def shortened(key: str, config: Config, found: Prompts, max_samples: int | None = None) -> str:
-    """A line on the prompts of these files that are too long, and so left out or cut; "" if there are none."""
+    """A line on the prompts of these files that are too long, and so left out or cut, and on tools that they lack.
+
+    "" if there are none.
+    """
     left_out, how = found.left_out(max_samples), f"data.overlong_prompts={config.data.overlong_prompts}"
     longer = f"prompts are longer than data.max_prompt_length={config.data.max_prompt_length}"
     what = "left out" if left_out else "cut"
-    return f"{key}: {left_out or found.num_cut:,} {longer} and {what} ({how})" if left_out or found.num_cut else ""
+    lines = [f"{left_out or found.num_cut:,} {longer} and {what} ({how})" if left_out or found.num_cut else ""]
+    said = "; ".join(filter(None, [*lines, found.tools_said]))
+    return f"{key}: {said}" if said else ""
 
 
 def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None = None) -> Prompts:

@@ -136,6 +136,24 @@ def test_calls_of_the_history_and_tools_are_rendered(tmp_path):
         Prompts(str(tmp_path / "b.jsonl"), tokenizer_of("chatml"), max_prompt_length=999)
 
 
+@pytest.mark.parametrize("tools", ["python", {"calc": {}}, ["python"], [{"name": "add"}], [3], "[1"])
+def test_tools_that_are_no_functions_stay_a_field_for_the_reward_and_are_said(tools, tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "tools": tools}, {"prompt": "1+1", "tools": tools}]
+    prompts = Prompts(write(tmp_path / "a.jsonl", rows), tokenizer_of("qwen2_5"), max_prompt_length=999)
+    assert [prompt.extra for prompt in prompts.all()] == [{"tools": tools}] * 2
+    assert prompts.tools_said.startswith("2 rows have a field tools that the reward gets, and the prompt not")
+
+
+def test_tools_in_the_form_of_hermes_are_functions_in_the_prompt(tmp_path):
+    function = {"name": "add", "parameters": {"type": "object"}}
+    told = []
+    for tool in (function, {"type": "function", "function": function}):
+        rows = [{"prompt": [{"role": "user", "content": "1+1"}], "tools": [tool]}]
+        prompts = Prompts(write(tmp_path / "a.jsonl", rows), tokenizer_of("qwen2_5"), max_prompt_length=999)
+        told.append((prompts.all()[0].token_ids, prompts.tools_said))
+    assert told[0] == told[1] and told[0][1] == ""
+
+
 # demonstrations
 def test_the_loss_covers_the_response_and_its_end(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"prompt": "12+34=", "response": "46"}, {"prompt": "1=", "response": "1"}])

@@ -263,4 +263,5 @@ def _present(files: Sequence[str]) -> list[str]:
 def _prompts(key: str, files: Sequence[str], found: Prompts) -> str:
     more = f", {found.num_filtered:,} are too long and left out" if found.num_filtered else ""
     more += f", {found.num_cut:,} are too long and cut" if found.num_cut else ""
+    more += f"; {found.tools_said}" if found.tools_said else ""
     return f"{key}=[{', '.join(files)}]: {len(found):,} prompts of up to {found.longest:,} tokens{more}"
