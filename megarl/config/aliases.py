@@ -7,6 +7,7 @@ other keys keep their names, so that an unknown key is still refused.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.config.verl import distillation, models, rewards, rollouts, runs, written
@@ -113,11 +114,11 @@ def without_prefix(key: str) -> str:
 
 def converted(key: str, value: Any, command: Command) -> Taken | None:
     """What a rule makes of a key without its prefix and its value; None if there is no rule for the key."""
-    pattern = _pattern(key, rules := _SFT_RULES if command.is_sft else _RULES)
+    pattern = _pattern(key, command.is_sft)
     if pattern is None:
         return None
     try:
-        taken = rules[pattern](key, value, command)
+        taken = (_SFT_RULES if command.is_sft else _RULES)[pattern](key, value, command)
     except (TypeError, ValueError, OverflowError):  # a rule computes with what is no number
         return Taken(refusal="expected a number")
     is_for_a_group = "*" in pattern.rpartition(".")[2]
@@ -126,8 +127,10 @@ def converted(key: str, value: Any, command: Command) -> Taken | None:
     return taken
 
 
-def _pattern(key: str, rules: dict[str, Rule]) -> str | None:
+@cache
+def _pattern(key: str, is_sft: bool) -> str | None:
     """The key of the rule for `key`: the same, or a pattern."""
+    rules = _SFT_RULES if is_sft else _RULES
     if key in rules:
         return key
     if key in RENAMED:  # a pattern of the rules may match it

@@ -213,24 +213,25 @@ def _is_whole(key: str) -> bool:
 
 
 def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool = False) -> Layer:
-    ranked: list[tuple[int, Setting]] = []
+    ranked: list[tuple[int, str, Setting]] = []
     warnings: list[str] = []
     words: dict[str, str] = {}
     leaves = [(text, *leaf) for text, name, value in written for leaf in _flat({name: value}, "")]
     command = _command(leaves, is_sft=is_sft)
     for text, typed, leaf in leaves:
-        if is_users(ours := without_prefix(typed)):
+        word = without_prefix(typed)
+        if is_users(word):
             with faults.collect():
-                ranked.append((0, _checked(Setting(ours, leaf, text))))
+                ranked.append((0, word, _checked(Setting(word, leaf, text))))
             continue
-        key = sft_place(ours, command) if command.is_sft else ours
+        key = sft_place(word, command) if command.is_sft else word
         taken = converted(key, leaf, command)
         if taken is not None:
-            warnings += [f"{without_prefix(typed)}={show(leaf)}: {taken.note}"] if taken.note else []
+            warnings += [f"{word}={show(leaf)}: {taken.note}"] if taken.note else []
             faults.sentences += [f"{text}: {taken.refusal}"] if taken.refusal else []
             for ours, value in taken.settings:
                 with faults.collect():
-                    ranked.append((0, _checked(Setting(ours, value, text))))
+                    ranked.append((0, word, _checked(Setting(ours, value, text))))
             continue
         found = canonical(key)
         with faults.collect():
@@ -241,9 +242,21 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
                 if isinstance(value, str) and type_of(found.key) == list[str] and found.key.endswith("_files"):
                     shown = value if value.isprintable() else repr(value)
                     warnings.append(f"{found.key}={shown}: taken for one file; several are written [a,b]")
-                ranked.append((rank, _checked(Setting(found.key, value, text, found.place))))
-    settings = tuple(setting for _, setting in sorted(ranked, key=lambda pair: pair[0]))  # else in the order written
+                ranked.append((rank, word, _checked(Setting(found.key, value, text, found.place))))
+    faults.sentences += _contradictions(ranked)
+    # An entry of a list follows the list; else in the order written.
+    settings = tuple(one for *_, one in sorted(ranked, key=lambda each: (each[0], each[2].place is not None)))
     return Layer(settings, words, tuple(warnings), tuple(faults.sentences), command)
+
+
+def _contradictions(ranked: Iterable[tuple[int, str, Setting]]) -> Iterator[str]:
+    """A sentence for each word that sets a key to another value than an earlier one does under another name."""
+    last = {(rank, one.key, one.place, word): one for rank, word, one in ranked if not is_free(one.key)}
+    first: dict[tuple[int, str, int | str | None], Setting] = {}
+    for (rank, key, place, _), one in last.items():
+        earlier = first.setdefault((rank, key, place), one)
+        if one.value != earlier.value:
+            yield f"{one.text}: expected one value of {key}, and {earlier.text} sets {show(earlier.value)}"
 
 
 def _command(leaves: list[tuple[str, str, Any]], *, is_sft: bool) -> Command:

@@ -1,6 +1,7 @@
 """Every word of verl's trainers with its default value changes nothing, and no word with another value is dropped."""
 
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 import yaml
 
 from megarl.config import load_config
-from megarl.config.aliases import _RULES, _SFT_RULES, _pattern, converted, without_prefix
-from megarl.config.settings import from_command_line
+from megarl.config.aliases import RENAMED, _pattern, converted, without_prefix
+from megarl.config.settings import Faults, _layer, from_command_line
 from megarl.config.verl.runs import in_sft_places, sft_place
 from megarl.config.verl.taken import Command, asks
 
@@ -94,7 +95,7 @@ def flipped(value: Any) -> Any:
 @pytest.mark.parametrize("is_sft", [False, True])
 def test_another_value_than_the_default_sets_something_or_is_told_or_is_refused(is_sft: bool) -> None:
     """And only a rule that names a word drops it where its value is true, above 1, or a path."""
-    rules, tried = _SFT_RULES if is_sft else _RULES, 0
+    tried = 0
     for trainers, word in ROWS:
         if trainers.startswith("sft") != is_sft:
             continue
@@ -109,9 +110,36 @@ def test_another_value_than_the_default_sets_something_or_is_told_or_is_refused(
             continue
         assert taken.settings or taken.note or taken.refusal, f"{typed}={value} is dropped without a line"
         if asks(value) and not taken.settings and not taken.refusal:
-            pattern = _pattern(key, rules)
+            pattern = _pattern(key, is_sft)
             assert pattern is not None and "*" not in pattern.rpartition(".")[2], f"{typed}={value}: {taken.note}"
     assert tried > 200
+
+
+BASE = (("actor_rollout_ref.model.path", "m"), ("trainer.total_training_steps", 100))
+
+
+def taken_in_order(*words: tuple[str, Any]) -> dict[tuple[str, Any], Any] | None:
+    """What a whole command with these words sets, in the order of its settings; None if it is refused."""
+    written = [(f"{key}={value}", key, value) for key, value in (*BASE, *words)]
+    layer = _layer(written, Faults())
+    return None if layer.faults else {(each.key, each.place): each.value for each in layer.settings}
+
+
+def test_two_words_that_set_one_key_do_not_depend_on_their_order() -> None:
+    """An entry of a list is set after the list, so that the order of the settings is compared too."""
+    names = {without_prefix(word.partition("=")[0]) for trainers, word in ROWS if not trainers.startswith("sft")}
+    setters: dict[str, list[tuple[str, Any]]] = {}
+    for name in sorted(names | RENAMED.keys()):
+        for value in (None, 3):
+            for key, _ in taken_in_order((name, value)) or {}:
+                setters.setdefault(key, []).append((name, value))
+    for key in ("model.path", "trainer.total_training_steps"):
+        del setters[key]
+    several = {key: words for key, words in setters.items() if len({name for name, _ in words}) > 1}
+    pairs = {pair for words in several.values() for pair in combinations(words, 2) if pair[0][0] != pair[1][0]}
+    assert len(pairs) > 100
+    for first, second in pairs:
+        assert taken_in_order(first, second) == taken_in_order(second, first), (first, second)
 
 
 @pytest.mark.parametrize(

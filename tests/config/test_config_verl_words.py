@@ -35,6 +35,23 @@ actor.ppo_epochs=2 critic.optim.lr_warmup_steps=2 | critic.optim.lr_warmup_steps
 actor.optim.lr_warmup_steps | 20
 recipe=grpo_qwen3_8b_1x8h100 trainer.n_gpus_per_node=8 actor.optim.lr_warmup_steps=10 | actor.optim.lr_warmup_steps | 10
 trainer.total_training_steps=50 actor.optim.lr_warmup_steps_ratio=0.1 | actor.optim.lr_warmup_steps | 20
+trainer.total_training_steps=50 actor.optim.lr_warmup_steps_ratio=0.1 actor.optim.lr_warmup_steps=-1 | \
+actor.optim.lr_warmup_steps | 20
+trainer.total_training_steps=50 actor.optim.lr_warmup_steps_ratio=0.1 actor.optim.lr_warmup_steps=null | \
+actor.optim.lr_warmup_steps | 20
+trainer.total_training_steps=50 actor.optim.lr_warmup_steps_ratio=0.1 actor.optim.lr_warmup_steps=0 | \
+actor.optim.lr_warmup_steps | 20
+trainer.total_training_steps=50 actor.optim.lr_warmup_steps=10 actor.optim.lr_warmup_steps_ratio=0.1 | \
+actor.optim.lr_warmup_steps | 40
+critic.optim.lr_warmup_steps=10 critic.optim.lr_warmup_steps_ratio=0.0 | critic.optim.lr_warmup_steps | 40
+actor.optim.lr_decay_style=cosine actor.optim.total_training_steps=100 actor.optim.lr_decay_steps=null | \
+actor.optim.lr_decay_steps | 400
+actor.optim.lr_scheduler_type=cosine actor.optim.lr=1.0 actor.optim.min_lr_ratio=0.2 actor.optim.min_lr=0.0 | \
+actor.optim.min_lr | 0.2
+actor.optim.lr_scheduler_type=cosine actor.optim.lr=1.0 actor.optim.min_lr=0.1 actor.optim.min_lr_ratio=0.0 | \
+actor.optim.min_lr | 0.1
+actor.optim.warmup_style=cosine actor.optim.lr_scheduler_type=constant | actor.optim.lr_decay_style | cosine
+actor.optim.beta2=0.5 actor.optim.betas=[0.7,0.9] | actor.optim.betas | [0.7, 0.5]
 async_training.require_batches=1 actor.ppo_mini_batch_size=32 | data.train_batch_size | 128
 async_training.require_batches=1 actor.ppo_mini_batch_size=32 | rollout.ahead | 1
 async_training.staleness_threshold=0 actor.ppo_mini_batch_size=32 | rollout.ahead | 0
@@ -308,6 +325,9 @@ hybrid_engine=3 | expected true or false
 reward_model.enable=maybe | expected true or false
 async_training.staleness_threshold=inf | expected a number
 actor.optim.min_lr_ratio=[1] | expected a number
+
+with actor.max_grad_norm=2.0
+actor.optim.clip_grad=0.5 | expected one value of actor.max_grad_norm, and actor.max_grad_norm=2.0 sets 2.0
 """
 
 

@@ -71,21 +71,35 @@ def _is_dynamic(key: str, command: Command) -> bool:
     return bool(command.get(own, command.is_on("actor.use_dynamic_bsz")))
 
 
-def _min_lr(key: str, value: Any, command: Command) -> Taken:
+def _min_lr_ratio(key: str, value: Any, command: Command) -> Taken:
     role = key.partition(".")[0]
-    if value is None:
-        return Taken(note="the learning rate decays to 0")
-    return Taken(((f"{role}.optim.min_lr", value * command.get(f"{role}.optim.lr", DEFAULT_LR[role])),))
+    ours = f"{role}.optim.min_lr"
+    if not value and command.get(ours):
+        return Taken(note=f"{ours} counts")
+    return Taken(((ours, (value or 0.0) * command.get(f"{role}.optim.lr", DEFAULT_LR[role])),))
 
 
-def _in_optimizer_steps(name: str, unset: int | None) -> Rule:
-    """A number of steps of a schedule: verl moves it once an iteration, and here every optimizer step does."""
+def _min_lr(key: str, value: Any, command: Command) -> Taken:
+    """verl's default 0 stands beside a ratio, which its trainer with FSDP reads instead."""
+    if not value and command.get(f"{key}_ratio"):
+        return Taken(note="min_lr_ratio counts")
+    return Taken(((key, value),))
+
+
+def _in_optimizer_steps(name: str, unset: int | None, other: str) -> Rule:
+    """A number of steps of a schedule: verl moves it once an iteration, and here every optimizer step does.
+
+    Where it is unset, another word may say it.
+    """
 
     def rule(key: str, value: Any, command: Command) -> Taken:
         role = key.partition(".")[0]
         ours, times = f"{role}.optim.{name}", _steps_of_an_iteration(role, command)
-        if value in (-1, None) or times == 1 or type(value) is not int:
-            return Taken(((ours, unset if value in (-1, None) else value),))
+        if value in (-1, None, unset):
+            said = command.get(f"{role}.optim.{other}") not in (-1, 0, None)
+            return Taken(note=f"{role}.optim.{other} counts") if said else Taken(((ours, unset),))
+        if times == 1 or type(value) is not int:
+            return Taken(((ours, value),))
         return Taken(
             ((ours, value * times),), f"{ours}={value * times}: verl counts iterations, of {times} optimizer steps each"
         )
@@ -96,9 +110,11 @@ def _in_optimizer_steps(name: str, unset: int | None) -> Rule:
 def _warmup_ratio(key: str, value: Any, command: Command) -> Taken:
     """A share of the whole run, whose length only the command can tell before its data are read."""
     role, total = key.partition(".")[0], command.get("trainer.total_training_steps")
-    if value in (0, None):
-        return Taken(note="there is no warm-up")
     ours = f"{role}.optim.lr_warmup_steps"
+    if command.get(ours) not in (-1, 0, None):
+        return Taken(note=f"{ours} counts")
+    if value in (0, None):
+        return Taken(((ours, 0),))
     if not isinstance(total, int):
         return Taken(refusal=f"expected {ours}=STEPS, in optimizer steps, or trainer.total_training_steps as well")
     steps = int(value * total) * _steps_of_an_iteration(role, command)
@@ -196,11 +212,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("actor.kl_loss_type", "algorithm.kl_penalty"), _kl),
     **each("actor", "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c", _clip),
     **{key: _loss_arg(name) for key, name in _LOSS_ARGS.items()},
-    "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0),
+    "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0, other="lr_warmup_steps_ratio"),
     "*.optim.lr_warmup_steps_ratio": _warmup_ratio,
-    **each("actor critic", "optim.min_lr_ratio", _min_lr),
-    "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None),
-    "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None),
+    **each("actor critic", "optim.min_lr_ratio", _min_lr_ratio),
+    **each("actor critic", "optim.min_lr", _min_lr),
+    "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None, other="lr_decay_steps"),
+    "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None, other="total_training_steps"),
 }
 
 RENAMED: dict[str, tuple[str, int | str | None]] = {

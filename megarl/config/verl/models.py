@@ -25,6 +25,14 @@ ADAPTERS = "adapters train by Megatron, not by FSDP"
 FUSED = "Megatron's fused kernels are used wherever this machine has them"
 
 
+def _scheduler(key: str, value: Any, command: Command) -> Taken:
+    """In verl the older word warmup_style overrules it."""
+    group = key.rpartition(".")[0]
+    if command.get(f"{group}.warmup_style") is not None:
+        return Taken(note=f"{group}.warmup_style counts")
+    return Taken(((f"{group}.lr_decay_style", value),))
+
+
 def _checkpointing(key: str, value: Any, command: Command) -> Taken:
     """verl's switch recomputes whole layers, and its Megatron engine does not read it."""
     if command.is_whole and by_megatron(command):
@@ -171,7 +179,7 @@ RULES: dict[str, Rule] = {
         Taken(note="it is empty") if value is None else Taken(((key, value),))
     ),
     "*.optim.warmup_style": unless((None,), "lr_scheduler_type says it", named("{role}.optim.lr_decay_style", {})),
-    "*.optim.lr_scheduler_type": named("{role}.optim.lr_decay_style", {}),
+    "*.optim.lr_scheduler_type": _scheduler,
     "*.optim.use_checkpoint_opt_param_scheduler": nothing("the schedule is that of the command, at the step reached"),
     "*.optim.optimizer": named("{role}.optim.name", {"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"}),
     **each(
