@@ -12,7 +12,7 @@ from megarl.config import load_config
 from megarl.config.aliases import RENAMED, _pattern, converted, without_prefix
 from megarl.config.settings import Faults, _layer, from_command_line
 from megarl.config.verl.runs import in_sft_places, sft_place
-from megarl.config.verl.taken import Command, asks
+from megarl.config.verl.taken import Command, Taken, asks
 
 FILE = Path(__file__).parents[1] / "fixtures/verl_defaults.txt"
 ROWS = [line.split(" | ", 1) for line in FILE.read_text().splitlines() if not line.startswith("#")]
@@ -49,6 +49,7 @@ MAY_CHANGE = {
 }
 
 
+DISTILS = [f"distillation.distillation_loss.{word}" for word in ("loss_mode=k1", "use_policy_gradient=true")]
 TOGETHER_WITH = {"fsdp": "megatron", "async": "fsdp", "sft_megatron": "sft"}  # whose words are tried there
 
 
@@ -142,6 +143,47 @@ def test_two_words_that_set_one_key_do_not_depend_on_their_order() -> None:
         assert taken_in_order(first, second) == taken_in_order(second, first), (first, second)
 
 
+@pytest.mark.parametrize("is_sft", [False, True])
+def test_a_switch_reads_every_spelling_of_true_and_false_or_refuses_it(is_sft: bool) -> None:
+    """A word of verl with one of these defaults is a switch: 1, yes and on mean what true does."""
+    switches = {
+        without_prefix(word.partition("=")[0])
+        for trainers, word in ROWS
+        if trainers.startswith("sft") == is_sft and word.partition("=")[2].lower() in ("true", "false")
+    }
+    spellings = {True: (1, "1", "yes", "on", "True"), False: (0, "0", "no", "off", "False")}
+    for key in sorted(switches):
+        for plain, others in spellings.items():
+            meant = taken_as(key, plain, is_sft)
+            for other in others:
+                if other == 1 and meant is not None and "expected it left out" in meant.refusal:
+                    continue  # no rule names the word, and 1 may be a size
+                found = taken_as(key, other, is_sft)
+                assert found is None or found.refusal or found == meant, f"{key}={other}"
+
+
+def taken_as(typed: str, value: Any, is_sft: bool) -> Taken | None:
+    """What becomes of a switch; None for a key that ours takes, which has its own check."""
+    command = Command({typed: value}, is_whole=True, is_sft=is_sft)
+    key = sft_place(typed, command) if is_sft else typed
+    taken = converted(key, value, command._replace(words={key: value}))
+    return None if taken is None or taken.settings == ((key, value),) else taken
+
+
+@pytest.mark.parametrize("value", ["1", "yes", "on", "True"])
+def test_what_a_switch_decides_for_other_words_does_not_depend_on_its_spelling(value: str) -> None:
+    switches = {
+        "distillation.enabled": ["distillation.teacher_models.one.model_path=t", *DISTILS],
+        "algorithm.rollout_correction.bypass_mode": ["algorithm.rollout_correction.loss_type=reinforce"],
+        "reward_model.enable": ["reward_model.model.path=r"],
+        "actor.use_dynamic_bsz": ["actor.ppo_micro_batch_size_per_gpu=4"],
+    }
+    for switch, words in switches.items():
+        true, other = (from_command_line([*RL, f"{switch}={spelt}", *words]) for spelt in ("true", value))
+        assert [(each.key, each.value) for each in other.settings] == [(each.key, each.value) for each in true.settings]
+        assert not other.faults and other.settings, switch
+
+
 @pytest.mark.parametrize(
     "word",
     [
@@ -171,6 +213,6 @@ def test_no_rule_fails_on_a_value_of_another_type(is_sft: bool, value: Any) -> N
 
 
 def test_what_asks_for_something_is_true_above_one_or_a_path() -> None:
-    asking = yaml.safe_load("[true, 2, 1.5, a/b, [0, 2]]")
+    asking = yaml.safe_load("[true, 2, 1.5, a/b, [0, 2], 'yes', 'on']")
     assert all(map(asks, asking))
     assert not any(map(asks, yaml.safe_load("[false, null, 0, 1, -1, '', name, [], {}]")))

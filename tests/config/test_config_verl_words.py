@@ -323,6 +323,9 @@ actor.megatron.dtype=fp16 | expected float32 or bfloat16
 actor.checkpoint.load_contents=[model] | a resume loads all of a save .. expected [model,optimizer,extra], or
 hybrid_engine=3 | expected true or false
 reward_model.enable=maybe | expected true or false
+distillation.enabled=maybe | expected true or false
+algorithm.rollout_correction.bypass_mode=maybe | expected true or false
+actor.use_dynamic_bsz=2 | expected true or false
 async_training.staleness_threshold=inf | expected a number
 actor.optim.min_lr_ratio=[1] | expected a number
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.verl.taken import Command, Rule, Taken, each, harmless, nothing
+from megarl.config.verl.taken import Command, Rule, Taken, each, harmless, nothing, of_switch
 from megarl.config.verl.written import SERVED
 
 _ON, _LOSS, _TEACHERS = "distillation.enabled", "distillation.distillation_loss", "distillation.teacher_models"
@@ -17,7 +17,7 @@ _NO_CLAMP = "the divergence is not clamped: expected null"
 
 def learns_from_teachers_alone(command: Command) -> bool:
     """Does the command distil, without rewards?"""
-    return command.is_on(_ON) and command.get(_TASK) is False
+    return command.is_on(_ON) and command.is_off(_TASK)
 
 
 def _if_on(rule: Rule) -> Rule:
@@ -57,7 +57,7 @@ def _task_rewards(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG
 
 
 def _coef(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    if command.get(_TASK) is False:
+    if command.is_off(_TASK):
         return Taken(note="without task rewards verl's weight is 1")
     return Taken((("distill.coef", value),))
 
@@ -87,10 +87,10 @@ def _names(command: Command) -> set[str]:
 
 
 RULES: dict[str, Rule] = {
-    _ON: _enabled,
+    _ON: of_switch(_enabled),
     _MODE: _if_on(_mode),
-    _GRADIENT: _if_on(nothing("loss_mode says which form that is")),
-    _TASK: _if_on(_task_rewards),
+    _GRADIENT: _if_on(of_switch(nothing("loss_mode says which form that is"))),
+    _TASK: _if_on(of_switch(_task_rewards)),
     f"{_LOSS}.topk": _if_on(_top_k),
     f"{_LOSS}.distillation_loss_coef": _if_on(_coef),
     **each(_LOSS, "use_chunked_topk chunked_topk_chunk_size", nothing("changes time and memory only")),

@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any
 
 from megarl.config import names
-from megarl.config.verl.taken import Command, Rule, Taken, each
+from megarl.config.verl.taken import Command, Rule, Taken, each, nothing, of_switch
 
 DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
 DEFAULT_TOKENS = {"actor": 16384, "critic": 32768}  # verl's, of a micro-batch; the reference has the actor's
@@ -15,6 +15,7 @@ DEFAULT_SIZES = {BATCH: 1024, MINI_BATCH: 256}
 CORRECTION = "algorithm.rollout_correction"
 BY_SEQUENCE, SEQUENCES = ("geo_mean", "gmpo", "sapo"), "seq-mean-token-mean"  # verl's losses with an own aggregation
 CLAMPED = "low_var_kl_clamped"
+_PACKED = "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]"
 CAP = "dppo_ratio_cap"  # of DPPO, which verl reads from clip_ratio_c
 
 
@@ -68,7 +69,7 @@ def _kind(key: str) -> str:
 def _is_dynamic(key: str, command: Command) -> bool:
     role = key.partition(".")[0]
     own = f"{role}.use_dynamic_bsz" if role in DEFAULT_LR else f"{role}.log_prob_use_dynamic_bsz"
-    return bool(command.get(own, command.is_on("actor.use_dynamic_bsz")))
+    return command.is_on(own if own in command.words else "actor.use_dynamic_bsz")
 
 
 def _min_lr_ratio(key: str, value: Any, command: Command) -> Taken:
@@ -203,6 +204,7 @@ _LOSS_ARGS = {
 
 RULES: dict[str, Rule] = {
     # micro-batches
+    **each("*", "use_dynamic_bsz log_prob_use_dynamic_bsz", of_switch(nothing(_PACKED))),
     **{f"{role}.ppo_micro_batch_size{end}": _cut_by_count for role in DEFAULT_LR for end in ("", "_per_gpu")},
     **{f"{role}.ppo_max_token_len_per_gpu": _cut_by_tokens for role in DEFAULT_LR},
     **{f"ref.log_prob_micro_batch_size{end}": _cut_by_count for end in ("", "_per_gpu")},

@@ -14,9 +14,11 @@ from megarl.config.verl.taken import (
     harmless,
     named,
     nothing,
+    of_switch,
     refused,
     set_to,
     switch,
+    truth,
     unless,
 )
 from megarl.projections import ALL, LINEARS
@@ -75,7 +77,7 @@ def _sequence_parallel(key: str, value: Any, command: Command) -> Taken:
     """verl's default is true, and counts with tensor parallelism only."""
     size = "tensor_model_parallel_size"
     sizes = [command.get(f"{role}.megatron.{size}") for role in (key.partition(".")[0], "actor")]
-    if value is not True or not command.is_whole or next((found for found in sizes if found is not None), 1) != 1:
+    if not truth(value) or not command.is_whole or next((found for found in sizes if found is not None), 1) != 1:
         return Taken(((key, value),))
     return Taken(((key, False),), f"{key}=false: {size} is 1")
 
@@ -128,7 +130,7 @@ def load_contents(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG
 
 
 def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    return Taken(note=FUSED) if value is True else Taken(((key, value),))
+    return Taken(note=FUSED) if truth(value) else Taken(((key, value),))
 
 
 _ROLE_KEYS = ["actor", "critic", "ref"]
@@ -189,7 +191,7 @@ RULES: dict[str, Rule] = {
     ),
     # layout
     **dtypes.RULES,
-    **each(_FSDP, "offload_policy", _offload_policy),
+    **each(_FSDP, "offload_policy", of_switch(_offload_policy)),
     **each(_FSDP, "strategy", nothing("actor.strategy says so")),
     **each(_FSDP, "full_determinism", harmless(False, why="nothing asks for it", otherwise="expected false")),
     **each(f"{_FSDP} *.megatron", "forward_only", nothing("follows from the role")),
@@ -222,8 +224,7 @@ RULES: dict[str, Rule] = {
         for name, off in _ROUTER_LOSSES.items()
     },
     # models
-    "model.enable_gradient_checkpointing": _checkpointing,
-    "critic.model.enable_gradient_checkpointing": _checkpointing,
+    **each("model critic.model", "enable_gradient_checkpointing", of_switch(_checkpointing)),
     "*model.enable_activation_offload": nothing("activations are recomputed, not offloaded"),
     "*model.use_shm": nothing("the folder is read where it is"),
     "*model.trust_remote_code": nothing(NO_CODE),
@@ -269,8 +270,9 @@ RULES: dict[str, Rule] = {
         nothing("adapters alone are trained, and only text is read"),
     ),
     # saves and profiles
-    "actor.checkpoint.async_save": lambda key, value, command: Taken(  # noqa: ARG005
-        (("trainer.async_save", value),), "" if value else "trainer.async_save=false: steps wait for a save"
+    "actor.checkpoint.async_save": switch(
+        set_to(("trainer.async_save", True)),
+        set_to(("trainer.async_save", False), note="trainer.async_save=false: steps wait for a save"),
     ),
     "*.checkpoint.async_save": nothing("as the actor's"),
     "*.checkpoint.load_contents": load_contents,

@@ -14,6 +14,7 @@ from megarl.config.verl.taken import (
     harmless,
     named,
     nothing,
+    of_switch,
     refused,
     set_to,
     switch,
@@ -54,14 +55,14 @@ def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 def _do_sample(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     """verl 0.9.1 does not read it."""
     temperature = command.get("rollout.val_kwargs.temperature")
-    if value is False and temperature not in (None, 0):
+    if not value and temperature not in (None, 0):
         return Taken(note=f"not read, as in verl: evaluation draws at temperature={temperature}, and 0 would be greedy")
     return Taken(note="rollout.val_kwargs.temperature says how, and 0 is greedy")
 
 
 def nodes_of_servers(command: Command) -> int:
     """Machines that verl's servers have for themselves; 0 = they share the trainer's GPUs."""
-    apart = command.get("hybrid_engine") is False or command.has("async_training.")
+    apart = command.is_off("hybrid_engine") or command.has("async_training.")
     return command.get("rollout.nnodes") or int(apart)
 
 
@@ -172,7 +173,7 @@ def _rejection_bounds(key: str, value: Any, command: Command) -> Taken:  # noqa:
 def _bypass(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     if value and command.get(f"{CORRECTION}.loss_type") == "reinforce":
         return Taken(note="algorithm.policy_loss_fn=reinforce has no ratio that could be changed")
-    return Taken(((f"{CORRECTION}.bypass", bool(value)),))
+    return Taken(((f"{CORRECTION}.bypass", value),))
 
 
 def _level(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
@@ -259,7 +260,7 @@ RULES: dict[str, Rule] = {
     },
     **each("rollout rollout.checkpoint_engine", "update_weights_bucket_megabytes", _bucket),
     "rollout.checkpoint_engine.*": nothing("rollout.push chooses how weights travel"),
-    "rollout.val_kwargs.do_sample": _do_sample,
+    "rollout.val_kwargs.do_sample": of_switch(_do_sample),
     "rollout.val_kwargs.top_k": harmless(
         *(-1, None), why="evaluation draws from all tokens", otherwise="evaluation has no top_k: expected -1"
     ),
@@ -283,7 +284,7 @@ RULES: dict[str, Rule] = {
     "rollout.multi_turn.tool_response_truncate_side": _in_turns(refused(_SHORTER)),
     "rollout.multi_turn.tokenization_sanity_check_mode": nothing("the tokens that a server wrote are trained as such"),
     "rollout.multi_turn.use_inference_chat_template": _in_turns(
-        named("agent.history", {False: "generated", True: "rendered"})
+        switch(set_to(("agent.history", "rendered")), set_to(("agent.history", "generated")))
     ),
     **each("rollout", "nnodes n_gpus_per_node", _own_gpus),
     "rollout.total_epochs": named("trainer.total_epochs", {}),
@@ -296,13 +297,13 @@ RULES: dict[str, Rule] = {
     "async_training.partial_rollout": switch(
         set_to(("rollout.update", "in_place")), set_to(("rollout.update", "drain"))
     ),
-    **each("async_training actor", "use_rollout_log_probs", named(f"{CORRECTION}.bypass", {})),
+    **each("async_training actor", "use_rollout_log_probs", of_switch(named(f"{CORRECTION}.bypass", {}))),
     "rollout.standalone_gpu_memory_utilization": unless((None,), "unset", named("rollout.memory_fraction", {})),
     f"{CORRECTION}.rollout_is": _level,
     f"{CORRECTION}.rollout_is_threshold": _threshold,
     f"{CORRECTION}.rollout_rs": _rejection,
     f"{CORRECTION}.rollout_rs_threshold": _rejection_bounds,
-    f"{CORRECTION}.bypass_mode": _bypass,
+    f"{CORRECTION}.bypass_mode": of_switch(_bypass),
     f"{CORRECTION}.loss_type": _loss_type,
 }  # fmt: skip
 

@@ -84,7 +84,7 @@ def _all(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 def _train_rows(key: str, value: Any, command: Command) -> Taken:
     """verl draws the rows that it keeps where it shuffles, and takes the first ones where it does not."""
-    draws = value not in (-1, None) and command.is_whole and command.get("data.shuffle") is not False
+    draws = value not in (-1, None) and command.is_whole and not command.is_off("data.shuffle")
     return _all(key, value, command)._replace(note=f"the first {value} rows, and not a random choice" if draws else "")
 
 

@@ -9,6 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
+_TRUTHS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+def truth(value: Any) -> bool | None:
+    """What a switch says, in any spelling; null is false.  None: it is no switch's value."""
+    return False if value is None else _TRUTHS.get(str(value).lower())
+
 
 class Command(NamedTuple):
     """All words of a command line: key without prefix -> value."""
@@ -23,7 +33,11 @@ class Command(NamedTuple):
 
     def is_on(self, key: str) -> bool:
         """Is this switch there, and true?"""
-        return self.words.get(key) is True
+        return truth(self.words.get(key)) is True
+
+    def is_off(self, key: str) -> bool:
+        """Is this switch there, and false or null?"""
+        return key in self.words and truth(self.words[key]) is False
 
     def has(self, prefix: str) -> bool:
         """Does any key begin so?"""
@@ -34,7 +48,9 @@ def asks(value: Any) -> bool:
     """Is it true, a number above 1, or a path: what switches something on, or gives it a size?"""
     if isinstance(value, list):
         return any(map(asks, value))
-    return value is True or (isinstance(value, int | float) and value > 1) or (isinstance(value, str) and "/" in value)
+    if isinstance(value, str):
+        return truth(value) is True or "/" in value
+    return value is True or (isinstance(value, int | float) and value > 1)
 
 
 class Taken(NamedTuple):
@@ -68,15 +84,19 @@ def each(groups: str, names: str, rule: Rule) -> dict[str, Rule]:
     return {f"{group}.{name}": rule for group in groups.split() for name in names.split()}
 
 
+def of_switch(rule: Rule) -> Rule:
+    """The rule gets True or False; any other value is refused."""
+
+    def chosen(key: str, value: Any, command: Command) -> Taken:
+        on = truth(value)
+        return Taken(refusal="expected true or false") if on is None else rule(key, on, command)
+
+    return chosen
+
+
 def switch(on: Rule, off: Rule) -> Rule:
     """One rule for true, one for false and null; any other value is refused."""
-
-    def rule(key: str, value: Any, command: Command) -> Taken:
-        if value not in (True, False, None):
-            return Taken(refusal="expected true or false")
-        return (on if value is True else off)(key, value, command)
-
-    return rule
+    return of_switch(lambda key, value, command: (on if value else off)(key, value, command))
 
 
 def set_to(*settings: tuple[str, Any], note: str = "") -> Rule:

@@ -29,8 +29,6 @@ _CHANGES_NOTHING = f"""
 * | _target_ | a class of verl's own
 * | use_remove_padding pad_to_length pad_to_length_bucket pad_bshd_to_minibatch_max | \
 sequences are always packed and never padded
-* | use_dynamic_bsz log_prob_use_dynamic_bsz | \
-sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]
 * | entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing | \
 entropies are always computed by parts of the vocabulary
 * | use_torch_compile use_liger tiled_mlp.enabled tiled_mlp.num_shards | changes time and memory only
