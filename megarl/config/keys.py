@@ -24,6 +24,8 @@ NAME = "NAME"  # stands for any name in a key of a mapping whose entries are gro
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _SLIP = 2  # characters that a typing error changes at most
 _ALIKE = 0.7  # share of matching characters of keys in two groups; where less is alike, a suggestion would confuse
+_ROLES = {"policy": "actor", "value": "critic", "reference": "ref"}  # other names of groups
+_MIXED = ("data", "model", "actor", "rollout", "algorithm", "trainer")  # other trainers have their keys in one group
 # The last name of a key that other trainers have, TRL's foremost -> ours.
 ELSEWHERE = {
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_tokens"), "data.max_response_length"),
@@ -207,6 +209,9 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
 
     Example: "actor.clip_ration" -> "actor.clip_ratio"; "trainer.kl_coef" -> "algorithm.kl_ctrl.kl_coef".
     """
+    if candidates is None and (top := key.partition(".")[0]) in _ROLES and "." in key:
+        ours = f"{_ROLES[top]}{key.removeprefix(top)}"
+        return ours if ours in leaf_types() else nearest(ours)
     own = [] if general(key) == key else [entry.replace(NAME, key.split(".")[1], 1) for entry in entry_types()]
     known = [*leaf_types(), *own] if candidates is None else candidates
     leaf = key.rpartition(".")[2]
@@ -215,7 +220,7 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
     if not slips and candidates is None and leaf in ELSEWHERE:
         group = key.removesuffix(leaf)  # one that is alike comes first: distillation.top_k is distill.top_k
         near = get_close_matches(group, [other.removesuffix(leaf) for other in same_leaf], 1, _ALIKE)
-        return near[0] + leaf if near else ELSEWHERE[leaf]
+        return near[0] + leaf if near else _elsewhere(key, known)
     if "." in key and (len(same_leaf) > 1 or (key.count(".") > 1 and "_" not in leaf)):  # path, type: no one group's
         same_leaf = [other for other in same_leaf if other.partition(".")[0] == key.partition(".")[0]]
     shorter = [other for other in known if "." in key and _words(key) < _words(other)]
@@ -224,6 +229,21 @@ def nearest(key: str, candidates: list[str] | None = None) -> str | None:
     ]
     guesses = get_close_matches(key, slips, 1, 0) or same_leaf or get_close_matches(key, shorter or alike, 1, _ALIKE)
     return guesses[0] if guesses else None
+
+
+def _elsewhere(key: str, known: list[str]) -> str | None:
+    """Our key for another trainer's: the one of the typed group or role; None if that has none of this meaning."""
+    group, _, leaf = key.rpartition(".")
+    top, ours = key.partition(".")[0], ELSEWHERE[leaf]
+    last = ours.rpartition(".")[2]
+    if (same := f"{top}.{ours.partition('.')[2]}") in known:  # critic.optim.lr for actor.optim.lr
+        return same
+    names = (last, last.partition("_")[2])  # sft.epochs for trainer.total_epochs
+    own = [other for other in known if other in [f"{group}.{name}" for name in names]]
+    if group and own:
+        return own[0]
+    nearest_group = group if general(group) in groups() else top
+    return ours if nearest_group in _MIXED or general(nearest_group) not in groups() else None
 
 
 def _words(key: str) -> set[str]:
