@@ -82,15 +82,6 @@ SWITCHES: dict[str, dict[bool, tuple[str, bool]]] = {
     "data.filter_overlong_prompts": {True: ("filter", True), False: ("error", False)},
 }
 
-# Keys that exist elsewhere and cannot be offered -> why.
-REFUSED = {
-    f"rollout.{name}": "a server would draw from other logits than those of which the trainer computes log-probs"
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
-} | {
-    "rollout.min_p": "only rollout.top_p and rollout.top_k narrow what is drawn",
-}
-
-
 _RULES: dict[str, Rule] = (
     written.RULES | models.RULES | distillation.RULES | rewards.RULES | rollouts.RULES | runs.RULES
 )

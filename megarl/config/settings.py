@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megarl.config.aliases import PREFIXES, REFUSED, SWITCHES, canonical, converted, without_prefix
+from megarl.config.aliases import PREFIXES, SWITCHES, canonical, converted, without_prefix
 from megarl.config.keys import (
     fits,
     followed,
@@ -329,8 +329,6 @@ def _checked(setting: Setting) -> Setting:
 def _unknown(key: str) -> str:
     if general(key) in groups():
         return f"{key} is a group of keys; expected {key}.NAME=VALUE"
-    if key in REFUSED:
-        return f"there is no key {key}, because {REFUSED[key]}"
     guess = nearest(key)
     hint = f"; did you mean {guess}?" if guess else "; `megarl config` prints them all"
     return f"there is no key {key}{hint}"

@@ -14,15 +14,15 @@ from megarl.config import load_config
 REFUSED = """
 with @dense
 actor.router_replay=old | the model has no experts; expected off
-rollout.min_p=0.1 | because only rollout.top_p and rollout.top_k narrow what is drawn
+rollout.min_p=0.1 | only rollout.top_p and rollout.top_k narrow what is drawn
 
 with @dense
 actor.router_replay=rollout | the model has no experts; expected off
 
 rollout.top_p=0.9 | SGLang tells from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
-rollout.repetition_penalty=1.1 | there is no key rollout.repetition_penalty, because a server would draw from other
-rollout.presence_penalty=1.1 | there is no key rollout.presence_penalty, because a server would draw from other logits
-actor_rollout_ref.rollout.frequency_penalty=1.1 | there is no key rollout.frequency_penalty, because a server would draw
+rollout.repetition_penalty=1.1 | a server would draw from other
+rollout.presence_penalty=1.1 | a server would draw from other logits
+actor_rollout_ref.rollout.frequency_penalty=1.1 | a server would draw
 
 with rollout.top_p=0.9
 rollout.top_k=2049 | SGLang tells from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf

@@ -31,6 +31,8 @@ _AGENT = "expected agent.fn=FILE.py:function (docs/agents.md)"
 _SERVERS = "expected rollout.urls of servers that run already"
 _METRICS = "expected prometheus in trainer.logger, and its trainer.prometheus_port"
 _GENERATED = "completions are always generated"
+_LOGITS = "a server would draw from other logits than those of which the trainer computes log-probs"
+_NARROWED = "only rollout.top_p and rollout.top_k narrow what is drawn"
 _SHORTER = "what a tool returns is read whole: expected a tool that returns less"
 _REJECTIONS = {  # verl's name -> our measure and level
     "token_k1": ("ratio", "token"),
@@ -260,6 +262,13 @@ RULES: dict[str, Rule] = {
     },
     **each("rollout rollout.checkpoint_engine", "update_weights_bucket_megabytes", _bucket),
     "rollout.checkpoint_engine.*": nothing("rollout.push chooses how weights travel"),
+    "rollout.repetition_penalty": harmless(1, None, why="no penalty", otherwise=f"{_LOGITS}: expected 1"),
+    **each(
+        "rollout",
+        "presence_penalty frequency_penalty",
+        harmless(0, None, why="no penalty", otherwise=f"{_LOGITS}: expected 0"),
+    ),
+    "rollout.min_p": harmless(0, None, why="no bound", otherwise=f"{_NARROWED}: expected 0"),
     "rollout.val_kwargs.do_sample": of_switch(_do_sample),
     "rollout.val_kwargs.top_k": harmless(
         *(-1, None), why="evaluation draws from all tokens", otherwise="evaluation has no top_k: expected -1"
