@@ -248,6 +248,11 @@ data.train_max_samples=9 | the first 9 rows, and not a random choice
 rollout.multi_turn.max_assistant_turns=null | agent.max_turns ends an episode
 rollout.agent.agent_loop_manager_class=null | there is no loop
 rollout.skip_rollout=False | always generated
+model.override_config.max_position_embeddings=9 | the number in the model's config.json counts instead
+rollout.repetition_penalty=1.0 | no penalty
+rollout.presence_penalty=0 | no penalty
+rollout.min_p=0.0 | no bound
+actor.optim.num_cycles=0.5 | a cosine falls once
 reward_model.use_reward_loop=True | while others generate
 model.mtp.enable=False | one token is predicted
 model.tiled_mlp.enabled=False | changes time and memory only
@@ -383,7 +388,13 @@ def test_a_word_of_verls_supervised_trainer_sets_what_it_says(words: str, key: s
 
 
 def test_words_that_verls_supervised_trainer_cannot_have_here_are_refused() -> None:
-    words = ("engine.qat.enable=True", "engine=veomni", "data.messages_key=turns", "data.train_max_samples=100")
+    words = (
+        "engine.qat.enable=True",
+        "data.prompt_dict_keys=[question]",
+        "engine=veomni",
+        "data.messages_key=turns",
+        "data.train_max_samples=100",
+    )
     with pytest.raises(ConfigError) as caught:
         load_config([*SFT, *words, "engine.new_switch=True"], command="sft")
     assert [sentence.partition(": ")[0] for sentence in caught.value.sentences] == [*words, "engine.new_switch=True"]

@@ -234,7 +234,9 @@ RULES: dict[str, Rule] = {
         (None,), "the tokenizer's own", refused("expected it as chat_template.jinja in the folder model.tokenizer_path")
     ),
     "critic.model.tokenizer_path": nothing("the critic reads the actor's tokens"),
-    "*model.override_config*.max_position_embeddings": nothing("positions are rotary: no table of them has to grow"),
+    "*model.override_config*.max_position_embeddings": nothing(
+        "the number in the model's config.json counts instead, for the longest sequence and for YaRN: change it there"
+    ),
     "*model.override_config*.attn_implementation": nothing("attention takes the fastest kernel of this machine"),
     **each("*model.override_config*", _DROPOUTS, _NO_DROPOUT),
     "*model.override_config*.moe_config.freeze_moe_router": harmless(

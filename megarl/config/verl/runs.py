@@ -39,6 +39,12 @@ def _field(name: str) -> Rule:
     return harmless(name, why="the field of a row", otherwise=f"expected {name}, the field of a row")
 
 
+def _path_in_a_field(ours: str) -> Rule:
+    """Names of verl's older trainer by which it goes into a field that holds a mapping."""
+    wanted = f"{ours} names a field whose value is the text itself: expected rows with such a field"
+    return unless((None, []), f"{ours} names the field", refused(wanted))
+
+
 def _engine(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     if value in ("fsdp", "megatron"):
         fsdp = command.is_on("actor.megatron.use_megatron_fsdp")
@@ -212,9 +218,8 @@ SFT_RULES: dict[str, Rule] = {
     "data.pad_mode": nothing("sequences are always packed and never padded"),
     "data.num_workers": nothing("rows are encoded once, at the start"),
     "data.ignore_input_ids_mismatch": nothing("what is learnt is found in the rendered text"),
-    **each(
-        "data", "prompt_dict_keys response_dict_keys", nothing("sft.prompt_key and sft.response_key name the fields")
-    ),
+    "data.prompt_dict_keys": _path_in_a_field("sft.prompt_key"),
+    "data.response_dict_keys": _path_in_a_field("sft.response_key"),
     **each(
         "data",
         "train_max_samples val_max_samples",

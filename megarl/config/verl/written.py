@@ -130,8 +130,9 @@ muon_extra_scale_factor=1.0 muon_scalar_optimizer=adam muon_match_adamw_update_r
 actor.optim.name=muon has actor.optim.momentum alone
 *.optim | main_grads_dtype=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 | gradients and moments are float32
 *.optim | use_layer_wise_distributed_optimizer=false zero_indexed_step=true \
-lr_warmup_init=0.0 weight_decay_incr_style=constant num_cycles=0.5 \
+lr_warmup_init=0.0 weight_decay_incr_style=constant \
 optimizer_impl=torch.optim | the optimizer is Megatron's
+*.optim | num_cycles=0.5 | a cosine falls once, half a cycle, from actor.optim.lr to actor.optim.min_lr
 *.checkpoint | mbridge_config={{}} | weights are always read from and written to Hugging Face folders
 {" ".join(f"{group}.turbo_config.distributed" for group in _FSDP.split())} | fully_shard_parallel_size=16 \
 tensor_parallel_size=1 expert_parallel_size=1 expert_fully_shard_parallel_size=1 ulysses_parallel_size=1 \
