@@ -135,7 +135,7 @@ def test_every_key_on_the_pages_exists() -> None:
     spans = [span for span in code_spans(our_words() + ALGO) if wanted.fullmatch(span) and not span.endswith(".py")]
     keys = [span.partition("=")[0] for span in spans]
     assert len(keys) > 40
-    of_verl = aliases.REFUSED | aliases._RULES | aliases._SFT_RULES | runs.SFT_PLACES
+    of_verl = aliases._RULES | aliases._SFT_RULES | runs.SFT_PLACES
     for key in keys:
         known = canonical(key)
         assert is_key(known.key) or any(fnmatchcase(key, pattern) for pattern in of_verl), key

@@ -32,7 +32,7 @@ INSTEAD = (
     *("rollout.name", "rollout.log_prob_*", "async_training.staleness_threshold"),
     *("data.gen_batch_size", "algorithm.filter_groups.metric", "reward_model.micro_batch_size_per_gpu"),
     *("rollout.agent.num_workers", "trainer.log_val_generations", "model.enable_activation_offload"),
-    "critic.forward_*",
+    *("critic.forward_*", "model.override_config*.max_position_embeddings"),
 )
 
 
