@@ -255,7 +255,7 @@ def _contradictions(ranked: Iterable[tuple[int, str, Setting]]) -> Iterator[str]
     first: dict[tuple[int, str, int | str | None], Setting] = {}
     for (rank, key, place, _), one in last.items():
         earlier = first.setdefault((rank, key, place), one)
-        if one.value != earlier.value:
+        if one is not earlier and one.value != earlier.value:
             yield f"{one.text}: expected one value of {key}, and {earlier.text} sets {show(earlier.value)}"
 
 
