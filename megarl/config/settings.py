@@ -245,7 +245,7 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
                 ranked.append((rank, word, _checked(Setting(found.key, value, text, found.place))))
     faults.sentences += _contradictions(ranked)
     # An entry of a list follows the list; else in the order written.
-    settings = tuple(one for *_, one in sorted(ranked, key=lambda each: (each[0], each[2].place is not None)))
+    settings = tuple(one for *_, one in sorted(ranked, key=lambda each: (each[0], isinstance(each[2].place, int))))
     return Layer(settings, words, tuple(warnings), tuple(faults.sentences), command)
 
 

@@ -136,7 +136,7 @@ CASES_OF_MINIS = {
     "gspo pp2": [*GRPO, f"{LOSS}gspo", PP, *MINIS],
 }
 OFFLOADED = {"bf16 tp2": [*GRPO, TP, EPOCHS, "model.dtype=bfloat16"], "ppo of minis": [*PPO, *MINIS]}
-FAST = ("kl loss dp2", "grpo dp2")
+FAST = ("grpo dp2",)
 
 
 def marked(names: Iterable[str]) -> list[Any]:

@@ -213,7 +213,7 @@ def words_of(command: str, parts: Path, runs: Path) -> list[str]:
     return words
 
 
-FAST = ("a norm is missing", "a row without a prompt", "sft: no response", "evaluate: a reward that raises")
+FAST = ("a row without a prompt", "sft: no response", "evaluate: a reward that raises")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in FAST else pytest.mark.full) for c in CASES])

@@ -27,7 +27,7 @@ from megarl.trainer.evaluation.record import weights_of
 
 ROW = Prompt("eval-0", [1], "1+1=", "2")
 PROMPTS = SimpleNamespace(all=lambda _: [ROW], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
-PROMPTS.left_out, PROMPTS.num_cut = lambda _: 0, 0
+PROMPTS.left_out, PROMPTS.num_cut, PROMPTS.tools_said = lambda _: 0, 0, ""
 A, B, ROUTER = "http://a:1", "http://b:1", "http://router:1"
 
 
@@ -126,7 +126,7 @@ def test_an_evaluation_leaves_its_numbers_its_answers_and_what_the_weights_were(
     (run / "summary.json").write_text("of the training")
     found = [samples("0", 1.0), samples("1", 1.0), LostRollout(Prompt("2", [1], ""), "no server")]
     prompts = SimpleNamespace(all=lambda _: [ROW] * 3, some=lambda _: [], sets=lambda _: ["a"] * 3, questions=[])
-    prompts.left_out, prompts.num_cut = lambda _: 2, 0
+    prompts.left_out, prompts.num_cut, prompts.tools_said = lambda _: 2, 0, ""
     evaluated(config, monkeypatch, answering(*found), prompts)
     folder = run / "evaluations" / "1"
     summary = json.loads((folder / "summary.json").read_text())
