@@ -60,9 +60,8 @@ def texts(size: int) -> Iterator[tuple[str, str]]:
 
 def main(size: int, seconds: int, rewards: list[str]) -> None:
     surroundings._Process.timeout_s = 1.0  # of a sample, in which `math` gives up what it cannot calculate
-    prompt = Prompt("0-0", [1], "question", "7")
     for reward, (name, text) in itertools.product(rewards, texts(size)):
-        judge = load_reward(reward)
+        judge, prompt = load_reward(reward), Prompt("0-0", [1], "question", "B" if reward == "choice" else "7")
         print(f"{reward}: {name}", flush=True)
         limit = math.ceil(time.process_time()) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))

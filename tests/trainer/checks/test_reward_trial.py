@@ -58,10 +58,13 @@ def replies_to_messages(prompt, completion, messages):
 def wants_tags(prompt, completion):
     return float(completion.text == f"<answer>{prompt.ground_truth}</answer>")
 
+calls = []
+
 def slows_down(prompt, completion):
     is_odd = prompt.ground_truth == "later" and len(completion.text) < 100 and completion.text != "later"
-    time.sleep(0.7 if is_odd or prompt.ground_truth == "first" else 0.0)
-    return 0.0
+    time.sleep(0.7 if is_odd or (prompt.ground_truth == "first" and not calls) else 0.0)
+    calls.append(completion)
+    return float(completion.text == prompt.ground_truth)
 """
 
 
