@@ -43,6 +43,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.algo.loss import ActorLoss
 from megarl.config import config_dir
+from megarl.hf_config import completed
 from megarl.layout import KEYS, Layout
 from megarl.mcore import cpu
 from megarl.mcore.logprobs.main_grad import add_product_
@@ -168,7 +169,7 @@ def large_job(options: argparse.Namespace) -> page.Result:
     name = f"quick_{options.job}" if options.quick else options.job
     preset, of_preset, layers, num_ranks, sequences, length, dtype = JOBS[name]
     found = yaml.safe_load((config_dir() / "model" / f"{preset}.yaml").read_text())
-    hf = found["model"]["config"] | {"num_hidden_layers": layers}
+    hf = completed(found["model"]["config"] | {"num_hidden_layers": layers})
     keys = found["layouts"][of_preset]["actor"]["megatron"]
     sizes = {field: keys[key] for field, key in KEYS.items() if key in keys}
     local = not (options.device == "cuda" and has_transformer_engine())

@@ -28,11 +28,12 @@ from megarl.batch import Batch
 from megarl.data.batch import make_batch
 from megarl.data.chat import encode, load_tokenizer
 from megarl.data.examples.tiny import write_tiny_model
+from megarl.hf_config import read_hf_config
 from megarl.hf_server.calls import read_call, write_reply
 from megarl.hf_server.generation.model import HFModel
 from megarl.hf_server.generation.scheduler import HFEngine
 from megarl.layout import Layout
-from megarl.mcore.models.model import build_model, read_hf_config
+from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, initialize
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
