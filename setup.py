@@ -28,13 +28,13 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     # configs/ stands at the top of the repository and is installed as megarl/configs/.
-    packages=[*find_packages(include=["megarl", "megarl.*"]), "megarl.configs"],
+    packages=[*find_packages(include=["megarl", "megarl.*", "megarl_sandbox"]), "megarl.configs"],
     package_dir={"megarl.configs": "configs"},
     package_data={
         "megarl.configs": ["*.yaml", "*/*.yaml"],
         "megarl.algo": ["README.md"],
-        "megarl.report": ["page.*"],
-        "megarl.tasks": ["project/*"],
+        "megarl.metrics.report": ["page.*"],
+        "megarl.commands.tasks": ["project/*"],
         "megarl.servers": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
@@ -57,8 +57,6 @@ setup(
         "plotly>=6.0",  # its plotly.js draws the page of a run
         "aiohttp>=3.9",
         "cryptography>=42",
-        "httpcore>=1.0,<2",
-        "httpx>=0.27,<1",
         "orjson>=3.10",  # writes and reads requests for completions and their replies
         "filelock>=4.0",
         "pebble>=5.0",
@@ -68,6 +66,7 @@ setup(
         "gpu": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
         "dev": [
             "pytest>=8.0",
+            "httpx>=0.27,<1",
             "hypothesis>=6.100",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

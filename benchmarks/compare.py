@@ -17,9 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import page
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the repository
+
+from benchmarks.common import page
 
 EXIT_WORSE = 1
 LIMIT = 0.05
@@ -110,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("new", type=Path, help="the JSON file of a result")
     parser.add_argument("stored", type=Path, nargs="?", help="another one (the newest of its kind in --results)")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"share by which a ratio may be worse ({LIMIT})")
-    parser.add_argument("--results", type=Path, default=page.HERE / "results", help="folder of stored results")
+    parser.add_argument("--results", type=Path, default=page.RESULTS, help="folder of stored results")
     options = parser.parse_args(argv)
     try:
         new = read(options.new)
@@ -120,8 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return page.EXIT_USAGE
-    console = Console()
-    console = console if console.is_terminal else Console(width=150)
+    console = page.terminal()
     console.print(f"{options.new} against {file}", highlight=False, soft_wrap=True)
     show(console, changes, options.limit)
     for sentence in differences(new, stored):

@@ -10,23 +10,27 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megarl.config.describe import Description, descriptions
+from draw_system import system
+
+from megarl.arch.megatron_fields import TRIED
+from megarl.config.describe import Description, records
 from megarl.config.names import REWARD_SERVICES
 from megarl.config.schema import Algorithm
-from megarl.config.schema.teachers import Distill
+from megarl.config.schema.record import BASIC
+from megarl.config.schema.roles import Distill
 from megarl.config.settings import show
-from megarl.declared import REQUIRED, Declared, constant, declared
-from megarl.megatron_fields import TRIED
+from megarl.plugins.declared import REQUIRED, Declared, constant, declared
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "megarl"
+SANDBOX = DOCS.parent / "megarl_sandbox"
 LOSS_LAYER = PACKAGE / "algo/README.md"
 
 
 def files() -> str:
-    """Every file of the package with the first line of its docstring, a section for each folder."""
+    """Every file of the two packages with the first line of its docstring, a section for each folder."""
     page = ["# The files of the package", "", _MADE, ""]
-    for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")}):
+    for folder in sorted({path.parent for top in (PACKAGE, SANDBOX) for path in top.rglob("*.py")}):
         paths = sorted(folder.glob("*.py"))
         page += [f"## {folder.relative_to(PACKAGE.parent)}/", ""]
         if (init := folder / "__init__.py") in paths:
@@ -42,15 +46,20 @@ def files() -> str:
 def configuration() -> str:
     """Every key of a run, a section for each group of keys."""
     page = ["# Configuration", "", *_CONFIGURATION]
-    groups: dict[str, list[Description]] = {}
-    for found in descriptions().values():
-        groups.setdefault(found.key.rpartition(".")[0] or found.key, []).append(found)
-    for group, keys in groups.items():
+    groups: dict[str, list[tuple[str, list[Description]]]] = {}
+    for group, name, keys in records():
+        groups.setdefault(group, []).append((name, keys))
+    for group, rows in groups.items():
         page += [f"## {group}", "", "| key | meaning | default | unit | allowed | also accepted |"]
         page += ["| --- | --- | --- | --- | --- | --- |"]
-        for key in keys:
-            spellings = ", ".join(re.sub(r"^\S+", r"`\g<0>`", name) for name in key.spellings)
-            cells = (f"`{key.key}`", key.meaning, f"`{key.default}`", key.unit, key.allowed or key.kind, spellings)
+        for name, keys in rows:
+            first, shown = keys[0], f"**`{name}`**" if keys[0].level == BASIC else f"`{name}`"
+            meaning = f"{first.meaning}; only if {first.only_if}" if first.only_if else first.meaning
+            spellings = ", ".join(re.sub(r"^\S+", r"`\g<0>`", other) for key in keys for other in key.spellings)
+            is_listed = any(first.key in listed for listed in _CHOICES)  # so that one page has each name, and not two
+            allowed = "[names](algorithms.md)" if is_listed else first.allowed or first.kind
+            allowed += ", or a plug-in's name" if is_listed and "plug-in" in first.allowed else ""
+            cells = (shown, meaning, _defaults(keys), first.unit, allowed, spellings)
             page.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         page += [""]
     page += [
@@ -69,6 +78,16 @@ def configuration() -> str:
     return "\n".join(page)
 
 
+def _defaults(keys: list[Description]) -> str:
+    """The default of the first key, and those of the others that differ."""
+    first, *others = keys
+    follow = f"= {first.key}"
+    differing = {key.default: key.key for key in reversed(others) if key.default not in (first.default, follow)}
+    own = [f"`{key}`: `{default}`" for default, key in reversed(differing.items())]
+    follows = ["the others follow it"] if any(key.default == follow for key in others) else []
+    return "; ".join([f"`{first.default}`", *own, *follows])
+
+
 _FIELDS = """\
 All that can be set. Each was run here and gives the same gradient and the same steps, but those of the optimizer,
 which need a GPU. Every other field of Megatron's classes is refused: a run sets it itself, or was never tried with it.
@@ -76,8 +95,9 @@ which need a GPU. Every other field of Megatron's classes is refused: a run sets
 """.splitlines()
 _MADE = "Made from the docstrings by `python docs/write_pages.py`."
 _CONFIGURATION = """\
-Made from the comments of `megarl/config/schema/` by `python docs/write_pages.py`. `megarl config --help KEY` prints a
-row of it; `megarl config recipe=NAME` prints the values that a run gets.
+Made from `megarl/config/schema/` by `python docs/write_pages.py`. `megarl config --help KEY` prints a row of it;
+`megarl config recipe=NAME` prints the values that a run gets. `megarl --help` prints the basic keys, which are bold
+here. A key that several groups have, such as `{actor,critic}.optim.lr`, stands once.
 
 Later layers win: the defaults below, a preset (`model=NAME`, `layout=GPUSxGB`), a recipe (`recipe=NAME`), your own file
 (`--config FILE`), the command line. A default `= other.key` follows that key unless it is set; `null` leaves a key
@@ -111,30 +131,21 @@ def loss_layer() -> str:
         columns = ["name", "what it computes", *(["settings, with their defaults"] if has_settings else []), "when"]
         lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
         lines += [f"| {' | '.join(row.values())} |" for row in rows]
-        page = (
-            before
-            + found
-            + re.sub(r"(?:^\|.*\n)+", lambda _, new=lines: "\n".join(new) + "\n", rest, count=1, flags=re.M)
-        )
+        page = before + found + _with_table(rest, lines)
     return page
 
 
 def algorithms() -> str:
     """The page of losses and estimators, with its table of names made from the decorators."""
-    rows = [
-        ("`algorithm.policy_loss_fn`", _names("register_policy_loss", "algo/losses")),
-        ("`algorithm.adv_estimator`", _names("register_adv_est", "algo/advantages")),
-        ("`actor.kl_loss_type`, `algorithm.kl_penalty`", f"{_names('register_kl', 'algo/kl.py')}, `full`; {_PLUS}"),
-        ("`distill.divergence`", _names("register_divergence", "algo/divergences.py")),
-        ("`actor.loss_agg_mode`", _names("register_agg_mode", "algo/aggregate.py")),
-        (
-            "`reward.fn`",
-            f"{_names('register_reward', 'rewards/functions')}, {', '.join(f'`{name}`' for name in REWARD_SERVICES)}, "
-            "`path/to/file.py:function`",
-        ),
-    ]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in (("key", "one of"), ("---", "---"), *rows))
-    return re.sub(r"(?:^\|.*\n)+", lambda _: table, (DOCS / "algorithms.md").read_text(), count=1, flags=re.M)
+    rows = [(", ".join(f"`{key}`" for key in keys), names()) for keys, names in _CHOICES.items()]
+    lines = [f"| {' | '.join(row)} |" for row in (("key", "one of"), ("---", "---"), *rows)]
+    return _with_table((DOCS / "algorithms.md").read_text(), lines)
+
+
+def _with_table(page: str, lines: list[str]) -> str:
+    """The page with these lines in place of its first table."""
+    table = "".join(f"{line}\n" for line in lines)
+    return re.sub(r"(?:^\|.*\n)+", lambda _: table, page, count=1, flags=re.M)
 
 
 def _names(decorator: str, where: str) -> str:
@@ -144,6 +155,18 @@ def _names(decorator: str, where: str) -> str:
     return ", ".join(first + (f" ({', '.join(others)})" if others else "") for first, *others in shown)
 
 
+# Keys whose values are the names of functions -> the names, for a page.
+_CHOICES: dict[tuple[str, ...], Callable[[], str]] = {
+    ("algorithm.policy_loss_fn",): lambda: _names("register_policy_loss", "algo/losses"),
+    ("algorithm.adv_estimator",): lambda: _names("register_adv_est", "algo/advantages"),
+    ("actor.kl_loss_type", "algorithm.kl_penalty"): lambda: f"{_names('register_kl', 'algo/kl.py')}, `full`; {_PLUS}",
+    ("distill.divergence",): lambda: _names("register_divergence", "algo/divergences.py"),
+    ("actor.loss_agg_mode",): lambda: _names("register_agg_mode", "algo/aggregate.py"),
+    ("reward.fn",): lambda: (
+        f"{_names('register_reward', 'rewards/functions')}, {', '.join(f'`{name}`' for name in REWARD_SERVICES)}, "
+        "`path/to/file.py:function`"
+    ),
+}
 _PLUS = "in the loss each with `+` for the gradient of `k2`; `full` is exact, over the vocabulary"
 
 
@@ -197,6 +220,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "algorithms.md": algorithms,
     "../megarl/algo/README.md": loss_layer,
+    "images/system.svg": system,
 }
 
 

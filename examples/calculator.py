@@ -28,7 +28,6 @@ COLD_START = (
     "model.path=runs/calculator_data/initial_model",
     "trainer.experiment_name=calculator_sft",
 )
-MODEL = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256, "words": WORDS}
 
 
 class Calculator:
@@ -63,12 +62,12 @@ class Calculator:
 
 
 def prepare(config: Config) -> None:
-    """Write the task, a tiny model, and its cold start."""
-    from megarl.trainer.recipes.cold_start import (
-        cold_start,  # not above: the collector reads this file for the class alone
-    )
+    """Write the task, a tiny model whose tokenizer has WORDS, and its cold start."""
+    # Not above: the collector reads this file for the class alone.
+    from megarl.data.examples.sizes import TinySizes
+    from megarl.trainer.recipes.cold_start import cold_start
 
-    cold_start(config, COLD_START, write_data=write_task, model=MODEL)
+    cold_start(config, COLD_START, write_data=write_task, model=TinySizes(layers=2, ffn=256), tokens=WORDS)
 
 
 def write_task(folder: Path) -> None:

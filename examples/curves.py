@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megarl.metrics.jsonl import read_series
+from megarl.metrics.reading.jsonl import read_series
 
 CURVES = {  # run -> title, and the label of each metric
     "calculator": (

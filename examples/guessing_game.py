@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.agents.chat import Chat
     from megarl.config import Config
-    from megarl.sample import Prompt
+    from megarl.samples.sample import Prompt
 
 LARGEST, MOST_GUESSES = 7, 5
 QUESTION = f"1-{LARGEST}?"
@@ -28,7 +28,6 @@ COLD_START = (
     "model.path=runs/guessing_game_data/initial_model",
     "trainer.experiment_name=guessing_game_sft",
 )
-MODEL = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 256, "words": WORDS}
 
 
 async def episode(chat: Chat, prompt: Prompt) -> dict[str, float]:
@@ -46,19 +45,19 @@ async def episode(chat: Chat, prompt: Prompt) -> dict[str, float]:
 
 
 def prepare(config: Config) -> None:
-    """Write the task, a tiny model, and its cold start."""
-    from megarl.trainer.recipes.cold_start import (
-        cold_start,  # not above: the collector reads this file for the episode alone
-    )
+    """Write the task, a tiny model whose tokenizer has WORDS, and its cold start."""
+    # Not above: the collector reads this file for the episode alone.
+    from megarl.data.examples.sizes import TinySizes
+    from megarl.trainer.recipes.cold_start import cold_start
 
-    cold_start(config, COLD_START, write_data=write_task, model=MODEL)
+    cold_start(config, COLD_START, write_data=write_task, model=TinySizes(layers=2, ffn=256), tokens=WORDS)
 
 
 def write_task(folder: Path) -> None:
     """Every number is asked for equally often; the model cannot know which it is."""
     rng = random.Random(0)
     question = {"messages": [{"role": "user", "content": QUESTION}]}
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "train": [question | {"ground_truth": str(1 + row % LARGEST)} for row in range(32 * LARGEST)],
         "test": [question | {"ground_truth": str(1 + row)} for row in range(LARGEST)],
         "sft": [example for _ in range(3000) for example in demonstrations(rng)],

@@ -13,6 +13,7 @@ import argparse
 import random
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,22 +25,24 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algo.advantages.estimate import estimate
 from megarl.algo.loss import ActorLoss
 from megarl.algo.step_columns import step_columns
-from megarl.batch import Batch
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.batch import make_batch
 from megarl.data.chat import encode, load_tokenizer
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.hf_config import read_hf_config
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.scheduler import HFEngine
-from megarl.layout import Layout
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.scheduler import HFEngine
+from megarl.mcore import cpu
 from megarl.mcore.models.model import build_model
-from megarl.mcore.setup import destroy_groups, initialize
+from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import Outputs, forward_only, train_step
+from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
 from megarl.rollout.protocol import SamplingParams, parse_replies
-from megarl.sample import Completion, Prompt, Sample
+from megarl.samples.batch import Batch
+from megarl.samples.sample import Completion, Prompt, Sample
 from megarl.weights.hf.export import hf_tensors
 from megarl.weights.hf.load import load_hf
 from megarl.weights.verify.digests import digest
@@ -134,7 +137,8 @@ class Actor:
         """One optimizer step.  The weight of a token comes from the whole step, so any split has the same gradient."""
         batch = step_columns(batch, loss=LOSS, agg_mode="token-mean").keep_columns(*LOSS.columns)
         micros, outputs = micro_batches(batch, [batch.num_sequences]), self._outputs(*LOSS.outputs)
-        train_step(self.model, self.optimizer, micros, outputs, LOSS, num_tokens=batch.num_tokens, device=DEVICE)
+        gradient = partial(backward, self.model, micros, outputs, LOSS, num_tokens=batch.num_tokens, device=DEVICE)
+        train_step(self.optimizer, gradient)
 
     def _outputs(self, *names: str) -> Outputs:
         return Outputs(LAYOUT, self.hf["vocab_size"], SAMPLING.temperature, names)
@@ -145,7 +149,7 @@ class Actor:
 
 def train(steps: int, folder: Path) -> list[float]:
     """The share of right answers at each step."""
-    write_tiny_model(folder, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128)
+    write_tiny_model(folder, TinySizes(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128))
     tokenizer, rng = load_tokenizer(str(folder)), random.Random(0)
     actor, generator = Actor(folder), Generator(folder, tokenizer)
     accuracy = []
@@ -176,7 +180,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     steps = parser.parse_args().steps
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a world of this process alone
-    initialize(LAYOUT, device="cpu")
+    cpu.activate()
+    make_groups(LAYOUT)
     with tempfile.TemporaryDirectory() as folder:
         train(steps, Path(folder) / "model")
     destroy_groups()

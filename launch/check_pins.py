@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megarl.doctor.versions import PYTHONS
+from megarl.commands.doctor.versions import PYTHONS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "launch/constraints.txt"
@@ -68,8 +68,8 @@ def installations() -> Iterator[Installation]:
     packages = declared()
     trainer = (*packages["install_requires"], *packages["extras_require"]["dev"])
     yield Installation("launch/constraints.txt", "megarl[dev]", trainer, (CONSTRAINTS,))
-    peer = ROOT / "benchmarks/peer.txt"
-    yield Installation("benchmarks/peer.txt", "TRL and what it needs", pins_of(peer), (CONSTRAINTS,))
+    peer = ROOT / "benchmarks/peer/peer.txt"
+    yield Installation("benchmarks/peer/peer.txt", "TRL and what it needs", pins_of(peer), (CONSTRAINTS,))
     for name in ("launch/agents.txt", "launch/verifiers.txt"):
         yield Installation(name, "the packages of agents and what they need", pins_of(ROOT / name))
     for file in sorted((ROOT / "launch").glob("sglang-*.txt")):

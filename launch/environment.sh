@@ -2,6 +2,7 @@
 # Sourced by the other scripts: makes environments with the tested versions, once; `make_environment` activates .venv.
 # An interrupted installation is done again; a finished one is recognised by a mark written last.
 
+PIP="pip==26.3 --hash=sha256:f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13" # installs all else
 GPU_MARK="for GPUs:" # begins the mark of environments that launch/gpu/install.sh makes
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -32,7 +33,7 @@ once_in() {
     say "environment: installing into $folder with $("$python" --version) ($duration, once)"
     rm -f "$mark" "$folder/install.log"
     "$python" -m venv "$folder" || return
-    pip_install "$folder/bin/python" --upgrade pip || return
+    pip_install "$folder/bin/python" --require-hashes --requirement <(echo "$PIP") || return
     "$install" "$folder/bin/python" || return
     echo "$wanted" >"$mark"
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 from check_pins import CONSTRAINTS, SERVER_LOCK, TRAINER_LOCK, Installation, compile_pins, gpu_installations, pins_of
 
-from megarl.doctor.versions import PYTHONS
+from megarl.commands.doctor.versions import PYTHONS
 
 # What torch's build for CUDA brings along, by which two environments have to agree.
 CUDA_PACKAGES = re.compile(r"(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")

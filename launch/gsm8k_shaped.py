@@ -11,6 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 
 NUM_TRAIN, NUM_TEST = 256, 16
@@ -45,17 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     write_rows(options.folder / "train.jsonl", range(1, 1 + NUM_TRAIN))
     write_rows(options.folder / "test.jsonl", range(-NUM_TEST, 0))
     if not (options.folder / "model" / "config.json").exists():
-        write_tiny_model(
-            options.folder / "model",
-            family="qwen2",
+        sizes = TinySizes(
             hidden=options.hidden,
             layers=options.layers,
             heads=options.heads,
             kv_heads=2,
             head_dim=options.hidden // options.heads,
             ffn=options.ffn,
-            dtype="bfloat16",
         )
+        write_tiny_model(options.folder / "model", sizes, family="qwen2", dtype="bfloat16")
     return 0
 
 

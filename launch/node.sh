@@ -26,9 +26,13 @@ if [ "$left" -eq 0 ]; then
     exec "$@"
 fi
 trap 'kill -TERM "${!-}" || true; wait; exit 143' TERM INT # who ends this script ends the run
+trap : USR1                                                # one to all processes is for the run
 while true; do
-    status=0
     "$@" &
+    while kill -0 $! 2>/dev/null; do
+        wait $! || true # a signal ends it before its process has ended
+    done
+    status=0
     wait $! || status=$?
     case $status in
     0 | 2 | 129 | 130 | 143) exit "$status" ;; # 2: a mistake in the settings; above 128: a signal by which people end things

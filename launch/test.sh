@@ -6,11 +6,14 @@
 #   bash launch/test.sh tests/algo        those of one folder
 #   bash launch/test.sh -m full           those that show the same in other ways, or take longer
 #
-# Tests marked sglang, agents or browser run where -m names their mark. They need `bash launch/sglang_cpu.sh` and
-# `bash launch/sglang_cpu.sh 0.5.17`, `bash launch/agents.sh` and `bash launch/verifiers.sh`, or the program chromium.
+# Tests marked sglang, agents, browser or slurm run where -m names their mark. They need `bash launch/sglang_cpu.sh` and
+# `bash launch/sglang_cpu.sh 0.5.17`, `bash launch/agents.sh` and `bash launch/verifiers.sh`, the program chromium, or
+# Slurm and munge (as root: apt-get install slurm-wlm munge).
 set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
+# Where it is set, each of the many processes that tests start would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 make_environment
 make_te_python
 if [ "${1:-}" = --core ]; then

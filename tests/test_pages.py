@@ -16,12 +16,12 @@ from written_metrics import is_written
 from megarl import algo, cli
 from megarl.config import Config, aliases
 from megarl.config.aliases import canonical
-from megarl.config.keys import ELSEWHERE, groups, mapping_of, type_of
+from megarl.config.keys import ELSEWHERE, general, groups, mapping_of, schema_keys, type_of
 from megarl.config.schema.algorithm import Algorithm, FilterGroups, OverlongBuffer, RolloutCorrection
 from megarl.config.settings import from_command_line
-from megarl.config.validate.values import CHOICES, OPEN_CHOICES
 from megarl.config.verl import runs
 from megarl.metrics.advice.rules import RULES
+from megarl.metrics.trackers.console import COLUMNS
 
 ALGO = (ROOT / "megarl/algo/README.md").read_text()
 ARCHITECTURE = BOOK["architecture.md"]
@@ -68,8 +68,9 @@ def test_every_link_leads_to_a_file() -> None:
     for place, text in (*top, *(((ROOT / "docs" / name).parent, text) for name, text in BOOK.items())):
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert target.startswith("https://") or (place / target).exists(), target
-    assert set(re.findall(r"\(docs/([\w/]+\.md)\)", FRONT)) == BOOK.keys(), "pages that the index does not have"
-    assert FRONT.count("\n") <= 200, "the front page fits on a few screens"
+    index = set(re.findall(r"\(([\w/]+\.md)\)", BOOK["README.md"]))
+    assert index == BOOK.keys() - {"README.md"}, "pages that the index does not have"
+    assert FRONT.count("\n") <= 120 and len(FRONT.split()) <= 900, "the front page fits on two screens"
 
 
 def missing(paths: Iterable[str]) -> list[str]:
@@ -128,6 +129,12 @@ def test_every_function_that_a_page_names_with_its_file_exists() -> None:
 
 
 # ---- names of the code
+
+
+def test_the_legend_has_every_word_of_the_consoles_line_with_its_metric() -> None:
+    rows = table(part(BOOK["glossary.md"], "The console's line"))
+    legend = {label.strip("`"): metric.strip("`") for label, metric, _ in rows if metric}
+    assert legend == {label: metric for label, metric, _ in COLUMNS}
 
 
 def test_every_key_on_the_pages_exists() -> None:
@@ -237,8 +244,8 @@ def test_every_key_of_ours_is_one_by_its_own_name_and_takes_its_value(page: str)
         layer = from_command_line([word])
         assert not layer.faults
         (setting,) = layer.settings
-        choices = CHOICES.get(setting.key) or OPEN_CHOICES.get(setting.key)
-        assert choices is None or setting.value in choices, word
+        choices = schema_keys()[general(setting.key)].record.choices.names
+        assert not choices or setting.value in choices, word
 
 
 @pytest.mark.parametrize("page", OTHERS)

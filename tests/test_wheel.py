@@ -24,7 +24,7 @@ def test_every_module_is_imported_from_the_wheel(tmp_path: Path) -> None:
     source, built = tmp_path / "source", tmp_path / "built"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):  # a copy: setuptools writes beside what it builds
-        if name.startswith(("megarl/", "configs/")) or name in ("setup.py", "README.md", "LICENSE"):
+        if name.startswith(("megarl/", "megarl_sandbox/", "configs/")) or name in ("setup.py", "README.md", "LICENSE"):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     options = ("--no-deps", "--no-build-isolation", "--no-index", "-w")
@@ -35,7 +35,8 @@ def test_every_module_is_imported_from_the_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
         archive.extractall(tmp_path / "installed")
-    package = {str(path.relative_to(source)) for path in (source / "megarl").rglob("*") if path.is_file()}
+    tops = (source / "megarl", source / "megarl_sandbox")
+    package = {str(path.relative_to(source)) for top in tops for path in top.rglob("*") if path.is_file()}
     assert package <= files, f"not in the wheel: {sorted(package - files)}"
     modules = [
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

@@ -33,6 +33,7 @@ RUN if [ -n "$APEX_COMMIT" ]; then \
 COPY setup.py README.md LICENSE .pytest.ini ./
 COPY configs configs/
 COPY megarl megarl/
+COPY megarl_sandbox megarl_sandbox/
 COPY launch launch/
 COPY tests tests/
 COPY benchmarks benchmarks/

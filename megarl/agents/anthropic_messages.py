@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.agents.chat_completions import sse
-from megarl.agents.refusals import Refused, expect, text_of
-from megarl.agents.session import Policy, Wish, Written
+from megarl.agents.refusals import Refused, expect, expect_count, text_of
+from megarl.agents.session import ChatReply, ChatRequest, Policy
 
-FIELDS = {"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream"}
+FIELDS = frozenset(("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream"))
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -21,7 +21,7 @@ _ERRORS = {
 }
 
 
-def read_messages(body: Mapping[str, Any]) -> Wish:
+def read(body: Mapping[str, Any]) -> ChatRequest:
     """Raises Refused for a request of another form."""
     messages: list[dict[str, Any]] = []
     if system := text_of(body.get("system"), "system"):
@@ -36,10 +36,10 @@ def read_messages(body: Mapping[str, Any]) -> Wish:
     choice = body.get("tool_choice") or {"type": "auto"}
     if not isinstance(choice, Mapping) or choice.get("type") not in ("auto", "none"):
         raise Refused(400, f"tool_choice={choice!r}: a forced call changes what is sampled; expected type auto or none")
-    return Wish(
+    return ChatRequest(
         messages,
         _tools(body),
-        max_tokens=expect(body, "max_tokens", int, "a whole number >= 1", None),
+        max_tokens=expect_count(body, "max_tokens"),
         read_calls=choice["type"] != "none",
     )
 
@@ -84,29 +84,30 @@ def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     return [message]
 
 
-def message_reply(policy: Policy, written: Written) -> dict[str, Any]:
+def write(policy: Policy, _: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
+    (reply,) = replies
     content: list[dict[str, Any]] = []
-    if written.answer.reasoning:
-        content.append({"type": "thinking", "thinking": written.answer.reasoning, "signature": ""})
-    if written.answer.content:
-        content.append({"type": "text", "text": written.answer.content})
-    for call in written.message.get("tool_calls", ()):
+    if reply.answer.reasoning:
+        content.append({"type": "thinking", "thinking": reply.answer.reasoning, "signature": ""})
+    if reply.answer.content:
+        content.append({"type": "text", "text": reply.answer.content})
+    for call in reply.message.get("tool_calls", ()):
         arguments = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-    ended = "tool_use" if written.answer.tool_calls else "end_turn"
+    ended = "tool_use" if reply.answer.tool_calls else "end_turn"
     return {
         "id": "msg_" + secrets.token_hex(12),
         "type": "message",
         "role": "assistant",
         "model": policy.name,
         "content": content,
-        "stop_reason": "max_tokens" if written.completion.finish_reason == "length" else ended,
+        "stop_reason": "max_tokens" if reply.completion.finish_reason == "length" else ended,
         "stop_sequence": None,
-        "usage": {"input_tokens": len(written.prompt_ids), "output_tokens": len(written.completion.token_ids)},
+        "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
     }
 
 
-def message_events(reply: Mapping[str, Any]) -> Iterator[bytes]:
+def events(reply: Mapping[str, Any], _: Mapping[str, Any]) -> Iterator[bytes]:
     """Each block as one delta."""
     for event, value in _events(reply):
         yield sse({"type": event, **value}, event)

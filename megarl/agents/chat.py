@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from megarl.agents.chat_completions import finish_reason, read_chat
+from megarl.agents.chat_completions import finish_reason, read
 from megarl.agents.refusals import OverLimit
 from megarl.agents.session import Session, closed
 from megarl.data.template import Message, Tools
-from megarl.float32 import EXPECTED, is_finite
+from megarl.samples.float32 import EXPECTED, is_finite
 
 __all__ = ["Chat", "ChatAnswer", "OverLimit", "ToolRequest"]
 
@@ -31,7 +31,7 @@ class ToolRequest:
 
 
 def shown(value: Any) -> str:
-    """What a tool returned as text, whatever it is; half a character, which no tokenizer takes, becomes "?"."""
+    """A value that a tool returned, as text; half a character, which no tokenizer accepts, becomes "?"."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_plain)
     except Exception:  # keys that are no text, a value that holds itself, or one whose own code fails
@@ -82,8 +82,8 @@ class Chat:
                     return float(answer.text == prompt.ground_truth)
                 messages += [call.response(run(call.name, call.arguments)) for call in answer.tool_calls]
 
-    Calls may run at the same time, and may begin other conversations, as sub-agents do: everything that the model wrote
-    in the episode is learnt.
+    Calls may run at the same time, and may begin other conversations, as sub-agents do: everything that the model
+    generated in the episode is learnt.
     """
 
     def __init__(self, session: Session, messages: Sequence[Message]) -> None:
@@ -104,19 +104,19 @@ class Chat:
         """
         await asyncio.sleep(0)  # an agent that only asks again when it is refused stops no other episode
         body = {"messages": list(messages), "tools": list(tools), "max_tokens": max_tokens}
-        (written,) = await self._session.chat(read_chat(body))
+        (reply,) = await self._session.chat(read(body))
         calls = tuple(
             ToolRequest(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
-            for call in written.message.get("tool_calls", ())
+            for call in reply.message.get("tool_calls", ())
         )
-        answer = written.answer
+        answer = reply.answer
         return ChatAnswer(
             answer.content,
             answer.reasoning,
             calls,
-            finish_reason(written),
-            dict(written.message),
-            written.turn,
+            finish_reason(reply),
+            dict(reply.message),
+            reply.turn,
             answer.malformed_calls,
         )
 

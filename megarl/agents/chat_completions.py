@@ -8,36 +8,35 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.agents.refusals import Refused, expect, text_of
-from megarl.agents.session import Policy, Wish, Written, versions_json, without_stop
+from megarl.agents.refusals import Refused, expect, expect_count, text_of
+from megarl.agents.session import ChatReply, ChatRequest, Policy, versions_json, without_stop
 
-_COMMON = {"model", "stream", "stream_options", "max_tokens", "n", "return_token_ids"}
-CHAT_FIELDS = _COMMON | {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs"}
+_COMMON = frozenset(("model", "stream", "stream_options", "max_tokens", "n", "return_token_ids"))
+FIELDS = _COMMON | {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs"}
 TEXT_FIELDS = _COMMON | {"prompt"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MAX_ANSWERS = 64
 
 
-def read_chat(body: Mapping[str, Any]) -> Wish:
+def read(body: Mapping[str, Any]) -> ChatRequest:
     """Raises Refused for a request of another form."""
     messages = [
         _message(message, at) for at, message in enumerate(expect(body, "messages", list, "a list of messages"))
     ]
-    limit = expect(body, "max_completion_tokens", int, "a whole number >= 1", None)
-    return Wish(
+    return ChatRequest(
         messages,
         read_tools(body),
         num=read_num(body),
-        max_tokens=limit or expect(body, "max_tokens", int, "a whole number >= 1", None),
+        max_tokens=expect_count(body, "max_completion_tokens") or expect_count(body, "max_tokens"),
         read_calls=read_tool_choice(body.get("tool_choice")),
     )
 
 
 def read_num(body: Mapping[str, Any]) -> int:
-    num = expect(body, "n", int, "a whole number >= 1", 1)
+    num = expect_count(body, "n") or 1
     if num > _MAX_ANSWERS:
         raise Refused(400, f"n={num}: expected at most {_MAX_ANSWERS}")
-    return int(num)
+    return num
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -62,11 +61,11 @@ def read_tool_choice(choice: Any) -> bool:
 
 def _message(message: Any, at: int) -> dict[str, Any]:
     where = f"messages[{at}]"
-    if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+    if not isinstance(message, Mapping) or message.get("role") not in list(_ROLES):  # a list has no hash
         role = message.get("role") if isinstance(message, Mapping) else message
         raise Refused(400, f"{where} has the role {role!r}: expected one of {sorted(_ROLES)}")
     out: dict[str, Any] = {"role": _ROLES[message["role"]], "content": text_of(message.get("content"), where)}
-    if calls := message.get("tool_calls"):
+    if calls := expect(message, "tool_calls", list, "a list of tool calls", None):
         out["tool_calls"] = [_call(call, where) for call in calls]
     for name in ("tool_call_id", "name", "reasoning_content"):
         if isinstance(message.get(name), str):
@@ -84,17 +83,17 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 # ---- replies
 
 
-def chat_reply(policy: Policy, body: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
+def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
     choices = []
-    for index, answer in enumerate(written):
+    for index, answer in enumerate(replies):
         choice = {"index": index, "message": answer.message, "finish_reason": finish_reason(answer), "logprobs": None}
         if body.get("logprobs"):
             choice["logprobs"] = {"content": _log_probs(policy, answer)}
         choices.append(choice | _ids(body, answer))
-    return _reply(policy, body, written, "chatcmpl-", "chat.completion", choices)
+    return _reply(policy, body, replies, "chatcmpl-", "chat.completion", choices)
 
 
-def text_reply(policy: Policy, body: Mapping[str, Any], written: Sequence[Written]) -> dict[str, Any]:
+def text_reply(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
     choices = [
         {
             "index": index,
@@ -103,16 +102,17 @@ def text_reply(policy: Policy, body: Mapping[str, Any], written: Sequence[Writte
             "logprobs": None,
             **_ids(body, answer),
         }
-        for index, answer in enumerate(written)
+        for index, answer in enumerate(replies)
     ]
-    return _reply(policy, body, written, "cmpl-", "text_completion", choices)
+    return _reply(policy, body, replies, "cmpl-", "text_completion", choices)
 
 
 def _reply(
-    policy: Policy, body: Mapping[str, Any], written: Sequence[Written], prefix: str, kind: str, choices: list[Any]
+    policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], prefix: str, kind: str, choices: list[Any]
 ) -> dict[str, Any]:
-    num_prompt, num_written = len(written[0].prompt_ids), sum(len(w.completion.token_ids) for w in written)
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_written, "total_tokens": num_prompt + num_written}
+    num_prompt = len(replies[0].prompt_ids)
+    num_new = sum(len(each.completion.token_ids) for each in replies)
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
     reply = {
         "id": prefix + secrets.token_hex(12),
         "object": kind,
@@ -121,24 +121,24 @@ def _reply(
         "choices": choices,
         "usage": usage,
     }
-    return reply | ({"prompt_token_ids": written[0].prompt_ids} if body.get("return_token_ids") else {})
+    return reply | ({"prompt_token_ids": replies[0].prompt_ids} if body.get("return_token_ids") else {})
 
 
-def finish_reason(written: Written) -> str:
-    reason = written.completion.finish_reason
-    return "tool_calls" if reason == "stop" and written.answer.tool_calls else reason
+def finish_reason(reply: ChatReply) -> str:
+    reason = reply.completion.finish_reason
+    return "tool_calls" if reason == "stop" and reply.answer.tool_calls else reason
 
 
-def _ids(body: Mapping[str, Any], written: Written) -> dict[str, Any]:
+def _ids(body: Mapping[str, Any], reply: ChatReply) -> dict[str, Any]:
     if not body.get("return_token_ids"):
         return {}
-    return {"token_ids": written.completion.token_ids, "weight_versions": versions_json(written.completion)}
+    return {"token_ids": reply.completion.token_ids, "weight_versions": versions_json(reply.completion)}
 
 
-def _log_probs(policy: Policy, written: Written) -> list[dict[str, Any]]:
+def _log_probs(policy: Policy, reply: ChatReply) -> list[dict[str, Any]]:
     """Of the tokens of the text, the stop token not included."""
     out = []
-    for token_id, value in zip(without_stop(written.completion), written.completion.log_probs, strict=False):
+    for token_id, value in zip(without_stop(reply.completion), reply.completion.log_probs, strict=False):
         token = policy.text([token_id])
         out.append({"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []})
     return out
@@ -147,7 +147,7 @@ def _log_probs(policy: Policy, written: Written) -> list[dict[str, Any]]:
 # ---- the same as events
 
 
-def chat_events(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
+def events(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
     """The role, the reasoning, the text and the calls of each answer as one chunk each, and how it ended."""
     for choice in reply["choices"]:
         message = choice["message"]

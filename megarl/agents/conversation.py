@@ -1,4 +1,4 @@
-"""What an agent and the model said to each other, as token ids: a tree of turns, whose leaves become rows.
+"""The conversation of an agent and the model as token ids: a tree of turns, whose leaves become rows.
 
 The history that the model sees is what it generated, never its text tokenized again: a request that goes on from an
 answer gets the ids of that turn and a `Bridge` to the next answer (data/template.py).  Edited histories, other tools,
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.data.template import ChatTemplate, Message, Tools
-from megarl.sample import Completion, Row, TurnSpan, VersionSpan
+from megarl.samples.sample import Completion, Row, TurnSpan, VersionSpan
 
-# generated: the model sees its earlier answers as it wrote them, reasoning included.
+# generated: the model sees its earlier answers as it generated them, reasoning included.
 # rendered: the template decides on every turn what of them is shown; where it changes them, a new row begins.
 HISTORIES = ("generated", "rendered")
 
 Key = tuple[str, ...]  # the tools, then each message, in the form by which they are recognised
 
 
-class Asked(NamedTuple):
+class RenderedPrompt(NamedTuple):
     """A request as the server gets it; `key` is empty if it consists of ids, and not of messages."""
 
     prompt_ids: list[int]
@@ -62,7 +62,7 @@ class Conversation:
         self._by_key: dict[Key, int] = {}  # the latest turn that ended so
         self._children: dict[int | None, list[int]] = {None: []}
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> Asked:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedPrompt:
         """What the server has to be asked for the answer to these messages.
 
         Raises ValueError if the template refuses the messages.
@@ -70,12 +70,12 @@ class Conversation:
         key = (json.dumps(list(tools), sort_keys=True), *map(_canonical, messages))
         if self._history == "generated" and (ids := self._appended(messages, tools, key)) is not None:
             self.counts["appended"] += 1
-            return Asked(ids, key)
+            return RenderedPrompt(ids, key)
         ids = self._template.whole(self._with_reasoning(messages, key), tools)
         self.counts["rendered"] += 1
-        return Asked(ids, key)
+        return RenderedPrompt(ids, key)
 
-    def add(self, asked: Asked, completion: Completion, answer: Message | None = None) -> int:
+    def add(self, asked: RenderedPrompt, completion: Completion, answer: Message | None = None) -> int:
         """Record the answer to `asked`; returns the number of the turn.  `answer`: as a message, if `asked` was."""
         parent = self._longest_prefix(asked.prompt_ids)
         held = 0 if parent is None else self.turns[parent].end
@@ -107,7 +107,7 @@ class Conversation:
         return sum(turn.end for number, turn in enumerate(self.turns) if not self._children[number])
 
     def num_known(self, ids: list[int]) -> int:
-        """Of how many first tokens of a prompt of these ids the columns are known: those of an earlier turn."""
+        """How many leading tokens of a prompt have known columns: those of an earlier turn."""
         parent = self._longest_prefix(ids)
         return 0 if parent is None else self.turns[parent].end
 
@@ -157,16 +157,16 @@ class Conversation:
 
     def _longest_prefix(self, ids: list[int]) -> int | None:
         """The turn with the most tokens of those whose prompt and answer begin `ids`."""
-        found, open_turns = None, [*self._children[None]]
+        longest, open_turns = None, [*self._children[None]]
         while open_turns:
             number = open_turns.pop()
             turn = self.turns[number]
             begin = turn.start - len(turn.context_ids)
             if ids[begin : turn.start] == turn.context_ids and ids[turn.start : turn.end] == turn.completion.token_ids:
-                if found is None or turn.end > self.turns[found].end:
-                    found = number
+                if longest is None or turn.end > self.turns[longest].end:
+                    longest = number
                 open_turns += self._children[number]
-        return found
+        return longest
 
     def _path(self, number: int) -> list[int]:
         """The turns from the root to this one."""
@@ -219,5 +219,5 @@ def _parsed(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

@@ -1,8 +1,8 @@
 """The endpoint that agents get as their base_url: the APIs of OpenAI and Anthropic over one policy.
 
-Each session has a key of its own, which is its API key: whoever holds it speaks in this session, and in no other.
-Routes for sessions want the endpoint's token.  An answer is written to its end before the first byte is sent, also
-where a stream was asked for; what is sent is a copy of what the session has recorded.
+Each session has an API key of its own: a client with this key speaks in this session, and in no other.
+Routes for sessions need the endpoint's token.  An answer is generated to its end before the first byte is sent, also
+for a stream; what is sent is a copy of what the session has recorded.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from megarl.agents import anthropic_messages, chat_completions, responses
-from megarl.agents.refusals import Refused, check_fields, expect
-from megarl.agents.session import Policy, Session, closed
+from megarl.agents.refusals import Refused, check_fields, expect, expect_count
+from megarl.agents.session import ChatReply, ChatRequest, Policy, Session, closed, versions_json
 from megarl.data.chat import encode
-from megarl.float32 import EXPECTED, is_finite
-from megarl.network.http_limits import body_of, limited_runner, parse_json
-from megarl.rollout.pool.pool import RolloutFailed
+from megarl.io.http_limits import json_object, let_in, served
+from megarl.rollout.pool.pool_server import RolloutFailed
+from megarl.samples.float32 import EXPECTED, is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,23 @@ _SESSIONS = "/sessions"
 _ANTHROPIC = "/v1/messages"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _Route = Callable[[web.Request, Session, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+class ChatApi(Protocol):
+    """A way to write conversations as JSON: what the modules of CHAT_APIS have in common."""
+
+    FIELDS: frozenset[str]  # of a request
+
+    def read(self, body: Mapping[str, Any], /) -> ChatRequest: ...
+    def write(self, policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], /) -> dict[str, Any]: ...
+    def events(self, reply: Mapping[str, Any], body: Mapping[str, Any], /) -> Iterable[bytes]: ...
+
+
+CHAT_APIS: dict[str, ChatApi] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    _ANTHROPIC: anthropic_messages,
+}
 
 
 class Endpoint:
@@ -49,16 +67,14 @@ class Endpoint:
 
     def __init__(self, policy: Policy, *, token: str | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self._policy, self.token = policy, token or secrets.token_urlsafe(32)
-        self._host, self._port = host, port
+        self._host, self._port, self._stack = host, port, AsyncExitStack()
         self._open: dict[bytes, Session] = {}  # by the digest of the key
         self._closed: dict[bytes, str] = {}  # names
         self.url = ""
         self._app = web.Application(middlewares=[self._around], client_max_size=_MAX_BODY_BYTES)
         routes: dict[str, _Route] = {
-            "/v1/chat/completions": self._chat,
+            **{path: self._chat(api) for path, api in CHAT_APIS.items()},
             "/v1/completions": self._text,
-            "/v1/responses": self._response,
-            _ANTHROPIC: self._message,
             _ANTHROPIC + "/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
             "/v1/reward": self._reward,
@@ -72,18 +88,14 @@ class Endpoint:
         self._app.router.add_delete(_SESSIONS + "/{name:.+}", self._close_session)
 
     async def __aenter__(self) -> Endpoint:
-        self._runner = limited_runner(self._app)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}"
+        port = await self._stack.enter_async_context(served(self._app, self._host, self._port))
+        self.url = f"http://{self._host}:{port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for session in list(self._open.values()):
             self.close(session)
-        await self._runner.cleanup()
+        await self._stack.aclose()
 
     def open(self, name: str, policy: Policy | None = None) -> Session:
         """A new session.  Its name decides the seeds of its answers.  `policy`: None is that of the endpoint."""
@@ -112,14 +124,13 @@ class Endpoint:
         try:
             return await handler(request)
         except Refused as error:
-            refusal = _error(request, error.status, str(error), error.code)
-            if error.status == 401:
-                refusal.force_close()  # strangers keep no connection
-            return refusal
+            return _error(request, error.status, str(error), error.code)
         except web.HTTPException as error:
             return _error(request, error.status, f"{request.method} {_shown_path(request)}: {error.reason}")
         except ValueError as error:
             return _error(request, 400, str(error))
+        except RecursionError:  # of what shows or writes a value of the request
+            return _error(request, 400, "the request is nested too deeply")
         except RolloutFailed as error:
             return _error(request, 503, str(error))
         except Exception as error:
@@ -129,7 +140,7 @@ class Endpoint:
     def _in_session(self, route: _Route) -> _Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             self._session(request)  # before a byte of the body is read
-            body = await _json(request)
+            body = await json_object(request)
             return await route(request, self._session(request), body)
 
         return handler
@@ -140,64 +151,58 @@ class Endpoint:
             raise closed(self._closed[digest])
         if digest not in self._open:
             raise Refused(401, "the API key is of no session: expected the key of an open one", "invalid_api_key")
+        let_in(request)
         return self._open[digest]
 
-    def _check(self, session: Session, body: Mapping[str, Any], fields: Iterable[str]) -> None:
-        check_fields(body, set(fields), session.policy.params, self._policy.params)
+    def _check(self, session: Session, body: Mapping[str, Any], fields: Collection[str]) -> None:
+        check_fields(body, fields, session.policy.params, self._policy.params)
         model = expect(body, "model", str, "the name of the model")
         if model != self._policy.name:
             raise Refused(404, f"model={model!r}: this endpoint serves {self._policy.name!r} alone", "model_not_found")
 
     # ---- routes of a session
 
-    async def _chat(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(session, body, chat_completions.CHAT_FIELDS)
-        written = await session.chat(chat_completions.read_chat(body))
-        reply = chat_completions.chat_reply(session.policy, body, written)
-        return await _send(request, body, reply, chat_completions.chat_events(reply, body))
+    def _chat(self, api: ChatApi) -> _Route:
+        """A conversation in the form of one of the APIs."""
+
+        async def route(request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+            self._check(session, body, api.FIELDS)
+            replies = await session.chat(api.read(body))
+            reply = api.write(session.policy, body, replies)
+            return await _send(request, body, reply, api.events(reply, body))
+
+        return route
 
     async def _text(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         self._check(session, body, chat_completions.TEXT_FIELDS)
         prompt = body.get("prompt")
         if isinstance(prompt, str):
             prompt = encode(self._policy.tokenizer, prompt)
-        limit = expect(body, "max_tokens", int, "a whole number >= 1", None)
+        limit = expect_count(body, "max_tokens")
         num = chat_completions.read_num(body)
         if not isinstance(prompt, list):
             raise Refused(400, f"prompt={prompt!r}: expected text, or a list of token ids")
-        written = await session.continue_ids(prompt, num, limit)
-        reply = chat_completions.text_reply(session.policy, body, written)
+        replies = await session.continue_ids(prompt, num, limit)
+        reply = chat_completions.text_reply(session.policy, body, replies)
         return await _send(request, body, reply, chat_completions.text_events(reply, body))
-
-    async def _response(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(session, body, responses.FIELDS)
-        (written,) = await session.chat(responses.read_response(body))
-        reply = responses.response_reply(session.policy, body, written)
-        return await _send(request, body, reply, responses.response_events(reply))
-
-    async def _message(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(session, body, anthropic_messages.FIELDS)
-        (written,) = await session.chat(anthropic_messages.read_messages(body))
-        reply = anthropic_messages.message_reply(session.policy, written)
-        return await _send(request, body, reply, anthropic_messages.message_events(reply))
 
     async def _count_tokens(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         self._check(session, body, anthropic_messages.FIELDS)
-        wish = anthropic_messages.read_messages(body)
-        return web.json_response({"input_tokens": len(self._policy.template.whole(wish.messages, wish.tools))})
+        asked = anthropic_messages.read(body)
+        return web.json_response({"input_tokens": len(self._policy.template.whole(asked.messages, asked.tools))})
 
     async def _generate(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         """Ids in, ids out, as trainers' own clients ask for them."""
         check_fields(body, {"model", "token_ids", "sampling_params"}, session.policy.params, self._policy.params)
         sampling = expect(body, "sampling_params", dict, "an object", {})
         check_fields(sampling, _SAMPLING_FIELDS, session.policy.params, self._policy.params)
-        limit = expect(sampling, "max_tokens", int, "a whole number >= 1", None)
+        limit = expect_count(sampling, "max_tokens")
         prompt_ids = expect(body, "token_ids", list, "a list of token ids")
         num = chat_completions.read_num(sampling)
         choices = []
         stop_ids = expect(sampling, "stop_token_ids", list, "a list of token ids", [])
-        for index, written in enumerate(await session.continue_ids(prompt_ids, num, limit, stop_ids)):
-            completion = written.completion
+        for index, reply in enumerate(await session.continue_ids(prompt_ids, num, limit, stop_ids)):
+            completion = reply.completion
             pairs = zip(completion.token_ids, completion.log_probs, strict=True)
             content = [{"token": f"token_id:{token_id}", "logprob": value} for token_id, value in pairs]
             choices.append(
@@ -206,7 +211,7 @@ class Endpoint:
                     "token_ids": completion.token_ids,
                     "finish_reason": completion.finish_reason,
                     "logprobs": {"content": content},
-                    "weight_versions": chat_completions.versions_json(completion),
+                    "weight_versions": versions_json(completion),
                 }
             )
         return web.json_response({"request_id": secrets.token_hex(12), "choices": choices})
@@ -233,7 +238,10 @@ class Endpoint:
     # ---- sessions
 
     def _holds_token(self, request: web.Request) -> bool:
-        return secrets.compare_digest(_digest(_key(request)), _digest(self.token))
+        holds = secrets.compare_digest(_digest(_key(request)), _digest(self.token))
+        if holds:
+            let_in(request)
+        return holds
 
     def _named(self, request: web.Request) -> Session:
         self._check_token(request)
@@ -249,7 +257,7 @@ class Endpoint:
 
     async def _open_session(self, request: web.Request) -> web.StreamResponse:
         self._check_token(request)
-        name = expect(await _json(request), "name", str, "text", None)
+        name = expect(await json_object(request), "name", str, "text", None)
         if any(session.name == name for session in self._open.values()):
             raise ValueError(f"session {name!r} is open; expected another name")
         session = self.open(secrets.token_hex(8) if name is None else name)
@@ -289,18 +297,7 @@ def _shown_path(request: web.Request) -> str:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
-
-
-async def _json(request: web.Request) -> dict[str, Any]:
-    raw = await body_of(request) or b"{}"
-    try:
-        body = parse_json(raw)
-    except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "the body is no JSON object")
-    return body
+    return hashlib.sha256(key.encode(errors="surrogatepass")).digest()  # a header may be no UTF-8
 
 
 async def _send(
@@ -311,9 +308,10 @@ async def _send(
         return web.json_response(reply)
     out = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await out.prepare(request)
-    for event in events:
-        await out.write(event)
-    await out.write_eof()
+    with suppress(ConnectionError):  # the client has gone
+        for event in events:
+            await out.write(event)
+        await out.write_eof()
     return out
 
 

@@ -1,14 +1,15 @@
-"""The writer of a run with agents: episodes instead of plain completions, each a session whose rows are learnt."""
+"""The sample generator of a run with agents: episodes in place of completions, each a session whose rows are learnt."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -18,26 +19,27 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.answer import TOOL_PARSERS
 from megarl.agents.chat import Chat
 from megarl.agents.endpoint import Endpoint
-from megarl.agents.limit_errors import is_refusal
 from megarl.agents.load import CHAT, PROCESS, load_episode
-from megarl.agents.process import EpisodeFailed, Job, Processes
+from megarl.agents.process import AgentProgram, EpisodeFailed, Processes, is_refusal
 from megarl.agents.session import Policy, Session
-from megarl.agents.transcript import transcript
 from megarl.data.chat import as_messages
-from megarl.data.template import ChatTemplate
-from megarl.plugins import describe
+from megarl.data.template import ChatTemplate, Message
+from megarl.plugins.load import describe
 from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import NoSample, Score, grouped, text_of
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
+from megarl.samples.sample import OF_AGENTS, REWARD_ERROR, LostRollout, Prompt, Row, Sample
 
 log = logging.getLogger(__name__)
 
 MODEL = "policy"  # the name of the model for agents
 ON_ERROR = ("unscored", "zero", "stop")
+# Of the messages of a long episode those that a transcript keeps; of many calls in one message the first.
+FIRST_MESSAGES, LAST_MESSAGES = 8, 24
+MAX_TEXT = 2000  # characters of a text of a transcript; the middle is left out
 MAX_LOGGED = 10  # logged errors; all are counted
 _LOOK_S = 0.1  # between two looks at an episode whose time is over once the servers answer
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
@@ -56,10 +58,10 @@ class _TimeIsUp(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class AgentSettings:
     """The keys of `agent.*`, and what else of a run episodes need."""
 
-    job: Job
+    program: AgentProgram
     history: str = "generated"
     tool_parser: str = "hermes"
     max_turns: int = 16
@@ -75,7 +77,7 @@ class Settings:
     special_tokens: bool = False  # what a reward reads has these
 
 
-class _Ended(NamedTuple):
+class _EpisodeEnd(NamedTuple):
     """An episode that is over: what it returned, or why it has no sample."""
 
     session: Session
@@ -83,13 +85,13 @@ class _Ended(NamedTuple):
     failure: NoSample | None = None
 
 
-_Episode = asyncio.Task[_Ended]
+_Episode = asyncio.Task[_EpisodeEnd]
 
 
 class Episodes:
-    """A writer: see rollout.collect.  Example:
+    """A `SampleGenerator`.  Example:
 
-        async with Episodes(settings, pool, tokenizer, score, piece_tokens=0) as episodes:
+        async with Episodes(settings, pool, tokenizer, score) as episodes:
             group = await episodes.group(prompt, n=8, params=params)
 
     The reward of an episode is what its function returns, else what it reported to the endpoint, else the sum of its
@@ -98,26 +100,25 @@ class Episodes:
     """
 
     def __init__(
-        self, settings: Settings, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, piece_tokens: int
+        self, settings: AgentSettings, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score
     ) -> None:
         self._settings, self._pool, self._tokenizer, self._score = settings, pool, tokenizer, score
         self._policy = Policy(
-            MODEL,
-            tokenizer,
-            ChatTemplate(tokenizer, settings=settings.template),
-            pool,
-            settings.training,
-            TOOL_PARSERS[settings.tool_parser],
-            settings.max_tokens,
-            settings.max_turns,
-            settings.history,
-            piece_tokens,
+            name=MODEL,
+            tokenizer=tokenizer,
+            template=ChatTemplate(tokenizer, settings=settings.template),
+            pool=pool,
+            params=settings.training,
+            tool_parser=TOOL_PARSERS[settings.tool_parser],
+            max_tokens=settings.max_tokens,
+            max_turns=settings.max_turns,
+            history=settings.history,
         )
-        job = settings.job
+        program = settings.program
         os.environ.update(settings.surroundings.environment)  # an agent's file may look at them when it is imported
-        self._fn = None if job.fn is None else load_episode(job.fn, job.arguments)
+        self._fn = None if program.fn is None else load_episode(program.fn, program.arguments)
         self._way = PROCESS if self._fn is None else self._fn.way
-        self._processes = Processes(job, num=settings.num_processes, surroundings=settings.surroundings)
+        self._processes = Processes(program, num=settings.num_processes, surroundings=settings.surroundings)
         self._endpoint: Endpoint | None = None
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._gives_rewards = self._has_warned = False  # whether an episode had one of its own
@@ -134,8 +135,8 @@ class Episodes:
     def counters(self) -> dict[str, float]:
         """Totals since the start: COUNTS.
 
-        errors and timeouts are episodes that failed, empty ones wrote nothing, and a limit ended the unrewarded ones
-        before they gave their reward.
+        errors and timeouts are episodes that failed, empty ones generated nothing, and a limit ended the unrewarded
+        ones before they gave their reward.
         """
         return {name: float(count) for name, count in self._counts.items()}
 
@@ -144,7 +145,7 @@ class Episodes:
     ) -> list[Sample] | LostRollout:
         """n episodes of one prompt, and with `greedy` one more whose answers are greedy.
 
-        An episode without a result leaves its group, as in `collect_group`.  Raises EpisodeError with on_error="stop".
+        An episode without a result leaves its group, as a completion does.  Raises EpisodeError with on_error="stop".
         """
         asked = [params] * n + [params.as_greedy()] * greedy
         async with asyncio.TaskGroup() as tasks:
@@ -169,14 +170,14 @@ class Episodes:
         try:
             outcome = ended.failure or ended.result or await self._reward(prompt, session, group)
         except asyncio.CancelledError:
-            self._pool.waste("cancelled", _num_written(rows))
+            self._pool.waste("cancelled", _num_generated(rows))
             raise
         if isinstance(outcome, NoSample):
-            self._pool.waste("lost" if outcome.is_lost else "unscored", _num_written(rows))
+            self._pool.waste("lost" if outcome.is_lost else "unscored", _num_generated(rows))
             return outcome
         return self._made(prompt, session, rows, outcome)
 
-    async def _ended(self, prompt: Prompt, name: str, policy: Policy) -> _Ended:
+    async def _ended(self, prompt: Prompt, name: str, policy: Policy) -> _EpisodeEnd:
         """An episode from its beginning to its end, which closes its session."""
         self._counts[EPISODES] += 1
         session = self._endpoint.open(name, policy) if self._endpoint else Session(name, policy)
@@ -194,7 +195,7 @@ class Episodes:
             else:
                 session.close()
 
-    async def _run(self, prompt: Prompt, session: Session) -> _Ended:
+    async def _run(self, prompt: Prompt, session: Session) -> _EpisodeEnd:
         result, error = None, None
         try:
             result = await self._limited(session, self._call(prompt, session))
@@ -202,11 +203,11 @@ class Episodes:
             error = raised
         if session.fatal is not None:
             raise session.fatal
-        if session.failure is not None:  # the servers', not the agent's, whatever it made of it
-            return _Ended(session, failure=NoSample(session.failure, is_lost=True))
-        if error is None or (session.over_limit and _tells_it(error)):
+        if session.failure is not None:  # a fault of the servers, also if the agent raised another error
+            return _EpisodeEnd(session, failure=NoSample(session.failure, is_lost=True))
+        if error is None or (session.over_limit and _is_end_at_limit(error)):
             self._gives_rewards |= bool(result is not None or session.reward is not None or session.turn_rewards)
-            return _Ended(session, result)
+            return _EpisodeEnd(session, result)
         if isinstance(error, _TimeIsUp):
             self._counts[TIMEOUTS] += 1
             return self._failed(session, f"no end within {self._settings.timeout_s:g} s")
@@ -217,16 +218,16 @@ class Episodes:
         if self._way != CHAT and self._settings.system_prompt is not None:
             prompt = replace(prompt, text=as_messages(prompt.text, self._settings.system_prompt))
         if self._way == PROCESS:
-            assert self._endpoint is not None, "the writer is entered"
+            assert self._endpoint is not None, "the generator is entered"
             return await self._processes.run(prompt, self._endpoint.url_of(session), session.key, model=MODEL)
         assert self._fn is not None, "a command runs in a process"
         if self._way == CHAT:
-            own: dict[str, Any] = {"chat": Chat(session, as_messages(prompt.text, self._settings.system_prompt))}
+            given: dict[str, Any] = {"chat": Chat(session, as_messages(prompt.text, self._settings.system_prompt))}
         else:
-            assert self._endpoint is not None, "the writer is entered"
-            own = {"base_url": self._endpoint.url_of(session) + "/v1", "api_key": session.key}
+            assert self._endpoint is not None, "the generator is entered"
+            given = {"base_url": self._endpoint.url_of(session) + "/v1", "api_key": session.key}
         try:
-            value = await self._fn.call(**own, prompt=prompt)
+            value = await self._fn.call(**given, prompt=prompt)
         except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # SystemExit, and what packages made of it, would end the collector
@@ -242,7 +243,7 @@ class Episodes:
         deadline = time.monotonic() + self._settings.timeout_s
         try:
             while not task.done():
-                left = deadline + session.waiting.seconds - time.monotonic()
+                left = deadline + session.waiting.read() - time.monotonic()
                 if left <= 0 or exhausted.done():
                     raise _TimeIsUp
                 both = (task, exhausted)
@@ -254,19 +255,19 @@ class Episodes:
                 task.cancel()
                 await asyncio.wait([task], timeout=_GRACE_S)
 
-    def _failed(self, session: Session, sentence: str) -> _Ended:
+    def _failed(self, session: Session, sentence: str) -> _EpisodeEnd:
         sentence = f"episode {session.name}: {sentence}"
-        how, count = self._settings.on_error, self._counts[ERRORS] + self._counts[TIMEOUTS]
-        if how == "stop":
+        on_error, count = self._settings.on_error, self._counts[ERRORS] + self._counts[TIMEOUTS]
+        if on_error == "stop":
             raise EpisodeError(sentence)
         if count <= MAX_LOGGED:
-            what = "counted as 0" if how == "zero" else "it leaves its group"
+            what = "counted as 0" if on_error == "zero" else "it leaves its group"
             more = "; further ones are only counted" if count == MAX_LOGGED else ""
             log.warning("%s; %s%s", sentence, what, more)
-        if how == "zero":
+        if on_error == "zero":
             session.turn_rewards.clear()
-            return _Ended(session, RewardResult(0.0, {REWARD_ERROR: 1.0}))
-        return _Ended(session, failure=NoSample(sentence))
+            return _EpisodeEnd(session, RewardResult(0.0, {REWARD_ERROR: 1.0}))
+        return _EpisodeEnd(session, failure=NoSample(sentence))
 
     async def _reward(self, prompt: Prompt, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample:
         """Of an episode that returned no reward."""
@@ -291,13 +292,13 @@ class Episodes:
             return RewardResult(self._settings.over_limit_reward)
         if not self._gives_rewards:
             await asyncio.wait(group)
-        how = f"episode {session.name}: a limit ended it without a reward of its own"
+        what = f"episode {session.name}: a limit ended it without a reward of its own"
         if self._gives_rewards:
             self._counts[UNREWARDED] += 1
-            return NoSample(f"{how}, which others have; expected agent.over_limit_reward=NUMBER to give it one")
+            return NoSample(f"{what}, which others have; expected agent.over_limit_reward=NUMBER to give it one")
         if not self._has_warned:
             self._has_warned = True
-            log.warning("%s, and no other had one so far: reward.fn scores its last answer", how)
+            log.warning("%s, and no other had one so far: reward.fn scores its last answer", what)
         return None
 
     def _made(self, prompt: Prompt, session: Session, rows: Sequence[Row], result: RewardResult) -> Sample:
@@ -305,11 +306,11 @@ class Episodes:
         if of_turns:
             rows = [replace(row, rewards=tuple(of_turns[span.turn] for span in row.learnt)) for row in rows]
         text = "\n\n".join(str(self._tokenizer.decode(row.token_ids)) for row in rows)
-        reward = math.fsum((result.reward, *of_turns.values()))  # in whichever order the turns got theirs
+        reward = math.fsum((result.reward, *of_turns.values()))  # independent of the order in which turns got theirs
         extra = {**result.extra, **numbers_of(session, rows)}
         truncated = session.over_limit or session.truncated
-        how: dict[str, Any] = {"truncated": truncated, "pred": result.pred, "messages": transcript(session.messages)}
-        return Sample(prompt, tuple(rows), reward, extra, text=text, **how)
+        messages = transcript(session.messages)
+        return Sample(prompt, tuple(rows), reward, extra, None, text, truncated, result.pred, messages)
 
 
 def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
@@ -319,12 +320,12 @@ def numbers_of(session: Session, rows: Sequence[Row]) -> dict[str, float]:
     return {OF_AGENTS + name: float(count) for name, count in counts.items()}
 
 
-def _tells_it(error: Exception) -> bool:
+def _is_end_at_limit(error: Exception) -> bool:
     """Whether an agent whose request was refused for a limit ended for that: it may have a fault behind the limit."""
     return isinstance(error, _TimeIsUp) or (error.refused if isinstance(error, EpisodeFailed) else is_refusal(error))
 
 
-def _num_written(rows: Sequence[Row]) -> int:
+def _num_generated(rows: Sequence[Row]) -> int:
     return sum(len(row.log_probs) for row in rows)
 
 
@@ -333,3 +334,44 @@ async def _result(task: asyncio.Future[RewardResult | None]) -> RewardResult | N
     if task.cancelled():
         raise EpisodeFailed("a part of it was cancelled, by the agent itself")
     return await task
+
+
+def transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """An episode's messages for readers: [{"role", "text"}], with "reasoning" and "calls" [{"name", "arguments"}].
+
+    Messages out of the middle of a long episode are one of the role "left out".
+    """
+    if (num_left_out := len(messages) - FIRST_MESSAGES - LAST_MESSAGES) <= 0:
+        return [_shown(message) for message in messages]
+    gap = {"role": "left out", "text": f"{num_left_out} messages"}
+    return [*map(_shown, messages[:FIRST_MESSAGES]), gap, *map(_shown, messages[-LAST_MESSAGES:])]
+
+
+def _shown(message: Message) -> dict[str, Any]:
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    shown: dict[str, Any] = {"role": str(message["role"]), "text": _text(message.get("content"))}
+    if reasoning := message.get("reasoning_content"):
+        shown["reasoning"] = _text(reasoning)
+    if calls:
+        names = ("name", "arguments")
+        shown["calls"] = [{name: _text(call.get(name)) for name in names} for call in calls[:FIRST_MESSAGES]]
+    return shown
+
+
+def _text(content: object) -> str:
+    """A content, which may be a list of parts as OpenAI's clients send them, as one short text."""
+    if isinstance(content, Iterable) and not isinstance(content, str | dict):
+        content = "\n".join(part["text"] if _is_text(part) else _json(part) for part in content)
+    text = "" if content is None else content if isinstance(content, str) else _json(content)
+    half = MAX_TEXT // 2
+    return (
+        text if len(text) <= MAX_TEXT else f"{text[:half]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-half:]}"
+    )
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from megarl.agents.adapters import ADAPTERS
-from megarl.plugins import absolute, is_async, user_function
+from megarl.plugins.load import absolute, is_async, user_function
 
+# prefix of agent.fn -> module
+ADAPTERS: dict[str, str] = {
+    "tools": "megarl.agents.adapters.tools",
+    "verifiers": "megarl.agents.adapters.verifiers",
+}
 CHAT, ENDPOINT, PROCESS = "chat", "endpoint", "process"
 _OWN = ("chat", "base_url", "api_key", "prompt")  # parameters that an episode gets from us
 _WANTED = "async def episode(chat, prompt), async def or def episode(base_url, prompt), or (base_url, api_key, prompt)"

@@ -2,7 +2,7 @@
 
 Each episode has a new process with a limit of memory, and in a process group of its own.  Its variables are those with
 which the collector began, which has none of the run's secrets, and those of `surroundings`.
-When the episode ends, in whichever way, everything that it started is ended too.
+When the episode ends, for any reason, everything that it started is ended too.
 """
 
 from __future__ import annotations
@@ -11,30 +11,40 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import tempfile
 import threading
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.agents.limit_errors import is_refusal
 from megarl.agents.load import load_episode
-from megarl.plugins import describe
+from megarl.io.environment import start_fork_server
+from megarl.io.job_signals import leave_to_driver
+from megarl.plugins.load import describe
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.rollout.pool.slots import Slots
-from megarl.sample import Prompt, line_of
-from megarl.sandbox.environment import start_fork_server
+from megarl.samples.sample import Prompt, line_of
 
+_END = signal.SIGUSR2  # from the collector; SIGTERM may come from elsewhere, and must not cut an episode
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
 _KEPT_BYTES = 4096  # the end of what a program printed
+_STATUS = ("status", "status_code", "code")  # where clients keep it
+# And what their messages contain: the code and the sentences of OverLimit, or the status as clients write it.
+_SENTENCES = re.compile(
+    r"context_length_exceeded|the episode has \d+ turns, and may have \d+: it is over"
+    r"|the episode \d+ of its \d+ left: it is over"
+    r"|\b(?:Error code: 400|HTTP Error 400: |returned error: 400|400, message=|400 Client Error: )"
+    r"|Client error '400 "
+)
 
 
 class EpisodeFailed(Exception):
@@ -46,7 +56,7 @@ class EpisodeFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class AgentProgram:
     """What a process runs: the function of agent.fn, or the program of agent.command."""
 
     fn: str | None
@@ -65,15 +75,15 @@ class Job:
 class Processes:
     """Example:
 
-        processes = Processes(job, num=16)
+        processes = Processes(program, num=16)
         async with processes.slot():
             result = await processes.run(prompt, url, key, model="policy")
 
     At most `num` run at a time: hold `slot`.  `surroundings`: limits and further variables of a process.
     """
 
-    def __init__(self, job: Job, *, num: int, surroundings: Surroundings | None = None) -> None:
-        self._job, self._surroundings = job, surroundings or Surroundings()
+    def __init__(self, program: AgentProgram, *, num: int, surroundings: Surroundings | None = None) -> None:
+        self._program, self._surroundings = program, surroundings or Surroundings()
         self._slots = Slots(num)
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
 
@@ -94,7 +104,7 @@ class Processes:
         ours, theirs = self._context.Pipe(duplex=False)
         environment = {**self._surroundings.environment, **variables(url, key, model)}
         surroundings = replace(self._surroundings, environment=environment)
-        arguments = (theirs, self._job, prompt, (url + "/v1", key, model), surroundings)
+        arguments = (theirs, self._program, prompt, (url + "/v1", key, model), surroundings)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
         starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # it may wait for the fork server
         try:
@@ -104,20 +114,20 @@ class Processes:
             try:
                 if not ours.poll():  # what it left behind may hold the other end
                     raise EOFError
-                said = json.loads(ours.recv_bytes())
+                outcome = json.loads(ours.recv_bytes())
             except EOFError:
                 await _readable(process.sentinel)
                 process.join()
                 raise EpisodeFailed(f"its process died with exit code {process.exitcode}") from None
         finally:
-            await asyncio.wait([starting])  # nobody else would end it
+            await asyncio.wait([starting])  # nothing else would end it
             theirs.close()
             ours.close()
             if process.pid is not None:
                 await _end(process)
-        if "error" in said:
-            raise EpisodeFailed(said["error"], refused=said["refused"])
-        return RewardResult(said["reward"], said["extra"]) if "reward" in said else None
+        if "error" in outcome:
+            raise EpisodeFailed(outcome["error"], refused=outcome["refused"])
+        return RewardResult(outcome["reward"], outcome["extra"]) if "reward" in outcome else None
 
 
 def variables(url: str, key: str, model: str) -> dict[str, str]:
@@ -139,6 +149,17 @@ def text_of(prompt: Prompt) -> str:
     if len(prompt.text) == 1:
         return str(prompt.text[0]["content"])
     return "\n".join(map(line_of, prompt.text))
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether this is the error of a request that was refused, or was raised `from` one: no fault behind it.
+
+    Clients have errors of their own, and what is in another process, or a program's last words, is text alone.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_refusal, error.exceptions))
+    is_one = any(getattr(error, name, None) == 400 for name in _STATUS) or _SENTENCES.search(str(error)) is not None
+    return is_one or (error.__cause__ is not None and is_refusal(error.__cause__))
 
 
 # ---- in the process of the collector
@@ -166,7 +187,9 @@ async def _end(process: ForkServerProcess) -> None:
     """A process ends what it started and then itself; a guard does it for one that has to be killed."""
     try:
         if process.is_alive():
-            process.terminate()
+            assert process.pid is not None, "it was started"
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, _END)
         async with asyncio.timeout(_GRACE_S):
             await _readable(process.sentinel)
     except TimeoutError:
@@ -183,44 +206,45 @@ async def _end(process: ForkServerProcess) -> None:
 # ---- in the process of the episode
 
 
-class _Ended(BaseException):
+class _EndedByCollector(BaseException):
     """The collector ends the episode.  Not an Exception, so that an agent that catches those ends too."""
 
 
 def _main(
     connection: Connection,
-    job: Job,
+    program: AgentProgram,
     prompt: Prompt,
     where: tuple[str, str, str],
     surroundings: Surroundings,
 ) -> None:
-    said, code = b"", 0
+    outcome, code = b"", 0
     try:
         try:
-            signal.signal(signal.SIGTERM, _on_end)
+            signal.signal(_END, _on_end)
             os.environ.update(surroundings.environment)
             surroundings.set_up()
-            said = json.dumps(_said(job, prompt, where)).encode()
-        finally:  # whatever comes, also just now: behind this line no signal keeps the children
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except _Ended:
+            leave_to_driver(runs_users_code=True)
+            outcome = json.dumps(_outcome(program, prompt, where)).encode()
+        finally:  # also if the signal comes just now: after this line no signal can keep the children
+            signal.signal(_END, signal.SIG_IGN)
+    except _EndedByCollector:
         pass
     except Exception:
         traceback.print_exc()
         code = 1
     try:
-        if said:
-            connection.send_bytes(said)
+        if outcome:
+            connection.send_bytes(outcome)
     finally:
         end_children()
         os._exit(code)  # no thread of the agent keeps the process
 
 
-def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, Any]:
+def _outcome(program: AgentProgram, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, Any]:
     try:
-        value = job.run(prompt, *where)
+        value = program.run(prompt, *where)
         return {} if value is None else vars(to_result(value))
-    except _Ended:
+    except _EndedByCollector:
         raise
     except BaseException as error:
         sentence = str(error) if isinstance(error, EpisodeFailed) else describe(error)
@@ -228,8 +252,8 @@ def _said(job: Job, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, An
 
 
 def _on_end(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise _Ended
+    signal.signal(_END, signal.SIG_IGN)
+    raise _EndedByCollector
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
@@ -260,8 +284,8 @@ def _run_program(words: Sequence[str], text: str) -> None:
     reader.join(1.0)  # something that it left behind may hold its output open
     if code:
         lines = printed.decode(errors="replace").strip().splitlines()
-        said = f"; the last that it said: {lines[-1]}" if lines else ""
-        raise EpisodeFailed(f"{Path(words[0]).name} ended with exit code {code}{said}")
+        last = f"; the last that it said: {lines[-1]}" if lines else ""
+        raise EpisodeFailed(f"{Path(words[0]).name} ended with exit code {code}{last}")
 
 
 def _keep_end(stream: IO[bytes], kept: bytearray) -> None:

@@ -1,4 +1,4 @@
-"""Refuses what a request may not ask: fields that would give other log-probs than the policy's, and unknown ones."""
+"""Refuses requests that cannot be served, such as fields that would give other log-probs than the policy's."""
 
 from __future__ import annotations
 
@@ -97,6 +97,12 @@ def expect(body: Mapping[str, Any], name: str, kind: Any, wanted: str, default: 
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
         raise Refused(400, f"{name}={value!r}: expected {wanted}")
     return value
+
+
+def expect_count(body: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    """A field that is a whole number of at least 1, or absent."""
+    number: int | None = expect(body, name, int, "a whole number >= 1", default)
+    return number
 
 
 def text_of(content: Any, where: str) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.agents.chat_completions import read_tool_choice, sse
-from megarl.agents.refusals import Refused, expect, text_of
-from megarl.agents.session import Policy, Wish, Written
+from megarl.agents.refusals import Refused, expect, expect_count, text_of
+from megarl.agents.session import ChatReply, ChatRequest, Policy
 
-FIELDS = {"model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "stream_options"}
+FIELDS = frozenset(
+    ("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "stream_options")
+)
 
 
-def read_response(body: Mapping[str, Any]) -> Wish:
+def read(body: Mapping[str, Any]) -> ChatRequest:
     """Raises Refused for a request of another form."""
     given = body.get("input")
     items = (
@@ -34,10 +36,10 @@ def read_response(body: Mapping[str, Any]) -> Wish:
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)} for tool in tools
     ]
-    return Wish(
+    return ChatRequest(
         messages,
         [{"type": "function", "function": function} for function in functions],
-        max_tokens=expect(body, "max_output_tokens", int, "a whole number >= 1", None),
+        max_tokens=expect_count(body, "max_output_tokens"),
         read_calls=read_tool_choice(body.get("tool_choice")),
     )
 
@@ -68,9 +70,10 @@ def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def response_reply(policy: Policy, body: Mapping[str, Any], written: Written) -> dict[str, Any]:
-    cut = written.completion.finish_reason == "length"
-    num_prompt, num_written = len(written.prompt_ids), len(written.completion.token_ids)
+def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
+    (reply,) = replies
+    cut = reply.completion.finish_reason == "length"
+    num_prompt, num_generated = len(reply.prompt_ids), len(reply.completion.token_ids)
     return {
         "id": _new("resp"),
         "object": "response",
@@ -81,7 +84,7 @@ def response_reply(policy: Policy, body: Mapping[str, Any], written: Written) ->
         "instructions": body.get("instructions"),
         "metadata": {},
         "model": policy.name,
-        "output": _items(written, "incomplete" if cut else "completed"),
+        "output": _items(reply, "incomplete" if cut else "completed"),
         "parallel_tool_calls": True,
         "previous_response_id": None,
         "temperature": policy.params.temperature,
@@ -91,23 +94,23 @@ def response_reply(policy: Policy, body: Mapping[str, Any], written: Written) ->
         "usage": {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": num_written,
+            "output_tokens": num_generated,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": num_prompt + num_written,
+            "total_tokens": num_prompt + num_generated,
         },
     }
 
 
-def _items(written: Written, status: str) -> list[dict[str, Any]]:
+def _items(reply: ChatReply, status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    if written.answer.reasoning:
-        thought = [{"type": "reasoning_text", "text": written.answer.reasoning}]
+    if reply.answer.reasoning:
+        thought = [{"type": "reasoning_text", "text": reply.answer.reasoning}]
         items.append({"id": _new("rs"), "type": "reasoning", "summary": [], "content": thought, "status": status})
-    if written.answer.content or not written.answer.tool_calls:
-        part = {"type": "output_text", "text": written.answer.content, "annotations": [], "logprobs": []}
+    if reply.answer.content or not reply.answer.tool_calls:
+        part = {"type": "output_text", "text": reply.answer.content, "annotations": [], "logprobs": []}
         item = {"id": _new("msg"), "type": "message", "role": "assistant", "content": [part], "status": status}
         items.append(item)
-    for call in written.message.get("tool_calls", ()):
+    for call in reply.message.get("tool_calls", ()):
         function = {"call_id": call["id"], **call["function"]}
         items.append({"id": _new("fc"), "type": "function_call", "status": status, **function})
     return items
@@ -117,7 +120,7 @@ def _new(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-def response_events(reply: Mapping[str, Any]) -> Iterator[bytes]:
+def events(reply: Mapping[str, Any], _: Mapping[str, Any]) -> Iterator[bytes]:
     """Each item as one delta."""
     for number, (event, value) in enumerate(_events(reply)):
         yield sse({"type": event, "sequence_number": number, **value}, event)

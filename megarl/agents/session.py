@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.answer import Answer, ToolParser, read_answer
-from megarl.agents.conversation import Asked, Conversation, Turn
+from megarl.agents.conversation import Conversation, RenderedPrompt, Turn
 from megarl.agents.refusals import OverLimit, Refused
 from megarl.data.template import OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
-from megarl.rollout.pieces import write
-from megarl.rollout.pool.meter import Waiting
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
-from megarl.rollout.pool.pool_server import NoFilesLeft
+from megarl.rollout.continuation import generate_completion
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool_server import NoFilesLeft, RolloutFailed
+from megarl.rollout.pool.slots import Waiting
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Completion
+from megarl.samples.sample import Completion
 
 MAX_IDS = 1 << 31  # of a vocabulary whose size is not known
-MAX_REFUSED = 32  # requests over the limit, one after the other; then nobody reads the refusals
+MAX_REFUSED = 32  # requests over the limit, one after the other; then the agent does not read the refusals
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The model as agents see it, and how it writes."""
+    """The model as agents see it, and how it generates."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
@@ -42,16 +42,15 @@ class Policy:
     max_tokens: int  # of all rows of an episode: prompts, answers, and what is between them
     max_turns: int = 1 << 30  # answers in an episode
     history: str = "generated"  # see conversation.HISTORIES
-    piece_tokens: int = 0  # see pieces.write
-    urgent: bool = False  # see pieces.write
+    urgent: bool = False  # see generate_completion
 
     def text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What an agent asks for, whichever API it speaks: messages and tools in the form of OpenAI's chat completions."""
+class ChatRequest:
+    """A request in any of the APIs: messages and tools in the form of OpenAI's chat completions."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -60,8 +59,8 @@ class Wish:
     read_calls: bool = True  # False: tool_choice is "none"
 
 
-class Written(NamedTuple):
-    """An answer: as the model wrote it, as the agent gets it, and as a message of chat completions."""
+class ChatReply(NamedTuple):
+    """An answer: as the model generated it, as the agent gets it, and as a message of chat completions."""
 
     turn: int
     prompt_ids: list[int]
@@ -70,7 +69,7 @@ class Written(NamedTuple):
     message: dict[str, Any]
 
 
-class Asking(NamedTuple):
+class PendingRequest(NamedTuple):
     """Answers under way: the turn whose row they extend, how many they are, how long their rows become at most."""
 
     row: int | None
@@ -97,15 +96,15 @@ class Session:
         self.closed = self.over_limit = self.truncated = False
         self.exhausted, self._num_refused = asyncio.Event(), 0
         self.failure: str | None = None
-        self.fatal: NoFilesLeft | None = None  # ends the run, whatever the agent makes of it
+        self.fatal: NoFilesLeft | None = None  # ends the run, also if the agent catches it
         self.waiting = Waiting()
         self.messages: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self._running: set[asyncio.Future[Any]] = set()
-        self._asked: Counter[Asking] = Counter()  # under way
+        self._pending: Counter[PendingRequest] = Counter()  # under way
         self._left = contextlib.ExitStack()
-        self._home, self._affinity = self._left.enter_context(policy.pool.session(1))
+        self._affinity = self._left.enter_context(policy.pool.session(1))
 
     def close(self) -> None:
         """End running requests; further ones are refused, so that a finished episode never changes."""
@@ -114,61 +113,56 @@ class Session:
             running.cancel()
         self._left.close()
 
-    async def chat(self, wish: Wish) -> list[Written]:
+    async def chat(self, request: ChatRequest) -> list[ChatReply]:
         """Answers to messages.  Raises ValueError if the template refuses them, Refused, RolloutFailed."""
-        if not wish.messages or wish.messages[-1]["role"] == "assistant":
+        if not request.messages or request.messages[-1]["role"] == "assistant":
             raise Refused(
                 400, "messages: the last one is the assistant's or there is none; expected a question behind it"
             )
-        asked = self.conversation.prompt(wish.messages, wish.tools)
-        parser = self.policy.tool_parser if wish.tools and wish.read_calls else None
-        opened = self.policy.text(asked.prompt_ids[-4:]).rstrip().endswith(OPEN)
-        written = []
-        for completion in await self._write(asked, wish.num, wish.max_tokens):
-            self._note_end(completion, wish.max_tokens)
-            text = self.policy.text(without_stop(completion))
-            answer = read_answer(text, opened=opened, parser=parser)
+        prompt = self.conversation.prompt(request.messages, request.tools)
+        parser = self.policy.tool_parser if request.tools and request.read_calls else None
+        opened = self.policy.text(prompt.prompt_ids[-4:]).rstrip().endswith(OPEN)
+        replies = []
+        for completion in await self._generate(prompt.prompt_ids, request.num, request.max_tokens):
+            self._note_end(completion, request.max_tokens)
+            answer = read_answer(self.policy.text(without_stop(completion)), opened=opened, parser=parser)
             self.counts["tool_calls"] += len(answer.tool_calls)
             self.counts["malformed_tool_calls"] += answer.malformed_calls
             message = self._message(answer)
-            turn = self.conversation.add(asked, completion, message)
-            self.messages = [*wish.messages, message]
-            written.append(Written(turn, asked.prompt_ids, completion, answer, message))
-        return written
+            turn = self.conversation.add(prompt, completion, message)
+            self.messages = [*request.messages, message]
+            replies.append(ChatReply(turn, prompt.prompt_ids, completion, answer, message))
+        return replies
 
     async def continue_ids(
         self, prompt_ids: list[int], num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
-    ) -> list[Written]:
+    ) -> list[ChatReply]:
         """The same for a prompt of ids.  `stop_ids`: tokens that end these answers too."""
-        most = (self.policy.pool.num_ids or MAX_IDS) - 1
+        most = (self.policy.pool.settings.num_ids or MAX_IDS) - 1
         for token in (*prompt_ids, *stop_ids):
-            if not isinstance(token, int) or not 0 <= token <= most:
+            if type(token) is not int or not 0 <= token <= most:
                 raise Refused(400, f"{token!r} is no token id: expected 0 to {most}")
         if not prompt_ids:
             raise Refused(400, "the prompt has no token ids: expected one or more")
-        asked = Asked(prompt_ids)
-        written = []
-        for completion in await self._write(asked, num, max_tokens, stop_ids):
+        replies = []
+        for completion in await self._generate(prompt_ids, num, max_tokens, stop_ids):
             self._note_end(completion, max_tokens)
             answer = Answer(self.policy.text(without_stop(completion)))
-            written.append(Written(self.conversation.add(asked, completion), prompt_ids, completion, answer, {}))
-        return written
+            turn = self.conversation.add(RenderedPrompt(prompt_ids), completion)
+            replies.append(ChatReply(turn, prompt_ids, completion, answer, {}))
+        return replies
 
-    async def _write(
-        self, asked: Asked, num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
+    async def _generate(
+        self, prompt_ids: list[int], num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
     ) -> list[Completion]:
-        asking, room = await self._reserved(asked.prompt_ids, num, max_tokens)
+        pending, room = await self._reserved(prompt_ids, num, max_tokens)
         earlier = self.failure
         params = self.policy.params
-        params = replace(
-            params,
-            max_new_tokens=room,
-            stop_token_ids=(*params.stop_token_ids, *stop_ids),
-        )
-        tasks = [asyncio.create_task(self._one(asked.prompt_ids, params)) for _ in range(num)]
+        params = replace(params, max_new_tokens=room, stop_token_ids=(*params.stop_token_ids, *stop_ids))
+        tasks = [asyncio.create_task(self._one(prompt_ids, params)) for _ in range(num)]
         running = asyncio.gather(*tasks)
         self._running.add(running)
-        self._asked[asking] += 1
+        self._pending[pending] += 1
         try:
             completions = await running
         except NoFilesLeft as error:
@@ -185,16 +179,16 @@ class Session:
             raise
         finally:
             self._running.discard(running)
-            self._asked -= Counter([asking])
+            self._pending -= Counter([pending])
             for task in tasks:
                 task.cancel()
-        if self.closed:  # since they were written
+        if self.closed:  # since they were generated
             raise closed(self.name)
         if self.failure is earlier:  # a request that fails meanwhile is another one
             self.failure = None
         return completions
 
-    async def _reserved(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
+    async def _reserved(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[PendingRequest, int]:
         """Room for `num` answers, and how long each may become.  Waits for answers under way, which may leave some.
 
         Raises OverLimit if there is no room.
@@ -215,16 +209,16 @@ class Session:
                     raise
             await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
 
-    def _room(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[Asking, int]:
+    def _room(self, prompt_ids: list[int], num: int, max_tokens: int | None) -> tuple[PendingRequest, int]:
         policy, conversation = self.policy, self.conversation
-        turns = len(conversation.turns) + sum(asking.num for asking in self._asked.elements())
+        turns = len(conversation.turns) + sum(pending.num for pending in self._pending.elements())
         if turns + num > policy.max_turns:
             raise OverLimit(f"the episode has {turns} turns, and may have {policy.max_turns}: it is over")
         row = conversation.extended(prompt_ids)
-        if any(asking.row == row for asking in self._asked):  # one of them extends it, the other begins a new row
+        if any(pending.row == row for pending in self._pending):  # one of them extends it, the other begins a new row
             row = None
         held = 0 if row is None else conversation.turns[row].end
-        left = policy.max_tokens - conversation.num_tokens - sum(map(self._added, self._asked.elements()))
+        left = policy.max_tokens - conversation.num_tokens - sum(map(self._added, self._pending.elements()))
         room = (left + held) // num - len(prompt_ids)
         if room < 1:
             raise OverLimit(
@@ -232,13 +226,13 @@ class Session:
                 f"{policy.max_tokens} left: it is over"
             )
         room = min(room, policy.params.max_new_tokens, max_tokens or room)
-        return Asking(row, num, num * (len(prompt_ids) + room)), room
+        return PendingRequest(row, num, num * (len(prompt_ids) + room)), room
 
-    def _added(self, asking: Asking) -> int:
+    def _added(self, pending: PendingRequest) -> int:
         """The tokens that answers under way add to the rows: all, if another answer has extended theirs meanwhile."""
-        conversation, row = self.conversation, asking.row
+        conversation, row = self.conversation, pending.row
         held = 0 if row is None or not conversation.is_leaf(row) else conversation.turns[row].end
-        return asking.tokens - held
+        return pending.tokens - held
 
     def _note_end(self, completion: Completion, max_tokens: int | None) -> None:
         """`max_tokens`: what the agent asked for itself."""
@@ -248,9 +242,15 @@ class Session:
     async def _one(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
         policy = self.policy
         params = for_completion(params, self.name, next(self._numbers))
-        how: dict[str, Any] = {"piece_tokens": policy.piece_tokens, "urgent": policy.urgent, "waiting": self.waiting}
-        how["num_known"] = self.conversation.num_known(prompt_ids)
-        return await write(policy.pool, prompt_ids, params, prefer=self._home, affinity=self._affinity, **how)
+        return await generate_completion(
+            policy.pool,
+            prompt_ids,
+            params,
+            affinity=self._affinity,
+            urgent=policy.urgent,
+            waiting=self.waiting,
+            num_known=self.conversation.num_known(prompt_ids),
+        )
 
     def _message(self, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {

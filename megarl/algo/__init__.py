@@ -6,7 +6,7 @@ Called by the driver with whole batches (`overlong_penalty`, `estimate`, `correc
 with packed micro-batches (`ActorLoss`, `CriticLoss`).
 
 Tables of choices (registry.py), filled by a decorator on each function: POLICY_LOSSES, ADV_ESTIMATORS, KL_ESTIMATORS,
-AGG_MODES.  README.md has a row for each entry; `megarl/declared.py` reads the decorators for the configuration.
+AGG_MODES.  README.md has a row for each entry; `megarl/plugins/declared.py` reads the decorators for the configuration.
 """
 
 from megarl.algo.advantages.estimate import check_estimator_args, estimate
@@ -24,9 +24,9 @@ from megarl.algo.registry import (
     register_kl,
     register_policy_loss,
 )
-from megarl.algo.reward_shaping import is_informative, overlong_filter, overlong_penalty
+from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
 from megarl.algo.step_columns import step_columns
-from megarl.plugins import load_plugins
+from megarl.plugins.load import load_plugins
 
 __all__ = [
     "ADV_ESTIMATORS",
@@ -43,7 +43,6 @@ __all__ = [
     "check_estimator_args",
     "correct",
     "estimate",
-    "is_informative",
     "kl_estimate",
     "leave_out_old",
     "load_plugins",

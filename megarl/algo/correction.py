@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl.algo.finite import require_finite
 from megarl.algo.segments import clean, segment_count, segment_mean, segment_sum
-from megarl.batch import Batch, Stat, Stats
-from megarl.token_age import by_age, token_ages
+from megarl.samples.batch import Batch, Stat, Stats
+from megarl.samples.token_age import by_age, token_ages
 
 LIMIT = 20.0  # of every exponent
 LEVELS = ("token", "sequence", "geometric")

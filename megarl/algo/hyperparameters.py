@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.algo.registry import COLUMN_KEYWORDS, POLICY_LOSSES
-from megarl.declared import argument_faults
+from megarl.plugins.declared import argument_faults
 
 CLIP_KEYS = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "clip_c": "clip_ratio_c"}
 

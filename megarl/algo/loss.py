@@ -17,15 +17,15 @@ import torch
 from torch import Generator, Tensor
 
 from megarl.algo.distillation import Distillation
-from megarl.algo.hyperparameters import check_hyperparameters, hyperparameters_of, keyword_names, with_keys
+from megarl.algo.documented.losses import DocumentedLoss
+from megarl.algo.hyperparameters import check_hyperparameters, hyperparameters_of, keyword_names
 from megarl.algo.kl import FULL, kl_estimate, with_gradient_of_k2
-from megarl.algo.losses.ratio import HyperparameterError, importance_ratio
+from megarl.algo.losses.ratio import importance_ratio
 from megarl.algo.losses.value import value_loss
 from megarl.algo.registry import COLUMN_KEYWORDS, POLICY_LOSSES
 from megarl.algo.segments import clean
 from megarl.algo.tally import Tally
-from megarl.algo.verl_compat.losses import DocumentedLoss
-from megarl.batch import Batch, LossOutput
+from megarl.samples.batch import Batch, LossOutput
 
 OLD = "old_log_probs"  # a column of the batch
 OWN_STATS = (
@@ -55,14 +55,10 @@ class ActorLoss:
     distillation: Distillation | None = None  # add the divergence from teachers
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for an invalid combination of settings; needs no model."""
+        """Raises: ValueError for unknown hyperparameters; `rehearsal.rehearse` tests the functions themselves."""
         check_hyperparameters(self.policy_loss, self._clips(), self.args)
         assert self.use_kl_loss or not self.kl_importance, "kl_importance weighs the KL, and there is none"
-        assert not (self.kl_importance and self._kl_is_full), "the full KL samples nothing that a ratio could correct"
-        try:
-            self._rehearse()
-        except HyperparameterError as error:
-            raise ValueError(with_keys(self.policy_loss, str(error))) from None
+        assert not (self.kl_importance and self.kl_is_full), "the full KL samples nothing that a ratio could correct"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -80,7 +76,7 @@ class ActorLoss:
             names.append("ref_log_probs")
         if self.use_rollout_weight:
             names.append("rollout_weight")
-        return (*names, *self._column_keywords)
+        return (*names, *self.column_keywords)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -90,7 +86,7 @@ class ActorLoss:
     @property
     def _own_outputs(self) -> tuple[str, ...]:
         base = ("log_probs", "entropy")
-        return (*base, "full_kl") if self.use_kl_loss and self._kl_is_full else base
+        return (*base, "full_kl") if self.use_kl_loss and self.kl_is_full else base
 
     @property
     def per_sequence(self) -> bool:
@@ -149,8 +145,8 @@ class ActorLoss:
         for name, column in given.items():
             tally.watch(name, column)
 
-        extra = {name: col[name] for name in self._column_keywords}
-        token_loss, info = self._policy(log_probs, old_log_probs, col["advantages"], mask, segment_ids, **extra)
+        extra = {name: col[name] for name in self.column_keywords}
+        token_loss, info = self.policy(log_probs, old_log_probs, col["advantages"], mask, segment_ids, **extra)
         tally.watch(f"token loss of {self.policy_loss}", token_loss)
         pull = col["advantages"]
         if self.use_rollout_weight:
@@ -181,11 +177,13 @@ class ActorLoss:
         return tally.output((weight * clean(token_loss, mask)).sum())
 
     @property
-    def _kl_is_full(self) -> bool:
+    def kl_is_full(self) -> bool:
+        """Whether the KL is the sum over the whole vocabulary."""
         return self.kl_loss_type.removesuffix("+") == FULL
 
     @property
-    def _column_keywords(self) -> tuple[str, ...]:
+    def column_keywords(self) -> tuple[str, ...]:
+        """The columns that the policy loss takes as keywords."""
         known = keyword_names(POLICY_LOSSES[self.policy_loss].function)
         return tuple(name for name in COLUMN_KEYWORDS if name in known)
 
@@ -196,21 +194,22 @@ class ActorLoss:
     def _kl(self, col: Mapping[str, Tensor], ratio: Tensor) -> Tensor:
         if self.kl_loss_type == FULL:
             return col["full_kl"]
-        if self._kl_is_full:
+        if self.kl_is_full:
             return with_gradient_of_k2(col["full_kl"], col["log_probs"], col["ref_log_probs"])
         kl = kl_estimate(self.kl_loss_type, col["log_probs"], col["ref_log_probs"])
         if self.kl_importance:  # with "+" the gradient is k2's alone, so r is only a weight
             kl = kl * (ratio.detach() if self.kl_loss_type.endswith("+") else ratio)
         return kl
 
-    def _policy(self, *columns: Tensor, **extra: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy(self, *columns: Tensor, **extra: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The registered function's token loss [T] and its statistics; ValueError for a result of another form."""
         function = POLICY_LOSSES[self.policy_loss].function
-        found = function(*columns, **extra, **hyperparameters_of(function, self.hyperparameters))
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        result = function(*columns, **extra, **hyperparameters_of(function, self.hyperparameters))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             raise ValueError(
                 f"policy loss {self.policy_loss}: expected it to return (token loss, {{statistic: column}})"
             )
-        token_loss, info = found
+        token_loss, info = result
         for name, column in {"its token loss": token_loss, **info}.items():
             if column.shape != columns[0].shape:
                 raise ValueError(
@@ -218,48 +217,6 @@ class ActorLoss:
                     f"expected one number a token, {tuple(columns[0].shape)}"
                 )
         return token_loss, info
-
-    def _rehearse(self) -> None:
-        """Run the functions on two tokens, so that a wrong hyperparameter, name or shape is refused before a run."""
-        x, mask, segment_ids = torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
-        function = POLICY_LOSSES[self.policy_loss].function
-        if isinstance(function, DocumentedLoss):
-            function.rehearse(self.hyperparameters)
-        extra = {name: torch.zeros(2) for name in self._column_keywords}
-        _, info = self._policy(x, x, x, mask, segment_ids, **extra)
-        for name in info:
-            if name in OWN_STATS:
-                raise ValueError(
-                    f"policy loss {self.policy_loss}: every loss reports {name}, use another name for its statistic"
-                )
-        if "selected" in extra:
-            if POLICY_LOSSES[self.policy_loss].select is None:
-                raise ValueError(
-                    f"policy loss {self.policy_loss}: it takes `selected`, expected register_policy_loss(..., "
-                    "select=...)"
-                )
-            self.select(x, x, mask, torch.Generator())
-        if not self.per_sequence and self._mixes_tokens():
-            raise ValueError(
-                f"policy loss {self.policy_loss}: a token's loss depends on the others of its sequence; expected "
-                "register_policy_loss(..., per_sequence=True), which keeps them in one micro-batch"
-            )
-        if not self._kl_is_full:
-            kl_estimate(self.kl_loss_type, x, x)
-
-    def _mixes_tokens(self) -> bool:
-        """Whether four tokens have another loss or gradient as two sequences than as one."""
-        found = []
-        for segment_ids in ([0, 0, 0, 0], [0, 0, 1, 1]):
-            log_probs = torch.tensor([-0.1, -0.7, -1.3, -0.4], requires_grad=True)
-            columns = log_probs, torch.tensor([-0.3, -0.5, -1.0, -0.9]), torch.tensor([1.0, -1.0, 0.5, 2.0])
-            extra = {name: torch.tensor([0.0, 1.0, 0.0, 1.0]) for name in self._column_keywords}
-            mask = torch.ones(4, dtype=torch.bool)
-            loss, _ = self._policy(*columns, mask, torch.tensor(segment_ids), **extra)
-            if loss.requires_grad:
-                loss.sum().backward()
-            found.append(torch.cat([loss.detach(), torch.zeros(4) if log_probs.grad is None else log_probs.grad]))
-        return not torch.allclose(found[0], found[1], equal_nan=True)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megarl.algo.verl_compat.estimators import DocumentedEstimator
-from megarl.algo.verl_compat.losses import DocumentedLoss
-from megarl.algo.verl_compat.signatures import is_documented_estimator, is_documented_loss
+from megarl.algo.documented.estimators import DocumentedEstimator
+from megarl.algo.documented.losses import DocumentedLoss
+from megarl.algo.documented.signatures import is_documented_estimator, is_documented_loss
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,7 +94,7 @@ def register_policy_loss(
         def squared(log_probs, old_log_probs, advantages, mask, segment_ids):
             return 0.5 * (log_probs - old_log_probs - advantages) ** 2, {}
 
-    A function of verl's documented form works unchanged, including its import of this decorator (megarl/plugins.py).
+    A function of verl's documented form works unchanged, its import of this decorator too (megarl/plugins/load.py).
     """
     names = (name, *aliases)
 

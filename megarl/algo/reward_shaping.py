@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from megarl.batch import Batch, Stat, Stats
+from megarl.samples.batch import Batch, Stat, Stats
 
 
 def overlong_penalty(
@@ -57,11 +55,3 @@ def overlong_filter(batch: Batch) -> tuple[Batch, Stats]:
     filtered = Stat("mean", float(truncated.sum()), float(batch.num_sequences))
     keep = torch.where(truncated[batch.segment_ids], 0.0, keep)
     return batch.with_columns(keep=keep), {"reward/overlong_filtered": filtered}
-
-
-def is_informative(scores: Sequence[float]) -> bool:
-    """Whether a group's scores differ, so that dynamic sampling keeps it; False for a group of one or none.
-
-    Example: is_informative([1.0, 0.0, 1.0]) is True, is_informative([1.0, 1.0]) is False.  Paper: arXiv:2503.14476.
-    """
-    return len(set(scores)) > 1

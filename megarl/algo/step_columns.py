@@ -13,7 +13,7 @@ from megarl.algo.aggregate import token_weights
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import POLICY_LOSSES
 from megarl.algo.segments import clean, count_segments, segment_mean
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 
 def step_columns(

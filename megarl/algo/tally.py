@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algo.finite import num_non_finite, require_finite
 from megarl.algo.segments import clean
-from megarl.batch import LossOutput, Stat, Stats, Unread
+from megarl.samples.batch import LossOutput, Stat, Stats, Unread
 
 
 class Tally:

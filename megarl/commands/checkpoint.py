@@ -5,10 +5,11 @@ FOLDER is a run's folder, its `checkpoints/`, one save in it, or a folder of Hug
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,13 +17,22 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from megarl.config import read_yaml
-from megarl.durable_files import SUMS, Unreadable, faults_of_sums
-from megarl.options import Options, count, folder, number
-from megarl.terminal import pages, sentences
-from megarl.trainer.checkpoint.checkpoint import folders_under, forget, forget_left, step_of
-from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
-from megarl.trainer.checkpoint.retention import Retention, read_scores
-from megarl.trainer.owner import LOCK, OWNER, owned
+from megarl.io.durable_files import SUMS, Unreadable, faults_of_sums
+from megarl.io.terminal import pages, say
+from megarl.plugins.options import Options, count, folder, number
+from megarl.trainer.checkpoint.checkpoint import (
+    MANIFEST,
+    Damaged,
+    Retention,
+    faults_in,
+    folders_under,
+    forget,
+    forget_left,
+    read_manifest,
+    read_scores,
+    step_of,
+)
+from megarl.trainer.run_lock import owned
 
 EXIT_DAMAGED = 2
 
@@ -58,7 +68,7 @@ def verify(request: Request) -> int:
     for save, found in faults.items():
         _say(f"{save}: {'whole' if not found else f'{len(found)} damaged'}")
         for fault in found:
-            _say(f"  {fault}", error=True)
+            say(f"  {fault}")
     return EXIT_DAMAGED if any(faults.values()) else 0
 
 
@@ -101,7 +111,7 @@ def prune(request: Request) -> int:
         raise ValueError(f"megarl checkpoint prune {request.folder}: one save; expected the folder of a run")
     with ExitStack() as stack:
         if not request.dry_run:
-            stack.enter_context(_owned(root))
+            stack.enter_context(owned(root.parent if root.name == "checkpoints" else root, stays=False))
             forget_left(root, _warn)
         saves = folders_under(root)
         kept, damaged = _sorted_out(saves, _retention(root, request.keep))
@@ -116,20 +126,6 @@ def prune(request: Request) -> int:
             because = f", because {damaged[save]}" if save in damaged else ""
             _say(f"{save.name}: {'would be deleted' if request.dry_run else 'deleted'}{because}")
     return 0
-
-
-@contextmanager
-def _owned(root: Path) -> Iterator[None]:
-    """Own the run whose saves these are, or the folder of copies; what was not there is removed again."""
-    folder = root.parent if root.name == "checkpoints" else root
-    was_there = (folder / OWNER).exists()
-    with owned(folder):
-        try:
-            yield
-        finally:
-            if not was_there:
-                (folder / OWNER).unlink(missing_ok=True)
-                (folder / LOCK).unlink(missing_ok=True)
 
 
 VERBS = {"verify": verify, "list": show, "prune": prune}
@@ -178,11 +174,10 @@ def _sorted_out(saves: list[Path], retention: Retention) -> tuple[dict[Path, lis
 
 
 def _warn(sentence: str) -> None:
-    _say(f"warning: {sentence}", error=True)
+    say(f"warning: {sentence}")
 
 
-def _say(sentence: str, *, error: bool = False) -> None:
-    sentences(stderr=error).print(sentence)
+_say = partial(say, stderr=False)
 
 
 OPTIONS = Options(

@@ -7,11 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.options import Options, folder
-from megarl.tasks import TASKS
-from megarl.terminal import sentences
+from megarl.io.terminal import sentences
+from megarl.plugins.options import Options, folder
 
-# What a project has -> the file of megarl.tasks that it is a copy of.
+TASKS = ("addition", "counting", "sorting", "spell_backward")
+# What a project has -> the file of megarl.commands.tasks that it is a copy of.
 COPIES = {
     "task.py": "{task}.py",
     "reward.py": "reward.py",
@@ -43,7 +43,7 @@ def main(request: Request) -> int:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"megarl new {target}: {error.strerror}; expected a folder that can be made") from None
-    source = files("megarl.tasks")
+    source = files("megarl.commands.tasks")
     for name, template in COPIES.items():
         text = source.joinpath(template.format(task=request.task)).read_text()
         (target / name).write_text(text.replace("NAME_OF_THE_TASK", request.task))

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
 from megarl.config.schema import Trainer
+from megarl.io.auth import needed_token
+from megarl.io.job_signals import ASKS
+from megarl.io.terminal import say
 from megarl.machines.agent import Agent
-from megarl.machines.meeting import announced
-from megarl.network.auth import needed_token
-from megarl.processes.signals import ASKS, handled
-from megarl.terminal import sentences
+from megarl.machines.nodes import announced
+from megarl.processes.signals import handled
 
 
 def main(config: Config) -> int:
@@ -25,9 +26,13 @@ def main(config: Config) -> int:
         )
     token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
     role = "a spare machine" if trainer.node_rank >= trainer.nnodes else f"machine {trainer.node_rank}"
-    sentences(stderr=True).print(f"{role} of {trainer.nnodes}, at the orders of {trainer.master_addr}")
+    driver = driver_of(trainer)
+    at = f"{trainer.master_addr}, whose port is in {trainer.run_dir}" if callable(driver) else driver
+    say(f"{role} of {trainer.nnodes}, at the orders of {at}")
+    if trainer.master_addr == Trainer().master_addr:
+        say(f"warning: trainer.master_addr={trainer.master_addr}: that is this machine; expected that of machine 0")
     source = os.environ.get(NODE_ADDRESS)
-    agent = Agent(trainer.node_rank, driver_of(trainer), token, source=source, silence_s=trainer.silence_s)
+    agent = Agent(trainer.node_rank, driver, token, source=source, silence_s=trainer.silence_s, say=say)
     with handled(dict.fromkeys(ASKS, agent.take_signal)):
         agent.serve()
     return 0

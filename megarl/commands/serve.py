@@ -13,21 +13,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from megarl.commands.this_machine import NODE_ADDRESS
 from megarl.config import Config
+from megarl.io.auth import given_server_token, needed_token, server_token
+from megarl.io.terminal import say
 from megarl.machines.joining import Membership
 from megarl.machines.nodes import JOIN_S
-from megarl.network.auth import given_server_token, needed_token, server_token
+from megarl.processes.waiting import Wait
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied
 from megarl.servers.supervisor import Servers, State
-from megarl.terminal import sentences
-from megarl.trainer.build import server_launch, supervision
+from megarl.trainer.servers.make_servers import server_launch, supervision
 
 _LOOK_S = 1.0
 
@@ -47,7 +49,7 @@ def main(config: Config) -> int:
 def _serve_a_run(config: Config, address: str) -> int:
     """Servers that join a run; an interrupt lets the run take back what they are writing, a second one does not."""
     token = needed_token(os.environ, f"rollout.join={address}")
-    membership = Membership(address, token, limit_s=JOIN_S, source=os.environ.get(NODE_ADDRESS))
+    membership = Membership(address, token, Wait(JOIN_S, _say), source=os.environ.get(NODE_ADDRESS))
     with closing(membership):
         launches = launches_to_join(config, membership.own_address)
         logs = config.trainer.run_dir / "logs" / f"servers_{socket.gethostname()}_{os.getpid()}"
@@ -122,5 +124,4 @@ def own_address_of(host: str) -> str | None:
     return min(addresses & own, default=None)
 
 
-def _say(sentence: str) -> None:
-    sentences().print(sentence)
+_say = partial(say, stderr=False)

@@ -21,9 +21,10 @@ from rich.table import Table
 from megarl.config import Config, ConfigError, SweptRun, read_yaml
 from megarl.config.names import AUTO
 from megarl.config.settings import show
-from megarl.plan.command.report import report
+from megarl.io.durable_files import write_text
+from megarl.io.terminal import pages, sentences
+from megarl.plan.report import report
 from megarl.processes.lifetime import die_with_parent
-from megarl.terminal import pages, sentences
 
 NOT_STARTED, FINISHED, FAILED, INTERRUPTED = "not started", "finished", "failed", "interrupted"
 FILE = "sweep.json"
@@ -66,14 +67,13 @@ def sweep(
 
     start: executes a run and returns its exit code, or raises KeyboardInterrupt, which ends the sweep.
     """
-    results = [Result(dict(run.values), str(run.config.trainer.run_dir)) for run in runs]
-    finished = [is_finished(run.config) for run in runs]
-    for i, run in enumerate(runs):
-        if finished[i]:
-            results[i] = _with_numbers(results[i], run.config.trainer.run_dir)
+    results = []
+    for run in runs:
+        result = Result(dict(run.values), str(run.config.trainer.run_dir))
+        results.append(_with_numbers(result) if is_finished(run.config) else result)
     for i, run in enumerate(runs):
         what = f"run {i + 1} of {len(runs)}: {run.config.trainer.experiment_name}"
-        if finished[i]:
+        if results[i].state == FINISHED:
             say(f"== {what}: finished before")
         else:
             say(f"== {what}")
@@ -90,7 +90,7 @@ def train(run: SweptRun) -> int:
     process = subprocess.Popen(
         [sys.executable, "-m", "megarl", "train", *run.words],
         process_group=0,  # Ctrl-C at the terminal reaches only this process, which sends SIGTERM once
-        preexec_fn=lambda: die_with_parent(parent),
+        preexec_fn=lambda: die_with_parent(parent, heeds_signals=True),
     )
     try:
         return process.wait()
@@ -141,11 +141,11 @@ def _started(result: Result, run: SweptRun, start: Callable[[SweptRun], int]) ->
         return replace(result, state=INTERRUPTED, seconds=round(time.monotonic() - began, 1))
     if code != 0:
         return replace(result, state=FAILED, seconds=round(time.monotonic() - began, 1))
-    return _with_numbers(result, run.config.trainer.run_dir)
+    return _with_numbers(result)
 
 
-def _with_numbers(result: Result, folder: Path) -> Result:
-    summary = json.loads((folder / "summary.json").read_text())
+def _with_numbers(result: Result) -> Result:
+    summary = json.loads((Path(result.folder) / "summary.json").read_text())
     names = ("accuracy_before", "accuracy_after", "score_before", "score_after", "last_score")
     return replace(result, state=FINISHED, seconds=summary["wall_s"], **{name: summary.get(name) for name in names})
 
@@ -160,6 +160,4 @@ def _write(file: Path, results: Sequence[Result]) -> None:
     before = json.loads(file.read_text())["runs"] if file.exists() else []
     ours = {result.folder for result in results}
     rows = [row for row in before if row["folder"] not in ours] + [asdict(result) for result in results]
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps({"runs": rows}, indent=2) + "\n")
-    part.replace(file)
+    write_text(file, json.dumps({"runs": rows}, indent=2) + "\n")

@@ -10,67 +10,47 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple
 
-from megarl.config.verl import distillation, models, rewards, rollouts, runs, written
+from megarl.config.tables import places
+from megarl.config.verl import models, rewards, rollouts, runs, written
 from megarl.config.verl.taken import Command, Rule, Taken, asks
 
 # "actor_rollout.ref." is a widely copied misprint of the first prefix.
 PREFIXES = ("actor_rollout_ref.", "actor_rollout.ref.")
 
-# other key -> (our key, index in its list or name in its mapping if the key is one entry of it)
-RENAMED: dict[str, tuple[str, int | str | None]] = {
-    "actor.policy_loss.loss_mode": ("algorithm.policy_loss_fn", None),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": ("algorithm.rollout_correction.normalize", None),
-    "actor.use_prefix_grouper": ("trainer.share_prefixes", None),
-    "data.truncation": ("data.overlong_prompts", None),
-    "data.filter_overlong_prompts": ("data.overlong_prompts", None),
-    "algorithm.gae_lambda": ("algorithm.lam", None),
-    "algorithm.gemma": ("algorithm.gamma", None),  # a misprint, also widely copied
-    "actor.optim.type": ("actor.optim.name", None),
-    "actor.optim.beta1": ("actor.optim.betas", 0),
-    "actor.optim.beta2": ("actor.optim.betas", 1),
-    "critic.optim.type": ("critic.optim.name", None),
-    "critic.optim.beta1": ("critic.optim.betas", 0),
-    "critic.optim.beta2": ("critic.optim.betas", 1),
-}
-RENAMED |= {
-    f"{group}.overlong_buffer.{name}": (f"algorithm.overlong_buffer.{name}", None)
-    for group in ("reward", "reward_model")
-    for name in ("enable", "len", "penalty_factor")
-}
+# "gemma" is a widely copied misprint of gamma, too.
+_NAMES = """
+algorithm | algorithm | gae_lambda=lam gemma=gamma
+algorithm | actor actor.policy_loss | tau_pos=policy_loss_args@tau_pos tau_neg=policy_loss_args@tau_neg
+algorithm | actor.policy_loss | loss_mode=policy_loss_fn clip_cov_ratio=policy_loss_args@clip_cov_ratio \
+clip_cov_lb=policy_loss_args@clip_cov_lb clip_cov_ub=policy_loss_args@clip_cov_ub \
+kl_cov_ratio=policy_loss_args@kl_cov_ratio ppo_kl_coef=policy_loss_args@ppo_kl_coef dro_beta=policy_loss_args@beta
+algorithm.overlong_buffer | reward.overlong_buffer reward_model.overlong_buffer \
+reward_model.reward_kwargs.overlong_buffer_cfg reward.reward_kwargs.overlong_buffer_cfg | enable len penalty_factor
+algorithm.rollout_correction | algorithm.rollout_correction | rollout_is_batch_normalize=normalize
+trainer | actor | use_prefix_grouper=share_prefixes
+model | data | tokenizer=tokenizer_path
+data | data | truncation=overlong_prompts filter_overlong_prompts=overlong_prompts
+rollout | rollout | gpu_memory_utilization=memory_fraction ep_size=expert_parallel_size \
+max_num_seqs=max_running_requests
+agent | rollout.multi_turn | max_assistant_turns=max_turns format=tool_parser
+actor.lora | model | lora_rank=rank lora.rank=rank lora_alpha=alpha lora.alpha=alpha target_modules=targets
+actor | actor | optim.type=optim.name grad_clip=max_grad_norm optim.clip_grad=max_grad_norm
+critic | critic | optim.type=optim.name grad_clip=max_grad_norm optim.clip_grad=max_grad_norm
+actor.optim | actor.optim | beta1=betas@0 beta2=betas@1
+critic.optim | critic.optim | beta1=betas@0 beta2=betas@1
+critic.megatron | critic.fsdp critic.model.fsdp_config | param_offload optimizer_offload
+"""
+_OF_ROLES = """
+ROLE.megatron | ROLE.megatron.override_transformer_config | recompute_granularity recompute_method \
+recompute_num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage moe_token_dispatcher_type
+ROLE.megatron | ROLE.megatron.override_ddp_config | overlap_grad_reduce overlap_param_gather use_distributed_optimizer
+ROLE.megatron | ROLE ROLE.fsdp_config ROLE.fsdp | ulysses_sequence_parallel_size=context_parallel_size
+ROLE.megatron | ROLE.fsdp_config | param_offload optimizer_offload
+"""
 
-# groups of other documents that hold keys of a role's `megatron` group
-_MEGATRON_NAMES = {
-    "override_transformer_config": (
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-    ),
-    "override_ddp_config": ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"),
-}
-RENAMED |= {
-    f"{role}.megatron.{group}.{name}": (f"{role}.megatron.{name}", None)
-    for role in ("actor", "critic", "ref")
-    for group, names in _MEGATRON_NAMES.items()
-    for name in names
-}
-RENAMED |= {
-    f"{place}.{name}": (f"{place.partition('.')[0]}.megatron.{name}", None)
-    for place in (
-        "actor.fsdp_config",
-        "critic.fsdp_config",
-        "critic.fsdp",
-        "critic.model.fsdp_config",
-        "ref.fsdp_config",
-    )
-    for name in ("param_offload", "optimizer_offload")
-}
-RENAMED |= {
-    "rollout.gpu_memory_utilization": ("rollout.memory_fraction", None),
-    "rollout.ep_size": ("rollout.expert_parallel_size", None),
-}
-RENAMED |= models.RENAMED | rewards.RENAMED | rollouts.RENAMED | runs.RENAMED
+
+# other key -> (our key, entry of it), as `places` has them
+RENAMED = places("".join(_OF_ROLES.replace("ROLE", role) for role in ("actor", "critic", "ref")) + _NAMES)
 
 # key -> {other name of a value: our name}
 RENAMED_VALUES: dict[str, dict[str, str]] = {"rollout.engine": {"cpu": "hf"}}
@@ -82,9 +62,7 @@ SWITCHES: dict[str, dict[bool, tuple[str, bool]]] = {
     "data.filter_overlong_prompts": {True: ("filter", True), False: ("error", False)},
 }
 
-_RULES: dict[str, Rule] = (
-    written.RULES | models.RULES | distillation.RULES | rewards.RULES | rollouts.RULES | runs.RULES
-)
+_RULES: dict[str, Rule] = written.RULES | models.RULES | rewards.RULES | rollouts.RULES | runs.RULES
 _SFT_RULES: dict[str, Rule] = _RULES | runs.SFT_RULES
 
 
@@ -110,23 +88,28 @@ def converted(key: str, value: Any, command: Command) -> Taken | None:
         return None
     try:
         taken = (_SFT_RULES if command.is_sft else _RULES)[pattern](key, value, command)
-    except (TypeError, ValueError, OverflowError):  # a rule computes with what is no number
+    except (TypeError, ValueError, ArithmeticError):  # a rule computes with what is no number
         return Taken(refusal="expected a number")
-    is_for_a_group = "*" in pattern.rpartition(".")[2]
-    if is_for_a_group and taken.note and not taken.settings and asks(value):  # nobody thought of this word
+    if not _names_a_word(pattern) and taken.note and not taken.settings and asks(value):  # nobody thought of this word
         return Taken(refusal=f"expected it left out: nothing here does what it asks for ({taken.note})")
     return taken
 
 
 @cache
 def _pattern(key: str, is_sft: bool) -> str | None:
-    """The key of the rule for `key`: the same, or a pattern."""
+    """The key of the rule for `key`: the same, or the longest pattern that names the word, or its group."""
     rules = _SFT_RULES if is_sft else _RULES
     if key in rules:
         return key
     if key in RENAMED:  # a pattern of the rules may match it
         return None
-    return next((pattern for pattern in rules if fnmatchcase(key, pattern)), None)
+    matching = (pattern for pattern in rules if fnmatchcase(key, pattern))
+    return max(matching, key=lambda pattern: (_names_a_word(pattern), len(pattern)), default=None)
+
+
+def _names_a_word(pattern: str) -> bool:
+    """Whether a rule is for one word, and not for all of a group."""
+    return "*" not in pattern.rpartition(".")[2]
 
 
 def canonical(key: str) -> Canonical:

@@ -6,7 +6,8 @@ one of its layouts (configs/model), recipes (configs/recipe) and user files, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -18,22 +19,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-import megarl
-from megarl.config import presets
+from megarl.config.effect import role_of, without_effect
 from megarl.config.keys import entry_groups, general, is_free, leaf_types, type_name
 from megarl.config.names import AUTO, COMMANDS
-from megarl.config.presets import find, is_path, read_preset
-from megarl.config.resolve import followed_by_roles, micro_batch_keys, settled, sources_of, to_config
+from megarl.config.presets import config_dir, find, is_path, read_preset, shipped
+from megarl.config.resolve import CUTS, followed_by_roles, settled, to_config
 from megarl.config.schema import Config
 from megarl.config.settings import PRESET, ConfigError, Faults, Layer, Setting, from_command_line, from_file, show
 from megarl.config.settings import read_yaml as read_content
-from megarl.config.unused_keys import without_effect
 from megarl.config.validate.algorithms import advice
 from megarl.config.validate.combinations import contradictions
+from megarl.config.validate.generation import advice as advice_on_generation
 from megarl.config.validate.layouts import failing_roles, layout_faults
 from megarl.config.validate.models import is_here, may_be_hub_name, model_config
 from megarl.config.validate.rewards import advice as advice_on_rewards
-from megarl.config.validate.sampling import advice as advice_on_sampling
 from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import with_local_layers, without_shards
 from megarl.config.validate.values import invalid_values, missing_values
@@ -62,12 +61,12 @@ def load_config(
     faults.sentences[:0] = [fault for layer in layers for fault in layer.faults]
     faults.stop_if_any()
     config = _laid(layers)
-    _stop_if_any([*invalid_values(config, command), *missing_values(config, command)], layers)
+    given = dict.fromkeys(setting.key for layer in layers for setting in layer.settings)
+    _stop_if_any([*invalid_values(config, given, command), *missing_values(config, command)], given)
     if choose_engine is not None and config.rollout.engine == AUTO:
         config.rollout.engine = choose_engine(config)
-    given = {setting.key for layer in layers for setting in layer.settings}
     if "trainer.recipe" not in given:  # the configuration of a run, which is a recipe too, has that of the run
-        config.trainer.recipe = typed.recipe
+        config.trainer.recipe = typed.words.get("recipe")
     if command == "sft" and LR not in given:
         config.actor.optim.lr = _supervised_lr(config)
 
@@ -75,7 +74,7 @@ def load_config(
         """The roles whose layout would be invalid if these words were added to the command line."""
         return failing_roles(_laid([*layers, from_command_line(words)]), command)
 
-    _stop_if_any(layout_faults(config, command, failing), layers)
+    _stop_if_any(layout_faults(config, command, failing), given)
     warnings = [warning for layer in layers for warning in layer.warnings] + without_shards(config, command)
     warnings += [] if PRESET in given else _sizes_of_presets(config)
     warnings += with_local_layers(config, command)
@@ -86,8 +85,8 @@ def load_config(
         warnings += unused
     else:
         wrong += unused
-    _stop_if_any(wrong, layers)
-    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config), *advice_on_sampling(config)]
+    _stop_if_any(wrong, given)
+    warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config), *advice_on_generation(config)]
     return config, list(dict.fromkeys(warnings))
 
 
@@ -117,52 +116,27 @@ def _readable_layers(typed: Layer, faults: Faults) -> list[Layer]:
     files: list[Layer] = []
     preset: list[Layer] = []
     with faults.collect():
-        files = _recipes(typed.recipe)
+        files = _recipes(typed.words.get("recipe"))
         preset = _preset(_words([*files, typed]))
     return [*preset, *files, typed]
 
 
-def _stop_if_any(sentences: Iterable[str], layers: list[Layer]) -> None:
-    """Raises ConfigError, but not for keys that nobody set and that follow another one with a sentence."""
-    setting_of = {sentence: sentence.partition(": ")[0] for sentence in sentences}  # KEY=VALUE
-    set_keys = {setting.key for layer in layers for setting in layer.settings}
+def _stop_if_any(sentences: Iterable[str], given: Collection[str]) -> None:
+    """Raises: ConfigError with all sentences of a stage, but those that repeat the actor's for keys not `given`."""
+    settings = {sentence: sentence.partition(": ")[0] for sentence in sentences}  # KEY=VALUE
 
     def is_repeated(setting: str) -> bool:
-        key, _, value = setting.partition("=")
-        return key not in set_keys and any(f"{source}={value}" in setting_of.values() for source in sources_of(key))
+        key, actors = setting.partition("=")[0], f"actor{setting.removeprefix(role_of(setting))}"
+        return key not in given and actors != setting and actors in settings.values()
 
-    if told := [sentence for sentence, setting in setting_of.items() if not is_repeated(setting)]:
+    if told := [sentence for sentence, setting in settings.items() if not is_repeated(setting)]:
         raise ConfigError(*told)
-
-
-def config_dir() -> Path:
-    """The folder of shipped configurations: inside an installed package, next to the package in a checkout."""
-    package = Path(megarl.__file__).parent
-    for folder in (package / "configs", package.parent / "configs"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise FileNotFoundError(f"{package / 'configs'}: the shipped configurations are missing; install megarl again")
-
-
-def recipe_names() -> list[str]:
-    """The shipped recipes."""
-    return list(_shipped("recipe"))
-
-
-def preset_names() -> list[str]:
-    """The shipped model presets."""
-    return list(_shipped("model"))
-
-
-def layout_names(preset: str) -> list[str]:
-    """The layouts that a preset holds, for the word `layout`."""
-    return presets.layout_names(_preset_file(preset))
 
 
 def layout_word(overrides: list[str]) -> str | None:
     """The layout=NAME in effect, from the command line itself or from its recipe."""
     typed = from_command_line(overrides)
-    return _words([*_recipes(typed.recipe), typed]).get("layout")
+    return _words([*_recipes(typed.words.get("recipe")), typed]).get("layout")
 
 
 def to_yaml(config: Config) -> str:
@@ -210,7 +184,7 @@ def _preset(words: dict[str, str]) -> list[Layer]:
     """The layers of the model that these words name."""
     model, layout = words.get("model"), words.get("layout")
     if model is not None:
-        return read_preset(model, _preset_file(model), layout)
+        return read_preset(model, layout)
     if layout is not None:
         raise ConfigError(f"layout={layout}: expected model=NAME as well, the preset that holds it")
     return []
@@ -226,7 +200,7 @@ def _recipes(recipe: str | None) -> list[Layer]:
     files: list[Layer] = []
     seen: set[Path] = set()
     while recipe is not None:
-        path = find("recipe", recipe, _shipped("recipe"), "the path of a YAML file")
+        path = find("recipe", recipe)
         if path.resolve() in seen:
             raise ConfigError(f"{path}: expected a recipe that does not lead back to this file")
         seen.add(path.resolve())
@@ -235,17 +209,8 @@ def _recipes(recipe: str | None) -> list[Layer]:
         for word, name in layer.words.items():
             if word != "layout" and is_path(name):
                 layer.words[word] = str(path.parent / name)
-        recipe = layer.recipe
+        recipe = layer.words.get("recipe")
     return files
-
-
-def _shipped(group: str) -> dict[str, Path]:
-    """The files of a folder of `configs`, by name."""
-    return {path.stem: path for path in sorted((config_dir() / group).glob("*.yaml"))}
-
-
-def _preset_file(name: str) -> Path:
-    return find("model", name, _shipped("model"), "the path of a YAML file")
 
 
 @cache
@@ -288,7 +253,7 @@ def _models(config: Config) -> Iterable[Any]:
 @cache
 def _presets_of_hub() -> dict[str, tuple[str, dict[str, Any]]]:
     """Hub name -> the preset of that model, and its numbers of config.json."""
-    models = {name: read_content(file)["model"] for name, file in _shipped("model").items()}
+    models = {name: read_content(file)["model"] for name, file in shipped("model").items()}
     return {model["path"]: (name, model["config"]) for name, model in models.items() if may_be_hub_name(model["path"])}
 
 
@@ -297,11 +262,12 @@ def _lay(config: DictConfig, layer: Layer) -> None:
     for setting in layer.settings:
         _add_entry(config, setting.key)
     for role in ("actor", "critic", "ref", *(f"teachers.{name}" for name in config.teachers)):
-        names = [f"{role}.{key}" for key in micro_batch_keys(role)]
+        names = [f"{role}.{key}" for key in CUTS]
         if any(setting.key in names and setting.value is not None for setting in layer.settings):
             for name in names:  # a new micro-batch limit replaces the old one
                 OmegaConf.update(config, name, None)
     for setting in layer.settings:
+        _add_entry(config, setting.key)  # again: a setting before may have emptied the mapping
         _set(config, setting)
 
 
@@ -310,6 +276,8 @@ def _add_entry(config: DictConfig, key: str) -> None:
     mapping, _, rest = key.partition(".")
     name = rest.partition(".")[0]
     if general(key) != key and name not in config[mapping]:
+        if not re.fullmatch(r"\w[\w-]*", name):
+            raise ConfigError(f"{mapping}.{name}: expected a name of letters, digits, _ and -")
         with open_dict(config[mapping]):
             config[mapping][name] = OmegaConf.structured(entry_groups()[mapping])
 

@@ -1,40 +1,28 @@
-"""The meaning of every key, from the schema's comments, for `megarl config --help KEY` and docs/configuration.md."""
+"""The description of every key, for `megarl config --help` and docs/configuration.md."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import io
-import tokenize
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
 from megarl.config.aliases import RENAMED, RENAMED_VALUES
-from megarl.config.keys import NAME, entry_groups, general, nearest, type_name
-from megarl.config.schema import Config
+from megarl.config.keys import Key, general, nearest, same_keys, schema_keys, type_name
+from megarl.config.schema.record import ALL
 from megarl.config.settings import ConfigError, show
-from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
-# The unit of a number by the end of its key's name; the first match counts.
-_UNITS = (
-    ("lr_warmup_steps", "optimizer steps"),
-    ("lr_decay_steps", "optimizer steps"),
-    ("_s", "seconds"),
-    ("_bytes", "bytes"),
-    ("_mb", "MiB"),
-    ("micro_batch_size", "sequences"),
-    ("micro_batch_size_per_gpu", "sequences"),
-    ("sft.batch_size", "sequences"),
-    ("batch_size", "prompts"),
-    ("_token_len_per_gpu", "tokens"),
-    ("_length", "tokens"),
-    ("max_total_tokens", "tokens"),
-    ("overlong_buffer.len", "tokens"),
-    ("_freq", "iterations"),
-    ("_steps", "iterations"),
-    ("critic_warmup", "iterations"),
-)
+# The units of numbers, and the ends of their keys; the first match counts.
+_UNITS = {
+    "optimizer steps": ("lr_warmup_steps", "lr_decay_steps"),
+    "seconds": ("_s",),
+    "bytes": ("_bytes",),
+    "MiB": ("_mb",),
+    "sequences": ("micro_batch_size_per_gpu", "sft.batch_size"),
+    "prompts": ("batch_size",),
+    "tokens": ("_token_len_per_gpu", "_length", "max_total_tokens", "overlong_buffer.len"),
+    "iterations": ("_freq", "_steps", "critic_warmup"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,12 +36,15 @@ class Description:
     unit: str  # of a number; "" = none
     allowed: str  # the range of a number, or the names; "" = any
     spellings: tuple[str, ...]  # other keys that mean the same, or "KEY (entry NAME)": one entry of a list or mapping
+    only_if: str  # the condition under which it acts; "" = always
+    commands: str  # that read it; "" = all
+    level: str  # basic, advanced or expert
 
 
 @cache
 def descriptions() -> dict[str, Description]:
     """Every key of a run, in the order of the schema."""
-    return {found.key: found for found in _walk(Config(), "")}
+    return {key: _description(key, known) for key, known in schema_keys().items()}
 
 
 def description(key: str) -> Description:
@@ -64,37 +55,55 @@ def description(key: str) -> Description:
     return descriptions()[general(key)]
 
 
-def described(key: str) -> list[Description]:
-    """A key, or all keys of a group.  Raises ConfigError if there is neither."""
-    return [found for name, found in descriptions().items() if name.startswith(f"{key}.")] or [description(key)]
+def described(word: str) -> list[Description]:
+    """A key, all keys of a group, or all with this word in their last name.  Raises ConfigError if there is none."""
+    everything = descriptions()
+    if general(word) in everything:
+        return [description(word)]
+    group = [known for name, known in everything.items() if name.startswith(f"{word}.")]
+    alike = [known for name, known in everything.items() if word in name.rpartition(".")[2]]
+    return group or alike or [description(word)]
 
 
-def _walk(node: Any, prefix: str) -> list[Description]:
-    kinds, meanings = get_type_hints(type(node)), _meanings(type(node))
-    out: list[Description] = []
-    for item in fields(node):
-        key, value = prefix + item.name, getattr(node, item.name)
-        if is_dataclass(value):
-            out += _walk(value, f"{key}.")
-            continue
-        out.append(
-            Description(
-                key=key,
-                kind=type_name(kinds[item.name]),
-                default=_default(value),
-                meaning=meanings[item.name],
-                unit=next((unit for end, unit in _UNITS if key.endswith(end)), ""),
-                allowed=_allowed(key),
-                spellings=tuple(
-                    other if place is None else f"{other} (entry {place})"
-                    for other, (ours, place) in RENAMED.items()
-                    if ours == key
-                ),
-            )
-        )
-        if not prefix and key in entry_groups():
-            out += _walk(entry_groups()[key](), f"{key}.{NAME}.")
-    return out
+def records() -> Iterator[tuple[str, str, list[Description]]]:
+    """Keys of one meaning together: their group, their name and their descriptions.
+
+    Example: ("{actor,critic,ref,teachers.NAME}.megatron", "{actor,...}.megatron.param_offload", [...]).
+    """
+    for (_, name), keys in same_keys().items():
+        groups = [key.removesuffix(f".{name}") for key in keys]
+        whole = groups[0] if len(groups) == 1 else _braces(groups)
+        is_top = keys == [name]
+        yield whole, name if is_top else f"{whole}.{name}", [descriptions()[key] for key in keys]
+
+
+def _braces(groups: list[str]) -> str:
+    """Example: ["actor.optim", "critic.optim"] -> "{actor,critic}.optim"."""
+    ends = [group.split(".") for group in groups]
+    common = 0
+    while all(len(end) > common + 1 for end in ends) and len({end[-1 - common] for end in ends}) == 1:
+        common += 1
+    end = "".join(f".{part}" for part in ends[0][len(ends[0]) - common :])
+    return f"{{{','.join(group.removesuffix(end) for group in groups)}}}{end}"
+
+
+def _description(key: str, known: Key) -> Description:
+    return Description(
+        key=key,
+        kind=type_name(known.kind),
+        default=_default(known.default),
+        meaning=known.record.help,
+        unit=next((unit for unit, ends in _UNITS.items() if key.endswith(ends)), ""),
+        allowed=_allowed(key, known) or (known.range.wanted if known.range else ""),
+        spellings=tuple(
+            other if place is None else f"{other} (entry {place})"
+            for other, (ours, place) in RENAMED.items()
+            if ours == key
+        ),
+        only_if=" and ".join(f"({each})" if " or " in each else each for each in known.only_if),
+        commands="" if known.commands == ALL else ", ".join(f"megarl {name}" for name in known.commands),
+        level=known.record.level,
+    )
 
 
 def _default(value: Any) -> str:
@@ -102,30 +111,8 @@ def _default(value: Any) -> str:
     return f"= {text[2:-1]}" if text.startswith("${") else text
 
 
-def _allowed(key: str) -> str:
-    if key in CHOICES:
-        others = {ours: other for other, ours in RENAMED_VALUES.get(key, {}).items()}
-        return " | ".join(f"{name} (or {others[name]})" if name in others else name for name in CHOICES[key])
-    if key in OPEN_CHOICES:
-        return " | ".join((*OPEN_CHOICES[key], "a plug-in's name"))
-    return RANGES[key][1] if key in RANGES else ""
-
-
-def _meanings(cls: type) -> dict[str, str]:
-    """The comments next to the fields of a dataclass; a field with only a new default keeps its base's meaning."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        source = inspect.getsource(base)
-        comments = {
-            token.start[0]: token.string.lstrip("# ")
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-            if token.type == tokenize.COMMENT
-        }
-        body = ast.parse(source).body[0]
-        assert isinstance(body, ast.ClassDef), "a dataclass is a class"
-        for node in body.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                beside = [comments[line] for line in range(node.lineno, (node.end_lineno or 0) + 1) if line in comments]
-                if beside:
-                    found[node.target.id] = " ".join(beside)
-    return found
+def _allowed(key: str, known: Key) -> str:
+    choices = known.record.choices
+    others = {ours: other for other, ours in RENAMED_VALUES.get(key, {}).items()}
+    names = [f"{name} (or {others[name]})" if name in others else name for name in choices.names]
+    return " | ".join([*names, *(["a plug-in's name"] if choices.is_open else [])])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from megarl.arch.megatron_fields import OPTIMIZER, OVERRIDES
 from megarl.config.schema import Config
-from megarl.megatron_fields import OPTIMIZER, OVERRIDES
+from megarl.config.schema.record import ALL, Commands, If, Range, Record, record_of
+from megarl.config.tables import places
 
 _TYPE_NAMES = {
     int: "an integer",
@@ -26,71 +30,75 @@ _SLIP = 2  # characters that a typing error changes at most
 _ALIKE = 0.7  # share of matching characters of keys in two groups; where less is alike, a suggestion would confuse
 _ROLES = {"policy": "actor", "value": "critic", "reference": "ref"}  # other names of groups
 _MIXED = ("data", "model", "actor", "rollout", "algorithm", "trainer")  # other trainers have their keys in one group
+_ELSEWHERE = """
+data | max_completion_length=max_response_length max_new_tokens=max_response_length max_tokens=max_response_length \
+train_dataset=train_files dataset_name=train_files eval_dataset=val_files \
+chat_template_kwargs=apply_chat_template_kwargs shuffle_dataset=shuffle generation_batch_size=train_batch_size \
+steps_per_generation=train_batch_size
+model | model_name_or_path=path processing_class=tokenizer_path bf16=dtype
+actor.lora | peft_config=rank
+agent | tools=fn environment_factory=fn max_tool_calling_iterations=max_turns
+trainer | seed num_train_epochs=total_epochs max_steps=total_training_steps output_dir=default_local_dir \
+run_name=experiment_name report_to=logger project=project_name save_steps=save_freq \
+save_total_limit=max_checkpoints_to_keep resume_from_checkpoint=resume_mode eval_strategy=test_freq \
+eval_steps=test_freq
+rollout | top_k num_generations=n use_vllm=engine vllm_mode=placement vllm_server_base_url=urls \
+vllm_gpu_memory_utilization=memory_fraction vllm_tensor_parallel_size=tensor_model_parallel_size max_staleness=ahead
+actor | gradient_accumulation_steps=ppo_mini_batch_size per_device_train_batch_size=ppo_micro_batch_size_per_gpu \
+num_iterations=ppo_epochs beta=kl_loss_coef use_bias_correction_kl=kl_importance epsilon=clip_ratio_low \
+epsilon_high=clip_ratio_high delta=clip_ratio_c entropy_coef=entropy_coeff loss_type=loss_agg_mode
+rollout.val_kwargs | num_generations_eval=n
+algorithm | loss_mode=policy_loss_fn importance_sampling_level=policy_loss_fn \
+multi_objective_aggregation=adv_estimator scale_rewards=norm_adv_by_std_in_grpo \
+mask_truncated_completions=overlong_filtering
+algorithm.policy_loss_args | sapo_temperature_pos=tau_pos sapo_temperature_neg=tau_neg
+reward | reward_funcs=fn
+actor.optim | learning_rate=lr adam_beta1=betas adam_beta2=betas lr_scheduler_type=lr_decay_style \
+warmup_steps=lr_warmup_steps
+actor.megatron | gradient_checkpointing=recompute_granularity
+algorithm.rollout_correction | vllm_importance_sampling_mode=level
+"""
 # The last name of a key that other trainers have, TRL's foremost -> ours.
-ELSEWHERE = {
-    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_tokens"), "data.max_response_length"),
-    **dict.fromkeys(("train_dataset", "dataset_name"), "data.train_files"),
-    "eval_dataset": "data.val_files",
-    "model_name_or_path": "model.path",
-    "peft_config": "actor.lora.rank",
-    **dict.fromkeys(("tools", "environment_factory"), "agent.fn"),
-    "processing_class": "model.tokenizer_path",
-    "chat_template_kwargs": "data.apply_chat_template_kwargs",
-    "shuffle_dataset": "data.shuffle",
-    "seed": "trainer.seed",
-    "top_k": "rollout.top_k",
-    **dict.fromkeys(("generation_batch_size", "steps_per_generation"), "data.train_batch_size"),
-    "gradient_accumulation_steps": "actor.ppo_mini_batch_size",
-    "per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
-    "num_generations": "rollout.n",
-    "num_generations_eval": "rollout.val_kwargs.n",
-    "num_iterations": "actor.ppo_epochs",
-    "num_train_epochs": "trainer.total_epochs",
-    "max_steps": "trainer.total_training_steps",
-    "beta": "actor.kl_loss_coef",
-    "use_bias_correction_kl": "actor.kl_importance",
-    "epsilon": "actor.clip_ratio_low",
-    "epsilon_high": "actor.clip_ratio_high",
-    "delta": "actor.clip_ratio_c",
-    "entropy_coef": "actor.entropy_coeff",
-    "loss_type": "actor.loss_agg_mode",
-    "loss_mode": "algorithm.policy_loss_fn",
-    "importance_sampling_level": "algorithm.policy_loss_fn",
-    "sapo_temperature_pos": "algorithm.policy_loss_args.tau_pos",
-    "sapo_temperature_neg": "algorithm.policy_loss_args.tau_neg",
-    "multi_objective_aggregation": "algorithm.adv_estimator",
-    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
-    "mask_truncated_completions": "algorithm.overlong_filtering",
-    "reward_funcs": "reward.fn",
-    "learning_rate": "actor.optim.lr",
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), "actor.optim.betas"),
-    "lr_scheduler_type": "actor.optim.lr_decay_style",
-    "warmup_steps": "actor.optim.lr_warmup_steps",
-    "bf16": "model.dtype",
-    "gradient_checkpointing": "actor.megatron.recompute_granularity",
-    "use_vllm": "rollout.engine",
-    "vllm_mode": "rollout.placement",
-    "vllm_server_base_url": "rollout.urls",
-    "vllm_gpu_memory_utilization": "rollout.memory_fraction",
-    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "vllm_importance_sampling_mode": "algorithm.rollout_correction.level",
-    "max_staleness": "rollout.ahead",
-    "max_tool_calling_iterations": "agent.max_turns",
-    "output_dir": "trainer.default_local_dir",
-    "run_name": "trainer.experiment_name",
-    "report_to": "trainer.logger",
-    "project": "trainer.project_name",
-    "save_steps": "trainer.save_freq",
-    "save_total_limit": "trainer.max_checkpoints_to_keep",
-    "resume_from_checkpoint": "trainer.resume_mode",
-    **dict.fromkeys(("eval_strategy", "eval_steps"), "trainer.test_freq"),
-}
+ELSEWHERE = {theirs: ours for theirs, (ours, _) in places(_ELSEWHERE).items()}
+
+
+class Key(NamedTuple):
+    """What the schema says of a key."""
+
+    kind: Any  # its type
+    default: Any
+    range: Range | None
+    record: Record
+    only_if: If  # with the conditions of its groups
+    commands: Commands  # that read it
+    field: tuple[type, str]  # the dataclass that defines it first, and its name there; one for all roles
+
+
+@cache
+def schema_keys() -> dict[str, Key]:
+    """Every key, in the order of the schema; those of entries, as teachers.NAME.coef, come after their mapping."""
+    return dict(_walk(Config(), "", If(), ALL))
+
+
+@cache
+def same_keys() -> dict[tuple[type, str], list[str]]:
+    """Keys of one meaning, such as those of the layouts of all roles, by the field that defines them."""
+    found: dict[tuple[type, str], list[str]] = {}
+    for key, known in schema_keys().items():
+        found.setdefault(known.field, []).append(key)
+    return found
+
+
+@cache
+def group_helps() -> dict[str, str]:
+    """What the groups of keys at the top are."""
+    return {item.name: record_of(item).help for item in fields(Config)}
 
 
 @cache
 def leaf_types() -> dict[str, Any]:
     """Every key of `Config` with its type.  Example: {"data.seed": int, "actor.clip_ratio": float | None, ...}."""
-    return dict(_walk(Config, ""))
+    return {key: found.kind for key, found in schema_keys().items() if f".{NAME}." not in key}
 
 
 @cache
@@ -102,7 +110,7 @@ def entry_groups() -> dict[str, type]:
 @cache
 def entry_types() -> dict[str, Any]:
     """Every key of their entries with its type.  Example: {"teachers.NAME.coef": float, ...}."""
-    return {key: kind for name, group in entry_groups().items() for key, kind in _walk(group, f"{name}.{NAME}.")}
+    return {key: found.kind for key, found in schema_keys().items() if f".{NAME}." in key}
 
 
 def general(key: str) -> str:
@@ -113,23 +121,20 @@ def general(key: str) -> str:
 
 def type_of(key: str) -> Any:
     """The type of a key; None if there is no such key."""
-    return leaf_types().get(key, entry_types().get(general(key)))
+    found = schema_keys().get(general(key))
+    return found and found.kind
 
 
 @cache
 def groups() -> frozenset[str]:
     """Every key that holds other keys: "actor", "actor.optim", "teachers.NAME", ..."""
-    keys = (*leaf_types(), *entry_types())
-    return frozenset(key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1))
+    return frozenset(key.rsplit(".", depth)[0] for key in schema_keys() for depth in range(1, key.count(".") + 1))
 
 
 @cache
 def followed() -> dict[str, str]:
     """Keys whose default is another key's value.  Example: {"data.seed": "${trainer.seed}", ...}."""
-    defaults = _defaults(Config(), "")
-    for name, group in entry_groups().items():
-        defaults += _defaults(group(), f"{name}.{NAME}.")
-    return {key: default for key, default in defaults if is_reference(default)}
+    return {key: found.default for key, found in schema_keys().items() if is_reference(found.default)}
 
 
 def mapping_of(key: str) -> str | None:
@@ -268,18 +273,21 @@ def _parses(value: float | str, number: type) -> bool:
     return number is float or -(2**63) <= parsed < 2**63
 
 
-def _walk(cls: Any, prefix: str) -> list[tuple[str, Any]]:
-    hints = get_type_hints(cls)
-    out: list[tuple[str, Any]] = []
-    for item in fields(cls):
-        kind = hints[item.name]
-        out += _walk(kind, f"{prefix}{item.name}.") if is_dataclass(kind) else [(prefix + item.name, kind)]
-    return out
-
-
-def _defaults(node: Any, prefix: str) -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
+def _walk(node: Any, prefix: str, conditions: If, commands: Commands) -> Iterator[tuple[str, Key]]:
+    """`conditions` and `commands`: of the group."""
+    kinds, hints = get_type_hints(type(node)), get_type_hints(type(node), include_extras=True)
     for item in fields(node):
-        value = getattr(node, item.name)
-        out += _defaults(value, f"{prefix}{item.name}.") if is_dataclass(value) else [(prefix + item.name, value)]
-    return out
+        key, value, kind, record = f"{prefix}{item.name}", getattr(node, item.name), kinds[item.name], record_of(item)
+        own = (re.sub(r"(?:^|(?<= or ))\.", prefix, condition) for condition in record.only_if)
+        only_if, read_by = If(*conditions, *own), record.commands or commands
+        if is_dataclass(value):
+            yield from _walk(value, f"{key}.", only_if, read_by)
+            continue
+        if get_origin(kind) is Union:  # as `Annotated[int, ...] | None` is
+            kind = reduce(or_, get_args(kind))
+        marks = (mark for part in (hints[item.name], *get_args(hints[item.name])) for mark in get_args(part))
+        first = next(cls for cls in reversed(type(node).__mro__) if item.name in getattr(cls, "__annotations__", {}))
+        allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
+        yield key, Key(kind, value, allowed, record, only_if, read_by, (first, item.name))
+        if _is_mapping_of_groups(kind):
+            yield from _walk(get_args(kind)[1](), f"{key}.{NAME}.", only_if, read_by)

@@ -6,13 +6,10 @@ without importing torch.  The others are written here; a test compares them with
 
 from __future__ import annotations
 
-from megarl.declared import REQUIRED, constant, declared
-from megarl.projections import TARGETS
+from megarl.plugins.declared import REQUIRED, constant, declared
 
 _LOSSES = declared("register_policy_loss", "algo/losses")
 POLICY_LOSSES = tuple(_LOSSES)
-LOSSES_WITHOUT_CLIP = tuple(name for name, loss in _LOSSES.items() if "clip_low" not in loss.settings)
-LOSSES_WITH_DUAL_CLIP = tuple(name for name, loss in _LOSSES.items() if "clip_c" in loss.settings)
 LOSSES_WITHOUT_RATIO = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_ratio", True))
 LOSSES_WITHOUT_OLD = tuple(name for name, loss in _LOSSES.items() if not loss.options.get("uses_old", True))
 LOSSES_WITH_SELECTION = tuple(name for name, loss in _LOSSES.items() if "selected" in loss.inputs)
@@ -32,11 +29,7 @@ ADV_ESTIMATORS = tuple(_ESTIMATORS)
 # These compare the completions of a prompt, so they need rollout.n > 1.
 GROUP_ESTIMATORS = tuple(name for name, estimator in _ESTIMATORS.items() if "group_ids" in estimator.inputs)
 ESTIMATORS_WITHOUT_CRITIC = tuple(name for name, estimator in _ESTIMATORS.items() if "values" not in estimator.inputs)
-ESTIMATORS_WITH_LAMBDA = tuple(name for name, estimator in _ESTIMATORS.items() if "lam" in estimator.settings)
-ESTIMATORS_WITH_GAMMA = tuple(name for name, estimator in _ESTIMATORS.items() if "gamma" in estimator.settings)
-ESTIMATORS_WITH_STD = tuple(  # may divide by the standard deviation of the group
-    name for name, estimator in _ESTIMATORS.items() if "norm_adv_by_std_in_grpo" in estimator.settings
-)
+SETTINGS_OF_ESTIMATOR = {name: tuple(estimator.settings) for name, estimator in _ESTIMATORS.items()}
 ESTIMATORS_WITH_REWARD_WEIGHTS = tuple(
     name for name, estimator in _ESTIMATORS.items() if "reward_weights" in estimator.settings
 )
@@ -66,7 +59,7 @@ CORRECTION_LEVELS: tuple[str, ...] = constant("algo/correction.py", "LEVELS")
 REJECT_BY: tuple[str, ...] = constant("algo/correction.py", "REJECT_BY")
 REJECT_LEVELS: tuple[str, ...] = constant("algo/correction.py", "REJECT_LEVELS")
 REWARDS = tuple(declared("register_reward", "rewards/functions"))
-REWARD_SERVICES: tuple[str, ...] = constant("rewards/services/__init__.py", "SERVICES")
+REWARD_SERVICES: tuple[str, ...] = constant("rewards/load.py", "SERVICES")
 REWARDS_OF_CODE = ("code", "code_strict")  # they run code of the model
 RIGHT_OR_WRONG = {"auto", "exact", "gsm8k", "gsm8k_strict", "gsm8k_verl", "math", "math_verl", "choice"}  # 1 or 0
 
@@ -91,18 +84,16 @@ ORDERS = ("finished", "prompts")
 TLS = ("auto", "always", "never")
 UPDATES = ("in_place", "retract", "drain")
 LORA_PUSHES = ("merged", "adapter")
-LORA_TARGETS = TARGETS
 MEGATRON = "megatron"
 REWARD_MODEL_ENGINES = ("server", MEGATRON)
 TEACHER_ENGINES = (MEGATRON, "server")
 REWARD_ERRORS: tuple[str, ...] = constant("rewards/scorer.py", "ON_ERROR")
-AGENT_ERRORS: tuple[str, ...] = constant("agents/episodes.py", "ON_ERROR")
 AGENT_HISTORIES: tuple[str, ...] = constant("agents/conversation.py", "HISTORIES")
-AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/adapters/__init__.py", "ADAPTERS"))
+AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/load.py", "ADAPTERS"))
 TOOL_PARSERS = ("hermes", "none")
 OVERLONG = ("error", "filter", *constant("data/prompts.py", "CUTS"))
 SFT_ANSWERS: tuple[str, ...] = constant("data/fields.py", "ANSWERS")
-LOGGERS = ("console", "jsonl", "mlflow", "prometheus", "tensorboard", "wandb")
+LOGGERS = tuple(sorted(declared("register_tracker", "metrics/trackers")))
 PROFILERS = ("torch", "nvtx")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")

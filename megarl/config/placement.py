@@ -49,16 +49,18 @@ def servers_map_memory(config: Config) -> bool:
 
     Adapters that travel alone do so in host memory or in requests.
     """
-    return not _pushes_adapters(config) and _serves_on_actors_gpus(config)
+    return not config.adapters_kept and _serves_on_actors_gpus(config)
 
 
 def _serves_on_actors_gpus(config: Config) -> bool:
+    actor, servers = _gpus(config)
+    return any(gpus & actor for gpus in servers)
+
+
+def _gpus(config: Config) -> tuple[set[str], list[set[str]]]:
+    """GPUs of the actor, and of each server that the run starts."""
     seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
-    return seats is not None and any(set(gpus) & set(seats["trainer"]) for gpus in seats["servers"].values())
-
-
-def _pushes_adapters(config: Config) -> bool:
-    return config.actor.lora.rank > 0 and config.actor.lora.push == "adapter"
+    return (set(seats["trainer"]), [set(gpus) for gpus in seats["servers"].values()]) if seats else (set(), [])
 
 
 def pushes_over_nccl(config: Config) -> bool:
@@ -66,16 +68,14 @@ def pushes_over_nccl(config: Config) -> bool:
 
     Servers on the actor's GPUs map its memory, and adapters travel in requests.
     """
-    seats = gpu_seats(config, [str(index) for index in range(config.rollout.num_servers)])
-    if seats is None or _pushes_adapters(config):
-        return False
-    return any(not set(gpus) <= set(seats["trainer"]) for gpus in seats["servers"].values())
+    actor, servers = _gpus(config)
+    return not config.adapters_kept and any(not gpus <= actor for gpus in servers)
 
 
 def joins_servers(config: Config) -> bool:
     """Whether the actor's ranks may join groups with servers, also with those that this run does not start."""
     elsewhere = bool(config.rollout.urls) or config.rollout.join is not None
-    return not _pushes_adapters(config) and (elsewhere or pushes_over_nccl(config))
+    return not config.adapters_kept and (elsewhere or pushes_over_nccl(config))
 
 
 def check_shared_seats(config: Config) -> None:
@@ -86,16 +86,16 @@ def check_shared_seats(config: Config) -> None:
     rollout = config.rollout
     if rollout.placement != "shared":
         return
-    seats = gpu_seats(config, [str(index) for index in range(rollout.num_servers)])
-    assert seats is not None, "servers that run elsewhere share no GPU"
-    for index, gpus in seats["servers"].items():
-        common = set(gpus) & set(seats["trainer"])
+    assert not rollout.urls, "servers that run elsewhere share no GPU"
+    actor, servers = _gpus(config)
+    for index, gpus in enumerate(servers):
+        common = gpus & actor
         if common and rollout.push not in ("auto", "shared"):
             raise ValueError(
                 f"rollout.push={rollout.push}: NCCL joins no two processes of one GPU, and with "
                 "rollout.placement=shared ranks of the actor and of servers are such; expected auto or shared"
             )
-        if common and common != set(gpus):
+        if common and common != gpus:
             raise ValueError(
                 f"rollout.tensor_model_parallel_size={len(gpus)}: server {index} stands on {len(common)} GPUs of the "
                 f"actor's and {len(gpus) - len(common)} others, and no push reaches such a server; expected servers "

@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, get_origin
+from typing import Any, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.arch.layout import KEYS, Layout
+from megarl.arch.megatron_fields import OVERRIDES, RECOMPUTED
 from megarl.config.aliases import RENAMED_VALUES
-from megarl.config.keys import fits, followed, general, is_free, mapping_of, type_name, type_of
+from megarl.config.keys import fits, is_free, mapping_of, type_name, type_of
 from megarl.config.names import DEFAULT_MOMENTUM
 from megarl.config.schema import Config, Megatron
 from megarl.config.settings import ConfigError, show
-from megarl.layout import KEYS, Layout
-from megarl.megatron_fields import OVERRIDES, RECOMPUTED
 
 _PLAIN = re.compile(r"\$\{([\w.]+)\}")
+_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\-\[\]]+\}")  # no function: that has a colon
 RESTARTS = 3  # of failed ranks, without a new step in between, where there are checkpoints
 DEFAULT_MAX_TOKENS = 16384  # per micro-batch and rank, if no key sets the micro-batch size
 
@@ -31,53 +32,12 @@ PIPELINE_KEYS = (
 )
 
 
-class MicroBatchKeys(NamedTuple):
-    """The three keys of a role that define how a step is split into micro-batches; at most one is set."""
-
-    total: str
-    per_rank: str
-    tokens: str
-
-
-_PPO_KEYS = MicroBatchKeys("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
-_REF_KEYS = MicroBatchKeys(
-    "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"
-)
-
-
-def micro_batch_keys(role: str) -> MicroBatchKeys:
-    """Those of a role: actor, critic, ref or teachers.NAME."""
-    return _PPO_KEYS if role in ("actor", "critic") else _REF_KEYS
-
-
-def sources_of(key: str) -> Iterator[str]:
-    """The keys whose value `key` has if it is not set, the next one first.
-
-    Example: "critic.ppo_mini_batch_size" -> "actor.ppo_mini_batch_size", "data.train_batch_size".
-    """
-    role, _, name = key.rpartition(".")
-    names = micro_batch_keys(role)
-    if name in names and role != "actor":
-        yield f"actor.{micro_batch_keys('actor')[names.index(name)]}"
-    while reference := _PLAIN.fullmatch(followed().get(general(key), "")):
-        key = reference[1]
-        yield key
-
-
-class Cut(NamedTuple):
-    """The values of those three keys."""
-
-    total: int | None
-    per_rank: int | None
-    tokens: int | None
+# the keys that split a step into micro-batches, of which at most one is set: sequences, or tokens, on one rank
+CUTS = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 
 
 def resolved(config: Config) -> Config:
-    """A new Config in which every null and reference to another key is replaced by that key's value.
-
-    Idempotent.  `ppo_micro_batch_size` becomes `ppo_micro_batch_size_per_gpu`, so afterwards each role has one of two
-    limits: sequences per rank, or tokens per rank.
-    """
+    """A new Config in which every null and reference to another key is replaced by that key's value; idempotent."""
     return settled(followed_by_roles(to_config(OmegaConf.structured(config))))
 
 
@@ -100,10 +60,14 @@ def _put_in_references(composed: DictConfig) -> None:
     """Replace each plain "${a.b}" by the value of a.b, because OmegaConf takes a millisecond for each.
 
     References that are not plain, have no target or have the wrong type are left to OmegaConf and its error messages.
-    Raises ConfigError for a value in the place of a list, which OmegaConf would take.
+    Raises ConfigError for a value in the place of a list, which OmegaConf would take, and for other "${" than those of
+    references: OmegaConf would call a function, as "${oc.env:NAME}", whose result config.yaml and trackers would get.
     """
-    faults = []
     raw = dict(_leaves(OmegaConf.to_container(composed, resolve=False), ""))
+    wanted = "expected a value, or references to other keys alone, such as ${trainer.seed}"
+    faults = [f"{key}={show(value)}: {wanted}" for key, value in raw.items() if "${" in _REFERENCE.sub("", str(value))]
+    if faults:
+        raise ConfigError(*faults)
     for key, value in raw.items():
         reference, seen = _PLAIN.fullmatch(str(value)), {key}
         if reference and is_free(mapping_of(key) or ""):  # whose names may have dots
@@ -173,14 +137,14 @@ def followed_by_roles(config: Config) -> Config:
 
 
 def settled(config: Config) -> Config:
-    """Set, in `config` itself, each role's final micro-batch limits."""
-    own = {role: cut_of(config, role) for role in ("actor", "critic", "ref", *config.teacher_roles)}
-    if not any(own["actor"]):
-        own["actor"] = Cut(None, None, max(DEFAULT_MAX_TOKENS, config.longest[1]))
-    for role, given in own.items():
-        cut = _per_rank(config, role, given if any(given) else own["actor"])
-        for key, value in zip(micro_batch_keys(role), cut, strict=True):
-            setattr(config.role(role), key, value)
+    """Set, in `config` itself, each role's limit of a micro-batch: its own, else the actor's."""
+    actor = config.actor
+    if not _cuts(actor):
+        actor.ppo_max_token_len_per_gpu = max(DEFAULT_MAX_TOKENS, config.longest[1])
+    for node in (config.critic, config.ref, *config.teachers.values()):
+        if not _cuts(node):
+            for key, value in _cuts(actor).items():
+                setattr(node, key, value)
     return config
 
 
@@ -199,35 +163,13 @@ def data_parallel_size(config: Config, role: str) -> int:
         raise ConfigError(f"{role}.megatron: {error}") from None
 
 
-def cut_of(config: Config, role: str) -> Cut:
-    """The micro-batch keys of a role.  Raises: ConfigError if more than one is set or one is below 1."""
-    for sentence in invalid_cuts(config, role):
-        raise ConfigError(sentence)
-    return _cut(config, role)
-
-
 def invalid_cuts(config: Config, role: str) -> Iterator[str]:
-    """One sentence if more than one of a role's micro-batch keys is set, and for each below 1."""
-    given = {
-        f"{role}.{key}={value}": value
-        for key, value in zip(micro_batch_keys(role), _cut(config, role), strict=True)
-        if value is not None
-    }
+    """One sentence if both of a role's limits of a micro-batch are set."""
+    given = [f"{role}.{key}={value}" for key, value in _cuts(config.role(role)).items()]
     if len(given) > 1:
-        yield f"{' and '.join(given)}: expected only one of them, the others null"
-    yield from (f"{text}: expected at least 1" for text, value in given.items() if value < 1)
+        yield f"{' and '.join(given)}: expected only one of them, the other null"
 
 
-def _cut(config: Config, role: str) -> Cut:
-    return Cut(*(getattr(config.role(role), key) for key in micro_batch_keys(role)))
-
-
-def _per_rank(config: Config, role: str, cut: Cut) -> Cut:
-    """Convert a number over all data-parallel ranks into a number per rank."""
-    if cut.total is None:
-        return cut
-    copies = data_parallel_size(config, role)
-    if cut.total % copies:
-        key = f"{role}.{micro_batch_keys(role).total}"
-        raise ConfigError(f"{key}={cut.total}: expected a multiple of the {copies} data-parallel ranks")
-    return Cut(None, cut.total // copies, None)
+def _cuts(node: Any) -> dict[str, int]:
+    """Those of its keys that split a step into micro-batches and are set."""
+    return {key: value for key in CUTS if (value := getattr(node, key)) is not None}

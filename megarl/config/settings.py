@@ -29,7 +29,7 @@ from megarl.config.keys import (
     type_name,
     type_of,
 )
-from megarl.config.verl.files import unknown_option, with_file
+from megarl.config.verl.defaults import unknown_option, with_file
 from megarl.config.verl.runs import HF_MODEL, in_sft_places, sft_place
 from megarl.config.verl.taken import Command
 
@@ -110,10 +110,6 @@ class Layer:
     warnings: tuple[str, ...]
     faults: tuple[str, ...] = ()  # one sentence for each setting that could not be taken
     command: Command = Command({})  # all words as they were written
-
-    @property
-    def recipe(self) -> str | None:
-        return self.words.get("recipe")
 
 
 def show(value: object) -> str:

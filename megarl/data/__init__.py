@@ -1,14 +1,9 @@
 """Data: prompts and examples from files, ragged batches, and their packing into micro-batches.
 
 `readers`, `fields`: files and rows. `order`: the data order and its saved position. `chat`: tokenizers and chat
-templates. `hf_config`: a model's config.json for transformers. `template`: what follows an answer in a conversation.
+templates. `template`: what follows an answer in a conversation.
 `prompts`: prompts for RL. `sft`: examples for supervised fine-tuning. `batch`: the ragged `Batch`. `packing`:
 distributes sequences over ranks and micro-batches. `examples/`: tasks and tiny models for tests and the quickstart.
 Nothing here depends on engines, Megatron, losses or rewards.
 Called by: the driver (prompts, batch), the roles (packing), the SFT stage (sft).
 """
-
-from megarl.data.readers import read_dataset_folder, read_jsonl, read_parquet
-
-# Reader by file extension; "" is a folder that `datasets.save_to_disk` wrote.
-FILE_KINDS = {".jsonl": read_jsonl, ".json": read_jsonl, ".parquet": read_parquet, "": read_dataset_folder}

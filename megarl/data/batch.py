@@ -10,25 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch
-from megarl.ragged import Ragged, names_in_batch
-from megarl.sample import REWARD_ERROR, Row, Sample, own_name
-
-# Columns that the trainer computes; no column of a row may be called like one of them.
-OWN_COLUMNS = frozenset(
-    ("response_mask", "rollout_log_probs", "versions", "turn", "turn_rewards", "keep", "rollout_weight", "weight")
-    + ("selected", "token_level_rewards", "advantages", "returns", "values")
-    + ("teacher", "distill_weight", "teacher_hidden", "teacher_ids", "teacher_top_log_probs", "teacher_reward")
-    + ("log_probs", "old_log_probs", "ref_log_probs", "entropy", "sum_pi_squared", "full_kl")
-    + ("tokens", "lengths", "rows", "micro_sizes")  # what is sent to a rank beside its columns
-)
+from megarl.samples.batch import Batch
+from megarl.samples.ragged import Ragged, names_in_batch
+from megarl.samples.sample import REWARD_ERROR, Row, Sample, own_name
 
 
 def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str] = ()) -> Batch:
     """All samples of all groups, concatenated, each with all its rows.
 
     columns [N]
-        response_mask       float32, 1 on the learnt tokens: each token that the policy wrote, once
+        response_mask       float32, 1 on the learnt tokens: each token that the policy generated, once
         rollout_log_probs   float32, as the server reported them; 0 on the context
         versions            int32, of the weights that generated the token; -1 on the context
         turn                int32, the turn that generated the token; -1 on the context; if turns of some rows alternate
@@ -42,7 +33,7 @@ def make_batch(groups: Sequence[Sequence[Sample]], *, reward_parts: Sequence[str
         greedy_score        float32, the reward of a greedy completion, if all samples have one
         reward_parts        [S, K] float32, the numbers of the reward that `reward_parts` names, if any
 
-    Raises: ValueError for a number of the reward or a column of a row that not all samples have.
+    Raises: ValueError for a number of the reward that not all samples have.
     """
     samples = [sample for group in groups for sample in group]
     assert samples, "a batch needs at least one sample"
@@ -143,44 +134,34 @@ def _learnt(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
 
 def _turns(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
     """[N] int32: the turn of each learnt token, -1 on the context."""
-    found = np.full(int(lengths.sum()), -1, dtype=np.int32)
+    turns = np.full(int(lengths.sum()), -1, dtype=np.int32)
     for row, begin in zip(rows, (lengths.cumsum() - lengths).tolist(), strict=True):
         for span in row.learnt:
-            found[begin + span.start : begin + span.end] = span.turn
-    return found
+            turns[begin + span.start : begin + span.end] = span.turn
+    return turns
 
 
 def _turn_rewards(rows: Sequence[Row], lengths: np.ndarray) -> np.ndarray:
     """[N] float32: the reward of each turn on its last token."""
-    found = np.zeros(int(lengths.sum()), dtype=np.float32)
+    rewards = np.zeros(int(lengths.sum()), dtype=np.float32)
     for row, begin in zip(rows, (lengths.cumsum() - lengths).tolist(), strict=True):
         for span, reward in zip(row.learnt, row.rewards, strict=bool(row.rewards)):
-            found[begin + span.end - 1] = reward
-    return found
+            rewards[begin + span.end - 1] = reward
+    return rewards
 
 
 def _carried(samples: Sequence[Sample], names: Sequence[str], lengths: np.ndarray) -> dict[str, Tensor]:
-    """The columns of the rows, [N, ...] each.  `lengths`: of the rows.
-
-    Raises: ValueError for a name that the trainer uses, and for a column that is missing or different in some samples:
-    an engine that answers for a part of them has a defect, and without the column they would be learnt otherwise.
-    """
+    """The columns of the rows, [N, ...] each: replies have those for which the run asks.  `lengths`: of the rows."""
     named = [(name, row) for sample, name in zip(samples, names, strict=True) for row in sample.rows]
-    found: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for _, row in named for name in row.columns):
-        if name in OWN_COLUMNS:
-            raise ValueError(f"column {name} of a completion: expected a name that the trainer does not use itself")
         parts = [row.columns.get(name) for _, row in named]
         kinds = ["no such column" if p is None else f"{p.dtype} {['N', *p.shape[1:]]}" for p in parts]
         for (sample, _), kind in zip(named, kinds, strict=True):
-            if kind != kinds[0]:
-                raise ValueError(
-                    f"column {name} of the completions: sample {sample} has {kind}, sample {names[0]} {kinds[0]}; "
-                    "expected the same of all samples of a step, so look at the engine that generated them"
-                )
+            assert kind == kinds[0], f"column {name}: sample {sample} has {kind}, sample {names[0]} {kinds[0]}"
         column: Any = np.concatenate([part for part in parts if part is not None])
         if isinstance(column, Ragged):
-            found |= zip(names_in_batch(name), column.spread(lengths), strict=True)
+            columns |= zip(names_in_batch(name), column.spread(lengths), strict=True)
         else:
-            found[name] = torch.from_numpy(column)
-    return found
+            columns[name] = torch.from_numpy(column)
+    return columns

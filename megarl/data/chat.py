@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megarl.data.template import ChatTemplate, Tools
 
 Text = str | list[dict[str, Any]]
+BLOCK = 256  # texts that are encoded together: what a tokenizer needs meanwhile is a hundred times as large
+CHARS_OF_TOKEN = 16  # a text of so many characters for each token is probably too long
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -41,18 +43,23 @@ def encode_many(
     template: Mapping[str, Any] | None = None,
     tools: Sequence[Tools] | None = None,
     places: Sequence[str] | None = None,
+    enough: int | None = None,
 ) -> list[list[int]]:
     """The same for many texts, which fast tokenizers encode in parallel.
 
     With a system prompt, strings become a user's message, and messages without a system message get one.
     `template`: variables of the chat template.  Example: {"enable_thinking": False}.  `tools`: of each text.
-    `places`: the file:line of each, which an error names.
+    `places`: the file:line of each, which an error names.  `enough`: of a text that has many more tokens only the
+    first ones are returned, which are more than these, and the rest is not read.
     Raises ValueError for messages if the tokenizer has no chat template, or if it refuses them or leaves out calls.
     """
     if system_prompt is not None:
         texts = [as_messages(text, system_prompt) for text in texts]
     rendered = _rendered(tokenizer, texts, template or {}, tools or [()] * len(texts), places)
     # A chat template adds its own special tokens; for plain text the tokenizer adds them.
+    if enough is not None:
+        unsure = max(map(len, tokenizer.get_vocab()))
+        rendered = [_front(tokenizer, text, enough, unsure) for text in rendered]
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         where = [i for i, text in enumerate(texts) if isinstance(text, list) == is_chat]
@@ -92,15 +99,30 @@ def encode_strings(
     """Token ids of texts.  Special tokens that a text begins with, as one that was rendered before, are not added."""
     # verbose=False: no warning of the tokenizer about long texts; the limit is data.max_prompt_length.
     how = {"return_attention_mask": False, "verbose": False}
-    encoded = tokenizer(texts, add_special_tokens=add_special_tokens, **how)["input_ids"]
+    encoded: list[list[int]] = []
+    for first in range(0, len(texts), BLOCK):
+        block = texts[first : first + BLOCK]
+        encoded += tokenizer(block, add_special_tokens=add_special_tokens, **how)["input_ids"]
     if not add_special_tokens:
-        return list(encoded)
+        return encoded
     longest = max(range(len(texts)), key=lambda at: len(texts[at]))
     ids, bare = encoded[longest], tokenizer(texts[longest], add_special_tokens=False, **how)["input_ids"]
     starts = range(len(ids) - len(bare), -1, -1)
     num = next((at for at in starts if ids[at : at + len(bare)] == bare), 0)  # special tokens at the front
     doubled = ids[:num] * 2
     return [ids[num:] if num and ids[: 2 * num] == doubled else ids for ids in encoded]
+
+
+def _front(tokenizer: PreTrainedTokenizerBase, text: str, enough: int, unsure: int) -> str:
+    """A text, or so much of it that has certainly more than `enough` tokens.
+
+    `unsure`: the last characters of a part, which may be within a longer token of the whole text.
+    """
+    front = text[: CHARS_OF_TOKEN * enough + unsure]
+    if len(front) == len(text):
+        return text
+    (ids,) = encode_strings(tokenizer, [front], add_special_tokens=False)
+    return front if len(ids) > enough + unsure else text
 
 
 def check_ids(texts: Iterable[tuple[str, np.ndarray]], tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> None:
@@ -121,9 +143,9 @@ def check_ids(texts: Iterable[tuple[str, np.ndarray]], tokenizer: PreTrainedToke
 
 def raise_first(sentences: Iterable[str]) -> None:
     """Raises ValueError for sentences on rows, with the first of them and their number."""
-    found = list(sentences)
-    if found:
-        raise ValueError(found[0] + f" (the first of {len(found):,} refused rows)" * (len(found) > 1))
+    refused = list(sentences)
+    if refused:
+        raise ValueError(refused[0] + f" (the first of {len(refused):,} refused rows)" * (len(refused) > 1))
 
 
 def _rendered(

@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.data.readers import Record
 from megarl.data.template import Tools
+from megarl.io.terminal import printable
 
 Messages = list[dict[str, Any]]
 
@@ -73,6 +74,8 @@ def question_of(row: Record, *, prompt_key: str, ground_truth_key: str, has_chat
         )
     ground_truth = _ground_truth(row.where, fields, ground_truth_key, "question" in row.fields)
     data_source = fields.pop("data_source", None)
+    if printable(name := str(data_source)) != name or "\n" in name:
+        raise ValueError(f"{row.where}: data_source={data_source!r}; expected printable characters, as in a name")
     tools = () if isinstance(text, str) else _tools(row) or ()  # what else is called so is a field for the reward
     return Question(row.where, text, ground_truth, "" if data_source is None else str(data_source), fields, tools)
 

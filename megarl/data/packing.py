@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import token_positions
+from megarl.samples.batch import token_positions
 
 _EVENING_PASSES = 3
 
@@ -36,7 +36,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Family:
+class PrefixGroup:
     """Sequences that are packed together, because a row that has them all needs fewer places."""
 
     members: list[int]  # sequences of the batch
@@ -59,12 +59,12 @@ def plan(
     max_tokens: int | None = None,
     max_sequences: int | None = None,
     hidden_size: int = 1024,
-    families: Sequence[Family] | None = None,
+    groups: Sequence[PrefixGroup] | None = None,
 ) -> list[RankPlan]:
     """Distribute sequences of these lengths over `num_ranks` ranks: few micro-batches first, then even costs.
 
     A micro-batch holds at most `max_tokens` tokens, or at most `max_sequences` sequences; give one of the two.
-    `families`: of all sequences, none larger than a micro-batch; those of one stay together, and tokens are places.
+    `groups`: of all sequences, none larger than a micro-batch; those of one stay together, and tokens are places.
     Raises ValueError if a single sequence exceeds `max_tokens`.
     """
     assert (max_tokens is None) != (max_sequences is None), "give max_tokens or max_sequences, not both"
@@ -76,9 +76,9 @@ def plan(
             "with agents"
         )
     cost, members = cost_of(size, hidden_size), [[index] for index in range(len(size))]
-    if families is not None:
-        members = [family.members for family in families]
-        size, cost = (np.asarray([getattr(x, name) for x in families], dtype=np.int64) for name in ("size", "cost"))
+    if groups is not None:
+        members = [group.members for group in groups]
+        size, cost = (np.asarray([getattr(x, name) for x in groups], dtype=np.int64) for name in ("size", "cost"))
     if max_tokens is not None:
         bins = _bins(np.argsort(-size, kind="stable"), size, cost, num_ranks, max_tokens)
     else:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch
-from megarl.data.packing import Family, cost_of
-from megarl.layout import MIN_SHARED
-from megarl.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
+from megarl.data.packing import PrefixGroup, cost_of
+from megarl.samples.batch import Batch
+from megarl.samples.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
 
+MIN_SHARED = 4  # tokens that rows have in common at least for them to be computed once: fewer would save little
 # Columns that the model's side of a step reads of the tokens that are learnt.  Two rows may learn the same tokens and
 # have other entries, so that with such a column only the context before the first learnt token is shared.
 OF_A_ROW = (SUPPORT, TEACHER_HIDDEN, TEACHER_IDS)
@@ -61,12 +61,12 @@ def _shareable(batch: Batch) -> Tensor:
     return batch.context_lengths(batch.columns["response_mask"] > 0)
 
 
-def families(
+def prefix_groups(
     batch: Batch, num_ranks: int, *, max_tokens: int | None, max_sequences: int | None, hidden_size: int
-) -> list[Family]:
-    """The samples of a batch in families, each to be packed together.
+) -> list[PrefixGroup]:
+    """The samples of a batch in groups, each to be packed together.
 
-    A family is cut that has more than `max_tokens` places or `max_sequences` samples, or that costs more than a rank's
+    A group is cut that has more than `max_tokens` places or `max_sequences` samples, or that costs more than a rank's
     share of the batch.  Where samples have several rows, which stay together anyway, each is alone.
     """
     if len(batch.rows) != len(batch.lengths):
@@ -76,18 +76,18 @@ def families(
     sizes, costs = _of_rows(lengths, prefixes.common, hidden_size)
     most = max(1, int(costs.sum()) // num_ranks)
     edges = [*np.flatnonzero(prefixes.common == 0).tolist(), len(order)]
-    found: list[Family] = []
+    groups: list[PrefixGroup] = []
     for first, end in pairwise(edges):
         parts = max(-(-int(costs[first:end].sum()) // most), -(-(end - first) // (max_sequences or end - first)))
         count = -(-(end - first) // parts)
         for at in range(first, end):
             size, cost = int(sizes[at]), int(costs[at])
-            last = found[-1] if found and at > first else None
+            last = groups[-1] if groups and at > first else None
             if last is None or len(last.members) == count or (max_tokens is not None and last.size + size > max_tokens):
-                found.append(Family([order[at]], int(lengths[at]), int(cost_of(lengths[at], hidden_size))))
+                groups.append(PrefixGroup([order[at]], int(lengths[at]), int(cost_of(lengths[at], hidden_size))))
             else:
-                found[-1] = Family([*last.members, order[at]], last.size + size, last.cost + cost)
-    return found
+                groups[-1] = PrefixGroup([*last.members, order[at]], last.size + size, last.cost + cost)
+    return groups
 
 
 def _of_rows(lengths: np.ndarray, common: np.ndarray, hidden_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -99,11 +99,11 @@ def _of_rows(lengths: np.ndarray, common: np.ndarray, hidden_size: int) -> tuple
     return sizes, cost_of(lengths, hidden_size) - cost_of(common, hidden_size)
 
 
-def _alone(sample: Batch, index: int, hidden_size: int) -> Family:
+def _alone(sample: Batch, index: int, hidden_size: int) -> PrefixGroup:
     prefixes = CommonPrefixes.of(sample)
     lengths = sample.lengths.numpy()[prefixes.order]
     sizes, costs = _of_rows(lengths, prefixes.common, hidden_size)
-    return Family([index], min(int(sizes.sum()), int(lengths.sum())), int(costs.sum()))
+    return PrefixGroup([index], min(int(sizes.sum()), int(lengths.sum())), int(costs.sum()))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from os.path import abspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,18 +12,36 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.data import FILE_KINDS
 from megarl.data.chat import check_ids, encode_many, has_chat_template
-from megarl.data.exact_json import check_writable
 from megarl.data.fields import Question, question_of
+from megarl.data.groups import check_writable
 from megarl.data.order import Visits, fingerprint_of
-from megarl.data.readers import read_rows
-from megarl.sample import Prompt
+from megarl.data.readers import MOST, read_rows
+from megarl.samples.sample import Prompt
 
 CUTS = ("left", "right", "middle")  # where a prompt may lose tokens
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class RowSettings:
+    """How rows of files become sequences of tokens.  `template`: see encode_many.  `num_ids`: see check_ids."""
+
+    max_length: int  # of a sequence, in tokens
+    prompt_key: str = "prompt"
+    overlong: str = "error"  # what becomes of a longer sequence: error | filter: it is left out | one of CUTS, see cut
+    shuffle: bool = True
+    seed: int = 0
+    system_prompt: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    max_row_bytes: int = MOST  # see readers
+    num_ids: int | None = None
+
+    def __post_init__(self) -> None:
+        choices = ("error", "filter", *CUTS)
+        assert self.overlong in choices, f"overlong is {self.overlong!r}, expected error, filter or a cut"
+
+
+class PromptRow(NamedTuple):
     """A prompt and its file:line."""
 
     where: str
@@ -32,58 +51,57 @@ class Row(NamedTuple):
 class Prompts:
     """Rows of JSONL or parquet files or a `datasets` folder (`fields` lists the shapes), as tokenised prompts.
 
-    Example: Prompts("train.jsonl", tokenizer, max_prompt_length=512, seed=1).visit(64)
-    Raises ValueError, naming file:line, for a bad row, and for a prompt longer than `max_prompt_length` tokens unless
-    overlong="filter", which leaves it out and counts it in `num_filtered`, or one of CUTS, see cut, which shortens it
-    and counts it in `num_cut`.
-    `template`: see encode_many.  `max_rows`: only the first so many rows count.  `num_ids`: see check_ids.
+    Example: Prompts("train.jsonl", tokenizer, RowSettings(512, seed=1)).visit(64)
+    Raises ValueError, naming file:line, for a bad row, and for a prompt that is too long with overlong="error".
+    `num_filtered`, `num_cut`: prompts that were left out, or cut, for their length.
+    `max_rows`: only the first so many rows count.
     """
 
     def __init__(
         self,
         files: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
+        settings: RowSettings,
         *,
-        prompt_key: str = "prompt",
         ground_truth_key: str = "ground_truth",
-        max_prompt_length: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        overlong: str = "error",
-        system_prompt: str | None = None,
-        template: Mapping[str, Any] | None = None,
         max_rows: int | None = None,
-        num_ids: int | None = None,
     ) -> None:
-        templated = has_chat_template(tokenizer)
+        limit, overlong = settings.max_length, settings.overlong
+        rows = read_rows(files, settings.max_row_bytes)[:max_rows]
+        key, templated = settings.prompt_key, has_chat_template(tokenizer)
         questions = [
-            question_of(row, prompt_key=prompt_key, ground_truth_key=ground_truth_key, has_chat_template=templated)
-            for row in read_rows(files, FILE_KINDS)[:max_rows]
+            question_of(row, prompt_key=key, ground_truth_key=ground_truth_key, has_chat_template=templated)
+            for row in rows
         ]
         texts = [question.text for question in questions]
         places, tools = [question.where for question in questions], [question.tools for question in questions]
-        how: dict[str, Any] = {"system_prompt": system_prompt, "template": template, "tools": tools, "places": places}
-        encoded = encode_many(tokenizer, texts, **how)
+        encoded = encode_many(
+            tokenizer,
+            texts,
+            system_prompt=settings.system_prompt,
+            template=settings.template,
+            tools=tools,
+            places=places,
+            enough=None if overlong in CUTS else limit,
+        )
         self.num_cut = 0
         if overlong in CUTS:
-            self.num_cut = sum(len(ids) > max_prompt_length for ids in encoded)
-            encoded = [cut(ids, max_prompt_length, overlong) for ids in encoded]
+            self.num_cut = sum(len(ids) > limit for ids in encoded)
+            encoded = [cut(ids, limit, overlong) for ids in encoded]
         fits = [
-            _fits(question.where, len(ids), max_prompt_length, overlong)
-            for question, ids in zip(questions, encoded, strict=True)
+            _fits(question.where, len(ids), limit, overlong) for question, ids in zip(questions, encoded, strict=True)
         ]
         self._rows = [row for row, fit in enumerate(fits) if fit]
         if not self._rows:
-            raise ValueError(f"data.max_prompt_length={max_prompt_length}: every prompt of {files} is longer")
+            raise ValueError(f"data.max_prompt_length={limit}: every prompt of {files} is longer")
         self.num_filtered = len(fits) - len(self._rows)
         self._questions: list[Question] = [questions[row] for row in self._rows]
         # int32 arrays: lists of Python integers would take several times the memory.
         self._token_ids = [np.asarray(encoded[row], dtype=np.int32) for row in self._rows]
-        check_ids(
-            ((places[row], ids) for row, ids in zip(self._rows, self._token_ids, strict=True)), tokenizer, num_ids
-        )
-        self.fingerprint = fingerprint_of(files, self._rows, shuffle=shuffle, seed=seed)
-        self._visits = Visits(len(self._rows), shuffle=shuffle, seed=seed)
+        kept = ((places[row], ids) for row, ids in zip(self._rows, self._token_ids, strict=True))
+        check_ids(kept, tokenizer, settings.num_ids)
+        self.fingerprint = fingerprint_of(files, self._rows, shuffle=settings.shuffle, seed=settings.seed)
+        self._visits = Visits(len(self._rows), shuffle=settings.shuffle, seed=settings.seed)
 
     def __len__(self) -> int:
         """Prompts of one epoch."""
@@ -135,14 +153,14 @@ class Prompts:
         """The first `max_samples` prompts (or all) in the order of the files, for evaluation; uid "eval-row"."""
         return [self._prompt(index, "eval") for index in range(len(self))[:max_samples]]
 
-    def some(self, count: int) -> list[Row]:
+    def some(self, count: int) -> list[PromptRow]:
         """The first `count` rows, taken from all data sources in turn."""
         seen: Counter[str] = Counter()
         turns = []
         for index, question in enumerate(self._questions):
             turns.append((seen[question.data_source], index))
             seen[question.data_source] += 1
-        return [Row(self._questions[index].where, self._prompt(index, "0")) for _, index in sorted(turns)[:count]]
+        return [PromptRow(self._questions[index].where, self._prompt(index, "0")) for _, index in sorted(turns)[:count]]
 
     def sets(self, max_samples: int | None = None) -> list[str]:
         """The evaluation set of each prompt of `all`: its data source, or the name of its file if it has none."""
@@ -204,12 +222,11 @@ def cut(ids: list[int], limit: int, side: str) -> list[int]:
 
 def _fits(where: str, num_tokens: int, limit: int, overlong: str) -> bool:
     """Whether a prompt is kept.  Raises ValueError for an empty one, and for a long one if overlong="error"."""
-    assert overlong in ("error", "filter", *CUTS), f"overlong is {overlong!r}, expected error, filter or a cut"
     if num_tokens == 0:
         raise ValueError(f"{where}: the prompt is empty; expected at least one token")
     if num_tokens > limit and overlong == "error":
         raise ValueError(
-            f"{where}: the prompt has {num_tokens} tokens, data.max_prompt_length is {limit}; "
+            f"{where}: the prompt has at least {num_tokens} tokens, data.max_prompt_length is {limit}; "
             "use a shorter prompt, a higher limit, or data.overlong_prompts=filter, left, right or middle"
         )
     return num_tokens <= limit

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megarl.batch import Batch
-from megarl.data import FILE_KINDS
 from megarl.data.chat import (
     as_messages,
     chat_template,
@@ -23,9 +22,10 @@ from megarl.data.chat import (
 )
 from megarl.data.fields import Example, example_of
 from megarl.data.order import Visits, check_same_data, fingerprint_of
-from megarl.data.prompts import CUTS, cut
+from megarl.data.prompts import CUTS, RowSettings, cut
 from megarl.data.readers import read_rows
-from megarl.data.sft_spans import Answers, Learnt
+from megarl.data.sft_spans import Answers, TrainingSequence
+from megarl.samples.batch import Batch
 
 _BLOCK = 32  # conversations that are encoded together: all texts of their answers are held at once
 
@@ -35,63 +35,67 @@ class SftExamples:
 
     A string prompt is followed by the response and the end-of-sequence token.  Of messages see data/sft_spans.py; a
     row becomes several sequences where the template does not only append.
-    Raises ValueError, naming file:line, for a bad row, and for a sequence longer than `max_length` tokens unless
-    overlong="filter", which leaves it out and counts it in `num_filtered`, or one of prompts.CUTS, which shortens it,
-    counts it in `num_cut`, and leaves it out if nothing learnt is left.  `template`: see encode_many.
+    Raises ValueError, naming file:line, for a bad row, and for a sequence that is too long with overlong="error".
+    `num_filtered`, `num_cut`: sequences that were left out for their length, as nothing learnt is left of them, or cut.
     `answers`: see example_of.  `stop_ids`: tokens that end a completion, besides the tokenizer's end.
-    `num_ids`: see check_ids.
     """
 
     def __init__(
         self,
         files: str | Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
+        settings: RowSettings,
         *,
-        prompt_key: str = "prompt",
         response_key: str = "response",
-        max_length: int,
-        shuffle: bool = True,
-        seed: int = 0,
-        overlong: str = "error",
         answers: str = "all",
-        system_prompt: str | None = None,
-        template: Mapping[str, Any] | None = None,
         stop_ids: Iterable[int] = (),
-        num_ids: int | None = None,
     ) -> None:
-        assert overlong in ("error", "filter", *CUTS), f"overlong is {overlong!r}, expected error, filter or a cut"
-        fields = {"prompt_key": prompt_key, "response_key": response_key, "answers": answers}
-        templated = has_chat_template(tokenizer)
-        examples = [example_of(row, **fields, has_chat_template=templated) for row in read_rows(files, FILE_KINDS)]
-        if system_prompt is not None:
-            examples = [replace(example, text=as_messages(example.text, system_prompt)) for example in examples]
-        reader = _Reader(tokenizer, template or {}, stop_ids, examples)
+        max_length, overlong = settings.max_length, settings.overlong
+        read = partial(
+            example_of,
+            prompt_key=settings.prompt_key,
+            response_key=response_key,
+            answers=answers,
+            has_chat_template=has_chat_template(tokenizer),
+        )
+        examples = [read(row) for row in read_rows(files, settings.max_row_bytes)]
+        if settings.system_prompt is not None:
+            examples = [replace(each, text=as_messages(each.text, settings.system_prompt)) for each in examples]
+        conversations: Answers | None = None
+        if any(isinstance(example.text, list) for example in examples):
+            conversations = Answers(tokenizer, chat_template(tokenizer, settings.template, stop_ids))
+        refused = conversations.refused if conversations else []  # a sentence for each example that is none
         self.num_rows, self.num_filtered, self.num_cut = len(examples), 0, 0
         self._sequences: list[np.ndarray] = []  # int32
         self._masks: list[np.ndarray] = []  # bool: what is learnt
-        rows: list[int] = []  # of each sequence
-        for row, (example, of_row) in enumerate(zip(examples, reader, strict=True)):
-            for learnt in of_row:
-                if len(learnt.ids) > max_length and overlong == "error":
-                    reader.refused.append(_too_long(example.where, len(learnt.ids), max_length))
-                kept = _kept(len(learnt.ids), max_length, overlong)
-                ids, mask = np.asarray(learnt.ids, dtype=np.int32)[kept], np.asarray(learnt.mask)[kept]
+        places: list[str] = []  # file:line of each sequence
+        indices: list[int] = []  # the row of each sequence
+        sequences = _sequences(tokenizer, examples, conversations, refused)
+        for index, (example, of_example) in enumerate(zip(examples, sequences, strict=True)):
+            for sequence in of_example:
+                length = len(sequence.ids)
+                if length > max_length and overlong == "error":
+                    refused.append(_too_long(example.where, length, max_length))
+                kept = _kept(length, max_length, overlong)
+                ids, mask = np.asarray(sequence.ids, dtype=np.int32)[kept], np.asarray(sequence.mask)[kept]
                 mask[:1] = False  # nothing predicts the first token
                 if mask.any():
-                    self.num_cut += len(ids) < len(learnt.ids)
+                    self.num_cut += len(ids) < length
                     self._sequences.append(ids)
                     self._masks.append(mask)
-                    rows.append(row)
+                    places.append(example.where)
+                    indices.append(index)
                 else:
                     self.num_filtered += 1
-        raise_first(reader.refused)
+        raise_first(refused)
         if not self._sequences:
             raise ValueError(f"sft.max_length={max_length}: every example of {files} is longer")
-        places = (examples[row].where for row in rows)
-        check_ids(zip(places, self._sequences, strict=True), tokenizer, num_ids)
-        self.num_other_headers, self.strange_ends = reader.num_other_headers, reader.strange_ends
-        self.fingerprint = fingerprint_of(files, rows, shuffle=shuffle, seed=seed)
-        self._visits, self._next = Visits(len(self._sequences), shuffle=shuffle, seed=seed), 0
+        check_ids(zip(places, self._sequences, strict=True), tokenizer, settings.num_ids)
+        self.num_other_headers = conversations.num_other_headers if conversations else 0
+        ends = sorted(conversations.ends) if conversations else []
+        self.strange_ends = [str(tokenizer.decode([token])) for token in ends]
+        self.fingerprint = fingerprint_of(files, indices, shuffle=settings.shuffle, seed=settings.seed)
+        self._visits, self._next = Visits(len(self._sequences), shuffle=settings.shuffle, seed=settings.seed), 0
 
     def __len__(self) -> int:
         """Examples of one epoch."""
@@ -137,47 +141,28 @@ class SftExamples:
         self._next = int(state["next"])
 
 
-class _Reader:
-    """The sequences of each example; `refused` then has a sentence for each that is none."""
+def _sequences(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], conversations: Answers | None, refused: list[str]
+) -> Iterator[list[TrainingSequence]]:
+    """The sequences of each example; `refused` gets a sentence for each that is none."""
+    for first in range(0, len(examples), _BLOCK):
+        block = examples[first : first + _BLOCK]
+        strings = _of_strings(tokenizer, [example for example in block if isinstance(example.text, str)], refused)
+        chats = [example for example in block if isinstance(example.text, list)]
+        of_chats = iter(conversations.sequences(chats) if conversations else ())
+        yield from (next(strings if isinstance(example.text, str) else of_chats) for example in block)
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Mapping[str, Any],
-        stop_ids: Iterable[int],
-        examples: Sequence[Example],
-    ) -> None:
-        self._tokenizer, self._examples = tokenizer, examples
-        self.refused: list[str] = []
-        self._answers: Answers | None = None
-        if any(isinstance(example.text, list) for example in examples):
-            self._answers = Answers(tokenizer, chat_template(tokenizer, template, stop_ids))
-            self.refused = self._answers.refused
 
-    @property
-    def num_other_headers(self) -> int:
-        return self._answers.num_other_headers if self._answers else 0
-
-    @property
-    def strange_ends(self) -> list[str]:
-        return [str(self._tokenizer.decode([token])) for token in sorted(self._answers.ends)] if self._answers else []
-
-    def __iter__(self) -> Iterator[list[Learnt]]:
-        for first in range(0, len(self._examples), _BLOCK):
-            block = self._examples[first : first + _BLOCK]
-            strings = self._plain([example for example in block if isinstance(example.text, str)])
-            chats = [example for example in block if isinstance(example.text, list)]
-            of_chats = iter(self._answers.sequences(chats) if self._answers else ())
-            yield from (next(strings if isinstance(example.text, str) else of_chats) for example in block)
-
-    def _plain(self, examples: Sequence[Example]) -> Iterator[list[Learnt]]:
-        """Of strings the prompt as the rollout would send it, the response, and the end-of-sequence token."""
-        prompts = encode_many(self._tokenizer, [example.text for example in examples])
-        responses = encode_responses(self._tokenizer, [str(example.behind[0]["content"]) for example in examples])
-        for example, prompt, response in zip(examples, prompts, responses, strict=True):
-            if not prompt:
-                self.refused.append(f"{example.where}: the prompt is empty; expected at least one token")
-            yield [Learnt(prompt + response, [False] * len(prompt) + [True] * len(response))]
+def _of_strings(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], refused: list[str]
+) -> Iterator[list[TrainingSequence]]:
+    """Of strings the prompt as the rollout would send it, the response, and the end-of-sequence token."""
+    prompts = encode_many(tokenizer, [example.text for example in examples])
+    responses = encode_responses(tokenizer, [str(example.behind[0]["content"]) for example in examples])
+    for example, prompt, response in zip(examples, prompts, responses, strict=True):
+        if not prompt:
+            refused.append(f"{example.where}: the prompt is empty; expected at least one token")
+        yield [TrainingSequence(prompt + response, [False] * len(prompt) + [True] * len(response))]
 
 
 def _kept(length: int, limit: int, overlong: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the answers of a conversation teach: for each the prompt that a model gets, and the tokens that it is to write.
+"""What the answers of a conversation teach: for each the prompt that a model gets, and the tokens to generate.
 
 Both are read off the chat template: an answer is what the conversation that ends with it has behind the prompt that
 asks for it.  Templates do not only append, so an answer whose prompt does not begin with the prompt and the answer
@@ -24,7 +24,7 @@ _TAG = re.compile(f"({OPEN}|{CLOSE})")
 _QUESTION: Message = {"role": "user", "content": "x"}
 
 
-class Turn(NamedTuple):
+class PromptedAnswer(NamedTuple):
     """An answer behind its prompt, as texts."""
 
     prompt: str
@@ -32,7 +32,7 @@ class Turn(NamedTuple):
     answer: Message
 
 
-class Learnt(NamedTuple):
+class TrainingSequence(NamedTuple):
     """A sequence: token ids, and for each whether it is learnt."""
 
     ids: list[int]
@@ -42,7 +42,7 @@ class Learnt(NamedTuple):
 class Answers:
     """Example: Answers(tokenizer, ChatTemplate(tokenizer)).sequences(examples).
 
-    `refused`: a sentence, with file:line, for each conversation that the template refuses or does not write whole.
+    `refused`: a sentence, with file:line, for each conversation that the template refuses or does not render whole.
     `num_other_headers`: answers in front of which it writes another header than it asks with.
     `ends`: tokens that end answers of the template, and no completion of a server.
     """
@@ -62,26 +62,26 @@ class Answers:
         # What stands behind an answer, of templates that always write a header too.
         self._tail = template.ids(self._text([_QUESTION, marked]).rpartition(MARKERS[0])[2])
 
-    def sequences(self, examples: Sequence[Example]) -> list[list[Learnt]]:
+    def sequences(self, examples: Sequence[Example]) -> list[list[TrainingSequence]]:
         """Of each conversation its sequences; of one that is refused none."""
         turns = [self._turns(example) for example in examples]
         texts = [[turn.prompt + end for turn in of_row for end in ("", turn.written)] for of_row in turns]
         encoded = iter(self._encoded(texts) if any(texts) else ())
-        found = []
+        all_sequences = []
         for example, of_row in zip(examples, turns, strict=True):
-            of_example: list[Learnt] = []
+            of_example: list[TrainingSequence] = []
             for turn in of_row:
                 ids, answer = self._split(turn, next(encoded), next(encoded), example.tools)
                 goes_on = of_example and ids[: len(of_example[-1].ids)] == of_example[-1].ids
                 known = of_example.pop().mask if goes_on else []
                 mask = [*known, *[False] * (len(ids) - len(known)), *[True] * len(answer)]
-                of_example.append(Learnt(ids + answer, mask))
-            found.append(of_example)
-        return found
+                of_example.append(TrainingSequence(ids + answer, mask))
+            all_sequences.append(of_example)
+        return all_sequences
 
     # ---- texts
 
-    def _turns(self, example: Example) -> list[Turn]:
+    def _turns(self, example: Example) -> list[PromptedAnswer]:
         assert isinstance(example.text, list), "a conversation is made of messages"
         try:
             messages = [self._read(message) for message in (*example.text, *example.behind)]
@@ -126,13 +126,13 @@ class Answers:
         rest = {name: part for name, part in message.items() if name not in _REASONING}
         return {**rest, self._field: reasoning, "content": text}
 
-    def _turn(self, before: Sequence[Message], answer: Message, tools: Tools) -> Turn:
+    def _turn(self, before: Sequence[Message], answer: Message, tools: Tools) -> PromptedAnswer:
         """Raises ValueError if the template leaves out the text or the reasoning of the answer."""
         prompt = self._template.text(before, tools, answer_follows=True)
         lost = self._lost(before, answer, tools)
         opens = prompt.rstrip().endswith(OPEN)
         if lost == "reasoning" and opens and (written := self._with_reasoning(before, answer, tools)):
-            return Turn(prompt, _opened(prompt, written), answer)
+            return PromptedAnswer(prompt, _opened(prompt, written), answer)
         if lost:
             raise ValueError(
                 f"the chat template leaves out the {lost} of an answer{' with calls' * ('tool_calls' in answer)}; "
@@ -148,7 +148,7 @@ class Answers:
             raise ValueError(
                 f"the chat template writes {OPEN} in front of an answer that has it; expected answers without"
             )
-        return Turn(prompt, _opened(prompt, written) if opens else written, answer)
+        return PromptedAnswer(prompt, _opened(prompt, written) if opens else written, answer)
 
     def _lost(self, before: Sequence[Message], answer: Message, tools: Tools) -> str:
         """What the template leaves out of an answer: "reasoning", "text", or nothing."""
@@ -188,13 +188,13 @@ class Answers:
         longest = [max(texts, key=len) for texts in rows if texts]
         wanted = list(dict.fromkeys([*longest, *(piece for row in pieces for text in row for piece in text)]))
         ids = dict(zip(wanted, encode_strings(self._tokenizer, wanted, add_special_tokens=False), strict=True))
-        found: list[list[int]] = []
+        all_ids: list[list[int]] = []
         for texts, of_row in zip(rows, pieces, strict=True):
             joined = [[token for piece in text for token in ids[piece]] for text in of_row]
             if texts and joined[max(range(len(texts)), key=lambda at: len(texts[at]))] != ids[max(texts, key=len)]:
                 joined = encode_strings(self._tokenizer, list(texts), add_special_tokens=False)
-            found += joined
-        return found
+            all_ids += joined
+        return all_ids
 
     def _pieces(self, texts: Sequence[str]) -> Iterator[list[str]]:
         """Each text cut in front of its special tokens; what it shares with the text before it is not cut again."""
@@ -208,7 +208,9 @@ class Answers:
             known = text
             yield pieces
 
-    def _split(self, turn: Turn, prompt: list[int], whole: list[int], tools: Tools) -> tuple[list[int], list[int]]:
+    def _split(
+        self, turn: PromptedAnswer, prompt: list[int], whole: list[int], tools: Tools
+    ) -> tuple[list[int], list[int]]:
         """Ids of prompt and answer.  No token holds a part of both, as the model gets the prompt alone."""
         if whole[: len(prompt)] == prompt:
             return prompt, self._ended(whole[len(prompt) :], turn.answer, tools)

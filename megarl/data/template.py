@@ -92,7 +92,7 @@ class ChatTemplate:
                 tokenize=False,
                 **self._settings,
             )
-        except Exception as error:  # a template is a program, and raises whatever the messages lead it to
+        except Exception as error:  # a template is a program, and raises errors of many types
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template refuses these messages: {reason}") from error
         return str(text)
@@ -262,7 +262,7 @@ def _as_object(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:  # a model's own malformed call, sent back as it is
+    except (ValueError, RecursionError):  # a model's own malformed call, sent back as it is
         return arguments
 
 

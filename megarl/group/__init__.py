@@ -6,6 +6,6 @@ but no models: `roles/` defines the calls.
 """
 
 from megarl.group.failures import RankError
-from megarl.group.group import Group, Reply
+from megarl.group.group import Group, GroupSettings, Reply
 
-__all__ = ["Group", "RankError", "Reply"]
+__all__ = ["Group", "GroupSettings", "RankError", "Reply"]

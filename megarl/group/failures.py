@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.io.durable_files import StorageError
 from megarl.processes.ranks import Share
+from megarl.processes.store import Unreachable
 
 GONE = "Gone"
 # Exceptions of torch.distributed: as a rule they follow the failure of another rank.  Those of gloo have no class.
 _FOLLOWING = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_MORE_MEMORY = "`megarl plan` counts what a run takes: fewer ranks or servers, smaller batches or more memory help"
 _NAMED = 4  # ranks that an error names
 
 
@@ -21,6 +24,14 @@ class RankError(RuntimeError):
     def __init__(self, message: str, report: str = "") -> None:
         super().__init__(message)
         self.report = report
+
+
+class OutOfMemory(RankError):
+    """The kernel killed a rank because memory ran out."""
+
+
+class PortsBlocked(RankError):
+    """A rank cannot connect to another machine."""
 
 
 def may_follow(errors: Iterable[dict[str, Any]]) -> bool:
@@ -43,8 +54,9 @@ class Place:
 class Places:
     """Where the ranks of a group run and write their logs, and the errors about them."""
 
-    def __init__(self, name: str, shares: Sequence[Share], log_dir: Path) -> None:
-        self._group, self._shares, self._log_dir = f"group {name}", shares, log_dir
+    def __init__(self, name: str, shares: Sequence[Share], log_dir: Path, memory: Callable[[Share], str]) -> None:
+        """`memory`: the words of MemoryEnd about a share of which a rank has ended."""
+        self._group, self._shares, self._log_dir, self._memory = f"group {name}", shares, log_dir, memory
         self._places: dict[int, Place] = {}  # of the ranks that have connected
 
     def note(self, rank: int, hello: dict[str, Any]) -> None:
@@ -69,11 +81,18 @@ class Places:
     def died(self, rank: int, method: str, lost: str = "") -> RankError:
         """`lost`: the reason, if not only the rank but its machine is gone."""
         if not lost:
-            return RankError(f"{self._group}: {self._named([rank])} died in {method}; see {self._log_of(rank)}")
+            died = f"{self._group}: {self._named([rank])} died in {method}"
+            return self.gone(died, self._share_of(rank), self._log_of(rank))
         share, place = self._share_of(rank), self._places.get(rank)
         host = f" (host {place.host})" if place is not None else ""
         ranks = f"ranks {share.first_rank} to {share.first_rank + share.num_ranks - 1}"
         return RankError(f"{self._group}: machine {share.node}{host} is lost in {method} with {ranks}: {lost}")
+
+    def gone(self, how: str, share: Share, log: Path) -> RankError:
+        """`how`: the begin of the sentence; `share`: of which a rank has ended."""
+        if memory := self._memory(share):
+            return OutOfMemory(f"{how}, {memory}; {_MORE_MEMORY}; see {log}")
+        return RankError(f"{how}; see {log}")
 
     def hangs(self, ranks: Sequence[int], how: str, errors: Mapping[int, dict[str, Any]] | None = None) -> RankError:
         """The error for ranks that still run; they are killed when the group is closed, and show what they did.
@@ -91,6 +110,7 @@ class Places:
     def failed(self, method: str, errors: Mapping[int, dict[str, Any]]) -> Exception:
         """The most informative error: an exception that follows from no other, else the end of a rank, else any.
 
+        A StorageError if no rank has another one: they can go on.
         `errors`: rank -> what it reported; of type GONE if it has ended without a report.
         """
         worth = {GONE: 1} | dict.fromkeys(_FOLLOWING, 2)
@@ -105,4 +125,6 @@ class Places:
             gone.report = report
             return gone
         what = f"{self._group}: {self._named([rank])} failed in {method}: {first['type']}: {first['message']}"
-        return RankError(what, report)
+        if all(error.get("storage") for error in errors.values()):
+            return StorageError(first["storage"], what)
+        return (PortsBlocked if first["type"] == Unreachable.__name__ else RankError)(what, report)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -16,8 +15,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
-from megarl.processes.greeting import connect
+from megarl.io.durable_files import number_of
+from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, FLIGHT_RECORDS, PARENT, TOKEN
 from megarl.processes.stacks import write_on_request
@@ -34,9 +33,6 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
     """
     die_with_parent(int(os.environ[PARENT]))
     write_on_request(record_collectives)
-    # Slurm and others send these to every process of a run that is to save or to end: only the driver heeds them.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     me = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "pid": os.getpid()}
     connection = connect(os.environ[ADDRESS], os.environ[TOKEN], me, timeout_s=60.0)
     busy = threading.Event()
@@ -61,7 +57,8 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
             BaseException
         ) as error:  # the driver handles every error; torch's CheckpointException is not an Exception
             what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-            connection.send({"id": header["id"], "ok": False, **what})
+            storage = 0 if isinstance(error, dist.DistError) else number_of(error)  # networks have EIO too
+            connection.send({"id": header["id"], "ok": False, "storage": storage, **what})
 
 
 def _beat(connection: Connection, busy: threading.Event) -> None:

@@ -11,33 +11,42 @@ from __future__ import annotations
 
 import queue
 import secrets
-import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megarl.arch.layout import Layout
 from megarl.group.failures import GONE, Places, RankError, may_follow
 from megarl.group.limits import CallLimits
-from megarl.layout import Layout
+from megarl.io.durable_files import number_of
+from megarl.io.sockets import listen
 from megarl.machines.nodes import SILENCE_S, Nodes
-from megarl.metrics.timeline import Call
-from megarl.network.sockets import listen
+from megarl.processes import watchdog
 from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
-from megarl.processes.handle import ProcessHandle
-from megarl.processes.links import Direct, Link, RankMessage, Relayed
+from megarl.processes.lifetime import KILLED, ProcessHandle
+from megarl.processes.links import Direct, Inbox, Link, RankMessage, Relayed
 from megarl.processes.listener import Listener
-from megarl.processes.presence import show_life
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
+from megarl.processes.store import StoreHost
 
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one
 _LOOK_S = 0.1
 _CALLS = 256  # that are remembered until somebody takes them: the last
+
+
+class TimedCall(NamedTuple):
+    """A call that has ended.  `seconds`: of each rank, those that do not report, too."""
+
+    group: str
+    name: str
+    begin: float  # time.perf_counter()
+    seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,23 @@ class Reply:
     result: dict[str, Any]
     tensors: Tensors
     seconds: float = 0.0  # that the rank worked
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """How ranks run, and how long they are waited for.  `call_*`, `outside`: the limit of a call, see `CallLimits`."""
+
+    device: str = "auto"
+    seed: int = 0
+    call_timeout_s: float = 600.0
+    call_factor: float | None = None
+    call_floor_s: float = 0.0
+    outside: tuple[str, ...] = ()
+    silence_s: float = SILENCE_S
+    start_timeout_s: float = 180.0
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the ranks, where the user has not set them
+    worker: str = "megarl.roles.worker"
+    setup: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the workers' method of that name
 
 
 class Group:
@@ -64,43 +90,29 @@ class Group:
         name: str,
         num_ranks: int,
         layout: Layout,
+        settings: GroupSettings = GroupSettings(),
         *,
         log_dir: Path,
         nodes: Nodes | None = None,
         first_rank: int = 0,
         address: str = "127.0.0.1",
-        device: str = "auto",
-        seed: int = 0,
-        call_timeout_s: float = 600.0,
-        call_factor: float | None = None,
-        call_floor_s: float = 0.0,
-        outside: tuple[str, ...] = (),
-        silence_s: float = SILENCE_S,
-        start_timeout_s: float = 180.0,
-        environment: Mapping[str, str] | None = None,
-        worker: str = "megarl.roles.worker",
-        setup: Mapping[str, Any] | None = None,
     ) -> None:
-        """`call_*`, `outside`: the limit of a call, see `CallLimits`.  `environment`: variables of the ranks, where the
-        user has not set them.  `setup`: further arguments of the workers' method of that name."""
-        self.name, self.num_ranks, self.call_timeout_s = name, num_ranks, call_timeout_s
-        self._limits = CallLimits(call_timeout_s, call_factor, call_floor_s, outside)
-        self._silence_s = silence_s
-        self._setup = {"layout": asdict(layout), "device": device, "seed": seed, "timeout_s": call_timeout_s}
-        self._setup |= setup or {}
-        self._start_timeout_s, self._worker, self._log_dir = start_timeout_s, worker, log_dir.absolute()
-        self._nodes, self._address, self._device = nodes, address, device
-        self._environment = tuple((environment or {}).items())
+        self.name, self.num_ranks, self.settings, self._layout = name, num_ranks, settings, layout
+        self._limits = CallLimits(
+            settings.call_timeout_s, settings.call_factor, settings.call_floor_s, settings.outside
+        )
+        self._log_dir, self._nodes, self._address = log_dir.absolute(), nodes, address
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
-        self._places = Places(name, self._shares, self._log_dir)
+        self._places = Places(name, self._shares, self._log_dir, self._how_memory_ended)
         self._token = secrets.token_hex(16)
         self._links: list[Link] = []
         self._processes: list[ProcessHandle] = []  # one per share
         self._home = ""  # the address to which the ranks of this machine connect
         self._listener: Listener | None = None
+        self._store: StoreHost | None = None  # in which the ranks find each other
         self._arrivals: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._call_id = 0
-        self._calls: deque[Call] = deque(maxlen=_CALLS)
+        self._calls: deque[TimedCall] = deque(maxlen=_CALLS)
         self.num_replicas = 0
         self.device_name = ""  # of rank 0's GPU, or "cpu"
         self._first_of_replica: dict[int, int] = {}  # replica -> the rank that receives its tensors
@@ -122,41 +134,42 @@ class Group:
         listener = listen("127.0.0.1")
         self._home = f"127.0.0.1:{listener.getsockname()[1]}"
         self._listener = Listener(listener, self._token, lambda *arrival: self._arrivals.put(arrival), name=self.name)
-        meeting: dict[str, Any] = {}
-        if len(self._shares) > 1 and self._nodes is not None:
-            meeting = {"master_address": self._nodes.address(self._shares[0].node)}
+        is_far = self._nodes is not None and any(share.node for share in self._shares)
+        self._store = StoreHost(self._nodes.address(0) if self._nodes is not None and is_far else "127.0.0.1")
         for share in self._shares:
             logs = self._places.logs_of(share)
             address = self._nodes.address(share.node) if self._nodes is not None else self._address
             launch = RanksLaunch(
-                self._worker, self._device, str(logs), share.num_ranks, share.first_gpu, share.first_rank,
-                self.num_ranks, address, environment=self._environment, **meeting,
+                self.settings.worker, self.settings.device, str(logs), share.num_ranks, share.first_gpu,
+                share.first_rank, self.num_ranks, address, *self._store.place,
+                environment=tuple(self.settings.environment.items()),
             )  # fmt: skip
             try:
-                port = self._start_share(share, launch)
-                meeting.setdefault("master_port", port)  # of the store, on the machine of rank 0
+                self._start_share(share, launch)
             except OSError as error:
+                if number_of(error):  # it would come again
+                    raise
                 raise RankError(f"group {self.name}: its ranks could not be started: {error}") from error
 
-    def _start_share(self, share: Share, launch: RanksLaunch) -> int:
-        """Start the ranks of a share; returns the port of the group's rendezvous store."""
+    def _start_share(self, share: Share, launch: RanksLaunch) -> None:
         if share.node == 0 or self._nodes is None:
-            ranks_here = RanksProcess(launch, self._home, self._token)
-            self._processes.append(ranks_here)
-            return ranks_here.port
+            self._processes.append(RanksProcess(launch, self._home, self._token))
+            return
         process, connection = self._nodes.start_ranks(share.node, launch)
         self._processes.append(process)
-        connection.sock.settimeout(self._silence_s)
+        connection.sock.settimeout(self.settings.silence_s)
         ranks = range(share.first_rank, share.first_rank + share.num_ranks)
         self._links.append(Relayed(connection, tuple(ranks)))
-        return process.port
 
     def start(self) -> None:
         """Wait until each rank has connected, and create the process groups."""
-        assert self._listener is not None, "launch() comes first"
+        assert self._listener is not None and self._store is not None, "launch() comes first"
         self._welcome()
         self._listener.close()
-        places = self._call_all("setup", self._setup, {})
+        settings = self.settings
+        setup = {"layout": asdict(self._layout), "device": settings.device, "seed": settings.seed}
+        places = self._call_all("setup", setup | {"timeout_s": settings.call_timeout_s, **settings.setup}, {})
+        self._store.shut()
         for rank, place in sorted(places.items()):
             where = place.result
             self._first_of_replica.setdefault(where["replica"], rank)
@@ -167,21 +180,19 @@ class Group:
         assert len(self._reporters) == self.num_replicas, "each replica has exactly one reporter"
 
     def _welcome(self) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + self.settings.start_timeout_s
         here: set[int] = set()
-        with selectors.DefaultSelector() as ready:
-            for link in self._links:
-                ready.register(link.sock, selectors.EVENT_READ, link)
+        with Inbox(self._links) as inbox:
             while len(here) < self.num_ranks:
-                show_life()
+                watchdog.heartbeat()
                 self._check_processes()
                 if time.monotonic() > deadline:
                     raise RankError(
                         f"group {self.name}: {len(here)} of {self.num_ranks} ranks came up in "
-                        f"{self._start_timeout_s:.0f} s; see {self._log_dir}"
+                        f"{self.settings.start_timeout_s:.0f} s; see {self._log_dir}"
                     )
-                for key, _ in ready.select(timeout=_LOOK_S):
-                    here |= self._arrived(key.data.receive())
+                for message in inbox.messages(_LOOK_S):
+                    here |= self._arrived(message)
                 here |= self._let_in()
 
     def _let_in(self) -> set[int]:
@@ -190,9 +201,8 @@ class Group:
         with suppress(queue.Empty):
             while True:
                 connection, hello = self._arrivals.get_nowait()
-                connection.sock.settimeout(
-                    self._silence_s
-                )  # a process that stops during a message closes no connection
+                # A process that stops during a message closes no connection.
+                connection.sock.settimeout(self.settings.silence_s)
                 self._links.append(Direct(connection, int(hello["rank"])))
                 self._places.note(int(hello["rank"]), hello)
                 ranks.add(int(hello["rank"]))
@@ -209,9 +219,17 @@ class Group:
         for share, process in zip(self._shares, self._processes, strict=True):
             if (code := process.exit_code()) is not None:
                 where = f" on {self._nodes.name(share.node)}" if self._nodes is not None else ""
-                raise RankError(
-                    f"group {self.name}: its ranks{where} ended with status {code}; see {self._places.logs_of(share)}"
-                )
+                ended = f"group {self.name}: its ranks{where} ended with status {code}"
+                raise self._places.gone(ended, share, self._places.logs_of(share))
+
+    def _how_memory_ended(self, share: Share) -> str:
+        """How the kernel killed one of these ranks, whose connection may end before its process; "" otherwise."""
+        process = self._processes[self._shares.index(share)]
+        deadline = time.monotonic() + GRACE_S
+        while process.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        last = process.log_tail().rpartition("\n")[2].strip()
+        return last if last.startswith(KILLED) else ""
 
     def call(
         self,
@@ -223,7 +241,8 @@ class Group:
     ) -> list[Reply]:
         """Run `method` on every rank; `payloads` has one entry per replica.  Returns one reply per replica, in order.
 
-        Raises ValueError if a rank raised ValueError (a mistake of the user), RankError for every other failure.
+        Raises ValueError if a rank raised ValueError (a mistake of the user), StorageError if files are not taken,
+        after which the ranks can go on, RankError for every other failure.
         """
         assert payloads is None or len(payloads) == self.num_replicas, "one payload a replica"
         by_rank = {self._first_of_replica[i]: tensors for i, tensors in enumerate(payloads or ())}
@@ -260,11 +279,11 @@ class Group:
         begun = time.monotonic()
         answers = self._collect(method, timeout_s or self._limits.of(kind, num_bytes))
         self._limits.took(kind, num_bytes, time.monotonic() - begun)
-        self._calls.append(Call(self.name, kind.strip(), sent, {rank: a.seconds for rank, a in answers.items()}))
+        self._calls.append(TimedCall(self.name, kind.strip(), sent, {rank: a.seconds for rank, a in answers.items()}))
         return answers
 
-    def take_calls(self) -> list[Call]:
-        """The last calls that ended, with the seconds of each rank, since this was asked before."""
+    def take_calls(self) -> list[TimedCall]:
+        """The last calls that ended since this was asked before."""
         calls = list(self._calls)
         self._calls.clear()
         return calls
@@ -276,13 +295,10 @@ class Group:
         last_sign = dict.fromkeys(range(self.num_ranks), begun)
         signs: Counter[int] = Counter()  # since the first error
         deadline, next_look = begun + timeout_s, begun
-        with selectors.DefaultSelector() as ready:
-            for link in self._links:
-                ready.register(link.sock, selectors.EVENT_READ, link)
+        with Inbox(self._links) as inbox:
             while len(answers) + len(errors) < self.num_ranks:
-                show_life()
-                for key, _ in ready.select(timeout=0.5):
-                    message = key.data.receive()
+                watchdog.heartbeat()
+                for message in inbox.messages(0.5):
                     last_sign[message.rank] = time.monotonic()
                     signs[message.rank] += bool(errors)
                     self._take(message, answers, errors, method)
@@ -294,9 +310,11 @@ class Group:
                 if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
-                unheard = [r for r, t in last_sign.items() if now - t > self._silence_s]
+                unheard = [r for r, t in last_sign.items() if now - t > self.settings.silence_s]
                 if silent := [r for r in unheard if r not in answers and r not in errors]:
-                    raise self._places.hangs(silent, f"gave no sign for {self._silence_s:.0f} s in {method}", errors)
+                    raise self._places.hangs(
+                        silent, f"gave no sign for {self.settings.silence_s:.0f} s in {method}", errors
+                    )
         if errors:
             raise self._places.failed(method, errors)
         if len(answers) < self.num_ranks:
@@ -343,9 +361,11 @@ class Group:
             with ThreadPoolExecutor(len(self._processes)) as threads:
                 list(threads.map(lambda process: process.end(END_S), self._processes))
         for link in self._links:
-            link.close()
+            link.connection.close()
         if self._listener is not None:
             self._listener.close()
+        if self._store is not None:
+            self._store.close()
         self._links.clear()
         self._processes.clear()
 

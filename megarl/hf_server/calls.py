@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.running_batch import Call, Request
+from megarl.arch.routed_experts import ROUTED_EXPERTS, RoutedExperts
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.running_batch import Call, CompletionRequest
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import column_to_json
-from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
 
 MAX_COMPLETIONS = 4096  # of one request
 
@@ -39,9 +39,9 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
         raise ValueError("return_routed_experts: expected a server started with --enable-return-routed-experts")
     reports_from = body.get("routed_experts_start_len", 0)
     scored_from = start if body.get("return_logprob") and start >= 0 else None
-    tells = body.get("return_sampling_mask") or False
-    if not isinstance(tells, bool):
-        raise ValueError(f"return_sampling_mask={tells!r}: expected true or false")
+    reports_support = body.get("return_sampling_mask") or False
+    if not isinstance(reports_support, bool):
+        raise ValueError(f"return_sampling_mask={reports_support!r}: expected true or false")
     num_top = body.get("top_logprobs_num") or 0
     if type(num_top) is not int or not 0 <= num_top <= model.vocab_size:
         raise ValueError(f"top_logprobs_num={num_top!r}: expected 0 (none) to {model.vocab_size}, the whole vocabulary")
@@ -50,7 +50,6 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
             f"top_logprobs_num={num_top}: expected return_logprob=true and logprob_start_len=POSITION, because this "
             "server tells the most likely tokens of prompts only"
         )
-    wanted = {"prompt_log_probs_from": scored_from, "num_top": num_top, "reports": reports, "tells_support": tells}
     call = Call()
     for prompt, (params, _), rid, salt in zip(prompts, asked, rids, salts, strict=True):
         stops = () if params.ignore_eos else (*model.eos_ids, *params.stop_token_ids)
@@ -59,7 +58,16 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
             raise ValueError(
                 f"routed_experts_start_len={reports_from!r}: expected 0 to {len(prompt) - 1}, a position of the prompt"
             )
-        call.add(n, rid, prompt, params, stops, salt=salt, reports_from=reports_from, **wanted)
+        call.add(
+            n,
+            *(rid, prompt, params, stops),
+            salt=salt,
+            prompt_log_probs_from=scored_from,
+            num_top=num_top,
+            reports=reports,
+            reports_from=reports_from,
+            reports_support=reports_support,
+        )
     return call
 
 
@@ -74,10 +82,10 @@ def _prompts(input_ids: Any) -> list[list[int]]:
 
 def _params(params: Any, num_prompts: int) -> list[Any]:
     """Those of each prompt, as they came: one object for all, or a list of as many."""
-    found = params if isinstance(params, list) else [params or {}] * num_prompts
-    if len(found) != num_prompts:
-        raise ValueError(f"{len(found)} sampling_params for {num_prompts} prompts: expected one, or one for each")
-    return found
+    settings = params if isinstance(params, list) else [params or {}] * num_prompts
+    if len(settings) != num_prompts:
+        raise ValueError(f"{len(settings)} sampling_params for {num_prompts} prompts: expected one, or one for each")
+    return settings
 
 
 def _rids(rid: Any, num_prompts: int) -> list[str]:
@@ -117,7 +125,7 @@ def write_reply(call: Call, body: Mapping[str, Any]) -> Any:
     return items if len(items) > 1 or isinstance(body["input_ids"][0], list) else items[0]
 
 
-def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
+def _item(row: CompletionRequest, with_log_probs: bool, several: bool) -> dict[str, Any]:
     spans = _spans(row)
     meta: dict[str, Any] = {
         "id": f"{row.rid}-{row.index}" if several else row.rid,
@@ -137,25 +145,25 @@ def _item(row: Request, with_log_probs: bool, several: bool) -> dict[str, Any]:
             [log_prob, token, None] for log_prob, token in zip(row.log_probs, row.token_ids, strict=True)
         ]
         meta["output_token_logprobs_length"] = len(row.token_ids)
-    if row.tells_support:
+    if row.reports_support:
         meta["output_token_sampling_mask"] = row.support
         meta["output_token_sampling_logprobs"] = row.log_probs_in_support
         meta["output_token_sampling_mask_length"] = len(row.support)
     if row.reports and row.token_ids:
-        # The token at `reports_from` was read in the pass that wrote the next one.
+        # The token at `reports_from` was read in the pass that generated the next one.
         start = row.reports_from + 1 if row.reports_from else 0
         meta["columns"] = {ROUTED_EXPERTS: column_to_json(_routes(row, row.reports), start)}
     return {"text": "", "output_ids": row.token_ids, "meta_info": meta}
 
 
-def _routes(row: Request, of: RoutedExperts) -> np.ndarray:
-    """[P + T, layers with experts, experts of a token]: of each token those of the token before it, which wrote it."""
+def _routes(row: CompletionRequest, of: RoutedExperts) -> np.ndarray:
+    """[P + T, layers with experts, experts of a token]: of each token those of the pass that generated it."""
     chosen = torch.cat(row.routes).numpy()
     first = np.zeros((1, len(of.layers), of.chosen), chosen.dtype)
     return np.concatenate([first, chosen]).astype(of.dtype)
 
 
-def _spans(row: Request) -> list[dict[str, Any]]:
+def _spans(row: CompletionRequest) -> list[dict[str, Any]]:
     if not row.versions:  # aborted while it was waiting
         return []
     ends = [*(start for _, start in row.versions[1:]), len(row.token_ids)]
@@ -166,7 +174,7 @@ def _spans(row: Request) -> list[dict[str, Any]]:
     ]
 
 
-def _prompt_log_probs(row: Request) -> list[list[Any]]:
+def _prompt_log_probs(row: CompletionRequest) -> list[list[Any]]:
     """[log-prob, token, text] from the requested position on; the first entry has no log-prob, as in SGLang."""
     start = row.prompt_log_probs_from
     if start is None or row.prompt_log_probs is None:
@@ -176,10 +184,10 @@ def _prompt_log_probs(row: Request) -> list[list[Any]]:
     return [[None, *triples[0][1:]], *triples[1:]] if triples else []
 
 
-def _prompt_top(row: Request) -> list[Any]:
+def _prompt_top(row: CompletionRequest) -> list[Any]:
     """[[log-prob, token, text], ..] of the most likely tokens for the same positions, None at the first of them."""
     start = row.prompt_log_probs_from
     if start is None or row.prompt_log_probs is None:
         return []
-    found = [None, *row.prompt_top][start:]
-    return [None, *found[1:]] if found else []
+    entries = [None, *row.prompt_top][start:]
+    return [None, *entries[1:]] if entries else []

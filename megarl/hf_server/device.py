@@ -47,8 +47,8 @@ class Storages:
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._sizes = [(storage, storage.nbytes()) for storage in found.values()]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
         self.released = False
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import logging
 import os
 import re
@@ -20,18 +19,19 @@ import ssl
 import sys
 
 import torch
-from aiohttp import web
 
 from megarl.hf_server import device as devices
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.requests import logger
-from megarl.hf_server.routes import HFServer
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.routes import HFServer, logger
 from megarl.hf_server.scoring import ScoreModel, ScoreServer
-from megarl.network.http_limits import limited_runner
+from megarl.io.callers import allow_all_files
+from megarl.io.http_limits import served
+from megarl.io.sockets import is_loopback
 from megarl.processes.garbage import leave_alone_what_is_here
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import DTYPES
 from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE
+from megarl.servers.weight_group import KEY_VARIABLE, groups_key
 
 
 def main() -> None:
@@ -39,7 +39,9 @@ def main() -> None:
     if args.die_with_parent is not None:
         die_with_parent(args.die_with_parent)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    allow_all_files()
     torch.set_num_threads(args.num_threads)
+    os.environ[KEY_VARIABLE] = groups_key(os.environ.get(TOKEN_VARIABLE, ""))
     code = asyncio.run(_serve(args))
     logging.shutdown()
     os._exit(code)
@@ -66,7 +68,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--enable-return-routed-experts", action="store_true", help="note the experts of every token")
     parser.add_argument("--die-with-parent", type=int, metavar="PID", help="end when this parent process does")
     args = parser.parse_args()
-    if not _is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
+    if not is_loopback(args.host) and not os.environ.get(TOKEN_VARIABLE):
         parser.error(f"--host {args.host} can be reached from other machines: expected a token in {TOKEN_VARIABLE}")
     if (args.ssl_certfile is None) != (args.ssl_keyfile is None):
         parser.error("--ssl-certfile and --ssl-keyfile: expected both or neither")
@@ -87,15 +89,6 @@ def _device(text: str) -> torch.device:
     return torch.device(text)
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name: it may resolve to any address
-        return False
-
-
 async def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal comes or the engine fails; returns the exit code."""
     devices.use(args.device)
@@ -107,18 +100,15 @@ async def _serve(args: argparse.Namespace) -> int:
         return REFUSED
     leave_alone_what_is_here()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGINT,) if args.die_with_parent is not None else (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end)
-    runner = limited_runner(server.app)
-    await runner.setup()
     tls = _tls(args.ssl_certfile, args.ssl_keyfile)
-    await web.TCPSite(runner, args.host, args.port, backlog=4096, ssl_context=tls).start()
-    where = (args.model_path, args.dtype, args.device, "http" if tls is None else "https", args.host, args.port)
-    logger.info("serving %s (%s, %s) on %s://%s:%d", *where)
-    error = await server.ended
-    if error is not None:
-        logger.error("the engine failed, so this server ends", exc_info=error)
-    await runner.cleanup()
+    async with served(server.app, args.host, args.port, tls=tls):
+        where = (args.model_path, args.dtype, args.device, "http" if tls is None else "https", args.host, args.port)
+        logger.info("serving %s (%s, %s) on %s://%s:%d", *where)
+        error = await server.ended
+        if error is not None:
+            logger.error("the engine failed, so this server ends", exc_info=error)
     return 0 if error is None else 1
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import hmac
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -17,12 +19,17 @@ import orjson
 from aiohttp import web
 
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.running_batch import Call
-from megarl.hf_server.generation.scheduler import CACHE, GRAPHS, WEIGHTS, HFEngine
-from megarl.hf_server.requests import application, json_body
-from megarl.hf_server.weights import WEIGHT_LOADER, WeightUpdates
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.running_batch import Call
+from megarl.hf_server.scheduler import CACHE, GRAPHS, WEIGHTS, HFEngine
+from megarl.hf_server.weights import WeightUpdates
+from megarl.io.http_limits import json_object, let_in
 from megarl.rollout.protocol import PAUSE_MODES, Route
+from megarl.servers.launch import WEIGHT_LOADER
+
+logger = logging.getLogger("megarl.hf_server.main")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MAX_BODY_BYTES = 64 << 20
 
 _ROUTES: dict[Route, tuple[str, str]] = {  # route -> methods, handler of HFServer
     Route.HEALTH: ("GET", "health"),
@@ -47,6 +54,37 @@ _UPDATE_ROUTES: dict[Route, str] = {  # route -> method of WeightUpdates, run in
     Route.UPDATE_FROM_TENSOR: "from_tensor",
     Route.UPDATE_FROM_DISK: "from_disk",
 }
+
+
+def application(token: str) -> web.Application:
+    """An application without routes, whose requests all pass `guard`."""
+    return web.Application(middlewares=[guard(token)], client_max_size=MAX_BODY_BYTES)
+
+
+def guard(token: str) -> Any:
+    """Checks the token; refusals become 400 in SGLang's JSON, unexpected errors 500 with a traceback in the log."""
+    wanted = b"Bearer " + token.encode()
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogatepass")  # it may be no UTF-8
+        if not token or hmac.compare_digest(given, wanted):
+            let_in(request)
+        elif request.path != Route.HEALTH:  # open to all, as in SGLang, whose router relies on it
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return web.json_response({"error": f"{request.method} {request.path}: {error.reason}"}, status=error.status)
+        except ValueError as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        except RecursionError:  # of what shows a value of the request
+            return web.json_response({"success": False, "message": "the request is nested too deeply"}, status=400)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
+
+    return guarded
 
 
 class HFServer:
@@ -137,7 +175,7 @@ class HFServer:
 
     async def generate(self, request: web.Request) -> web.Response:
         try:
-            body = await json_body(request)
+            body = await json_object(request)
             call = read_call(body, self._model, self.engine.max_total_tokens)
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
@@ -152,7 +190,7 @@ class HFServer:
         return web.Response(body=orjson.dumps(write_reply(call, body)), content_type="application/json")
 
     async def pause(self, request: web.Request) -> web.Response:
-        mode = (await json_body(request)).get("mode", "abort")
+        mode = (await json_object(request)).get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode={mode!r}: expected one of {', '.join(PAUSE_MODES)}")
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.pause(mode)))
@@ -163,7 +201,7 @@ class HFServer:
         return web.json_response({"status": "ok", "message": "continued"})
 
     async def abort(self, request: web.Request) -> web.Response:
-        body = await json_body(request)
+        body = await json_object(request)
         rid, everything = body.get("rid"), bool(body.get("abort_all"))
         order = functools.partial(self.engine.abort, lambda row: everything or row.rid == rid)
         await asyncio.wrap_future(self.engine.run_now(order))
@@ -177,17 +215,17 @@ class HFServer:
         return web.Response(text="Cache flushed.")
 
     async def release_memory(self, request: web.Request) -> web.Response:
-        tags = _memory_tags(await json_body(request))
+        tags = _memory_tags(await json_object(request))
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.release(tags)))
         return web.Response()
 
     async def resume_memory(self, request: web.Request) -> web.Response:
-        tags = _memory_tags(await json_body(request))
+        tags = _memory_tags(await json_object(request))
         await asyncio.wrap_future(self.engine.run_now(lambda: self.engine.take_back(tags)))
         return web.Response()
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        action = (await json_body(request)).get("action", "checksum")
+        action = (await json_object(request)).get("action", "checksum")
         if action != "checksum":
             raise ValueError(f"action={action!r}: expected 'checksum'")
         checksums = await asyncio.wrap_future(self.engine.run_now(self._model.checksums))
@@ -200,7 +238,7 @@ def _in_thread(method: Callable[[Mapping[str, Any]], str]) -> Callable[[web.Requ
     """A handler that runs a blocking method in a thread; the method returns a message."""
 
     async def handler(request: web.Request) -> web.Response:
-        message = await asyncio.to_thread(method, await json_body(request))
+        message = await asyncio.to_thread(method, await json_object(request))
         return web.json_response({"success": True, "message": message})
 
     return handler
@@ -210,10 +248,9 @@ def _memory_tags(body: Mapping[str, Any]) -> list[str]:
     """The kinds of memory that a request names; none named: all."""
     known = [WEIGHTS, CACHE, GRAPHS]
     tags = body.get("tags") or known
-    wrong = [tag for tag in tags if tag not in known]
-    if wrong:
-        raise ValueError(f"tags holds {wrong[0]!r}: expected weights, kv_cache or cuda_graph")
-    return list(tags)
+    if not isinstance(tags, list) or any(tag not in known for tag in tags):
+        raise ValueError(f"tags={tags!r}: expected a list of weights, kv_cache or cuda_graph")
+    return tags
 
 
 def _digest_of(checksums: Mapping[str, str]) -> str:

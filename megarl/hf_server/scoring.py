@@ -12,7 +12,8 @@ from aiohttp import web
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
-from megarl.hf_server.requests import application, json_body
+from megarl.hf_server.routes import application
+from megarl.io.http_limits import json_object
 from megarl.rollout.protocol import Route
 from megarl.weights.hf.folder import check_finite
 
@@ -91,7 +92,7 @@ class ScoreServer:
 
     async def classify(self, request: web.Request) -> web.Response:
         """Of one sequence {"embedding": [score, ..], "meta_info": {..}}; of a list of them a list of that."""
-        given = (await json_body(request)).get("input_ids")
+        given = (await json_object(request)).get("input_ids")
         several = given if isinstance(given, list) and given and all(isinstance(each, list) for each in given) else None
         sequences = [self._model.check(each) for each in (several or [given])]
         async with self._busy:

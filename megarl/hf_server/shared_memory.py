@@ -2,8 +2,9 @@
 
 A pickle may call any function.  Here only an allow-list is available: the functions that rebuild a tensor over shared
 memory or over GPU memory of another process (CUDA IPC), plain values, and torch's dtypes.  Shared memory is opened only
-under names that torch creates, through a manager socket of the same user.  A sender with the server's token can still
-make the server read memory that this user already shares, and nothing else.
+under names that torch creates, through a manager socket of the same user.  What a payload names is made for this
+payload alone, or cannot be changed, so that no payload changes anything for another one.  A sender with the server's
+token can still make the server read and write memory that this user already shares, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import pickle
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,10 +70,10 @@ def _load(text: str) -> Any:
         raise ValueError(f"the payload cannot be read: {type(error).__name__} {error}") from error
 
 
-def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
+def _open_storage(_class: Any, manager: Any, handle: Any, size: int) -> Any:
     path = os.fsdecode(manager)
-    found = os.lstat(path)
-    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid():
+    status = os.lstat(path)
+    if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.getuid():
         raise ValueError(f"the payload's shared memory is managed at {path}: expected a socket of this user")
     _check_name(handle)
     for _ in range(_PATIENCE):
@@ -84,7 +85,7 @@ def _open_storage(cls: type, manager: Any, handle: Any, size: int) -> Any:
 
 
 def _open_cuda_tensor(
-    _cls: type, size: Any, stride: Any, offset: Any, _storage_cls: type, dtype: Any, uuid: Any, *storage: Any
+    _class: Any, size: Any, stride: Any, offset: Any, _storage_class: Any, dtype: Any, uuid: Any, *storage: Any
 ) -> Tensor:
     """As torch's rebuild_cuda_tensor, but the GPU is named by its UUID, as the sender does (weights.push.shared).
 
@@ -102,11 +103,11 @@ def _open_cuda_tensor(
     _check_number("ref_counter_offset", counter, _CUDA_COUNTERS)
     _check_cuda_handle(handle)
     gpus = range(torch.cuda.device_count())
-    found = [gpu for gpu in gpus if str(torch.cuda.get_device_properties(gpu).uuid) == uuid]
-    if not found:
+    numbers = [gpu for gpu in gpus if str(torch.cuda.get_device_properties(gpu).uuid) == uuid]
+    if not numbers:
         raise ValueError(f"the payload lies on GPU {uuid!r}, which this server does not see")
     return reductions.rebuild_cuda_tensor(
-        Tensor, size, stride, offset, torch.storage.TypedStorage, dtype, found[0], *storage
+        Tensor, size, stride, offset, torch.storage.TypedStorage, dtype, numbers[0], *storage
     )
 
 
@@ -133,25 +134,31 @@ def _check_name(handle: Any) -> None:
         raise ValueError(f"the payload's shared memory is named {handle!r}: expected a name as torch gives them")
 
 
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch", "Tensor"): Tensor,
+# Values that a payload cannot change: built-in classes and dtypes.
+_VALUES: dict[tuple[str, str], Any] = {
     ("types", "SimpleNamespace"): SimpleNamespace,
     ("torch", "Size"): torch.Size,
-    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
-    ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
-    ("torch.multiprocessing.reductions", "rebuild_tensor"): reductions.rebuild_tensor,
-    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): reductions.rebuild_typed_storage,
-    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _open_storage,
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): _open_cuda_tensor,
     **{("torch", name): dtype for name, dtype in {**DTYPES, "uint8": torch.uint8}.items()},
+}
+# Classes that a payload names only to pass them on, and the first one to make an empty tensor.
+_CLASSES = {("torch", "Tensor"), ("torch.storage", "UntypedStorage"), ("torch.storage", "TypedStorage")}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "rebuild_tensor": lambda _class, storage, metadata: reductions.rebuild_tensor(Tensor, storage, metadata),
+    "rebuild_typed_storage": reductions.rebuild_typed_storage,
+    "rebuild_storage_filename": _open_storage,
+    "rebuild_cuda_tensor": _open_cuda_tensor,
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise ValueError(f"the payload names {module}.{name}, which is not allowed")
-        return _ALLOWED[module, name]
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if (module, name) in _CLASSES:
+            return lambda: Tensor()
+        if module == reductions.__name__ and name in _MAKERS:
+            return lambda *values: _MAKERS[name](*values)
+        raise ValueError(f"the payload names {module}.{name}, which is not allowed")
 
 
 def one_payload(payloads: Sequence[Any]) -> str:

@@ -9,25 +9,24 @@ unchanged, except when a transfer of such a loader fails halfway.
 from __future__ import annotations
 
 import math
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.hf_server.generation.scheduler import HFEngine
+from megarl.hf_server.scheduler import HFEngine
 from megarl.hf_server.shared_memory import one_payload, read_bucket, read_message
 from megarl.rollout.protocol import DTYPES, FLATTENED, Route
-from megarl.servers.weight_group import join_weight_group, leave_weight_group
-
-# The custom weight loader, which receives tensors directly into the model.  Imported only when it is used, as SGLang
-# does, because it belongs to the sender of weights and not to servers.
-WEIGHT_LOADER = "megarl.weights.push.receiver.load"
+from megarl.servers.launch import WEIGHT_LOADER
+from megarl.servers.weight_group import KEY_VARIABLE, join_store, join_weight_group, leave_weight_group
+from megarl.weights.push.report import one_line
 
 _DEFAULT_GROUP = "weight_update_group"
 
@@ -42,7 +41,7 @@ class WeightUpdates:
 
     def init_group(self, body: Mapping[str, Any]) -> str:
         """Join a weight group; blocks until all members have joined or the timeout is over."""
-        name, backend = body.get("group_name", _DEFAULT_GROUP), body.get("backend", "nccl")
+        name, backend = _field(body, "group_name", str, _DEFAULT_GROUP), body.get("backend", "nccl")
         rank, world_size = _field(body, "rank_offset", int), _field(body, "world_size", int)
         address, port = _field(body, "master_address", str), _field(body, "master_port", int)
         if not 0 < rank < world_size:
@@ -56,16 +55,17 @@ class WeightUpdates:
         if name in self._groups:
             raise ValueError(f"group_name={name!r}: this server is already in that group, expected a new name")
         try:  # outside the lock: a rendezvous without peers must not block other groups
-            group = join_weight_group(address, port, rank, world_size, name, backend, self._timeout_s)
+            store = join_store(address, port, name, world_size, self._timeout_s, os.environ[KEY_VARIABLE])
+            group = join_weight_group(store, rank, world_size, name, backend, self._timeout_s)
         except RuntimeError as error:  # torch's error for a failed rendezvous or a timeout
-            raise ValueError(f"joining {name!r} at {address}:{port} failed: {_first_line(error)}") from error
+            raise ValueError(f"joining {name!r} at {address}:{port} failed: {one_line(error)}") from error
         with self._lock:
             self._groups[name] = group
         return f"joined {name} as rank {rank} of {world_size}"
 
     def destroy_group(self, body: Mapping[str, Any]) -> str:
         with self._lock:
-            name = body.get("group_name", _DEFAULT_GROUP)
+            name = _field(body, "group_name", str, _DEFAULT_GROUP)
             leave_weight_group(self._group(name))
             del self._groups[name]
         return f"left {name}"
@@ -87,7 +87,7 @@ class WeightUpdates:
         """Receive named tensors from rank 0 of a group; names, shapes and dtypes are checked before the broadcast."""
         with self._lock:
             self._check_open()
-            group = self._group(body.get("group_name", _DEFAULT_GROUP))
+            group = self._group(_field(body, "group_name", str, _DEFAULT_GROUP))
             names, dtypes, shapes = (_field(body, key, list) for key in ("names", "dtypes", "shapes"))
             if not len(names) == len(dtypes) == len(shapes):
                 raise ValueError(
@@ -97,16 +97,19 @@ class WeightUpdates:
             model.check_weights(names, dtypes, shapes)
             model.check_memory()
             load_format = body.get("load_format")
-            if load_format not in (None, FLATTENED):
-                raise ValueError(f"load_format={load_format!r}: expected null or {FLATTENED!r}")
+            if load_format != FLATTENED:
+                raise ValueError(f"load_format={load_format!r}: expected {FLATTENED!r}")
             self._check_flush(body)
-            receive = _receive_flattened if load_format == FLATTENED else _receive_each
-            incoming = _Incoming(group, model.device, timedelta(seconds=self._timeout_s))
+            sizes = _sizes(names, dtypes, shapes)
             try:
-                tensors = receive(incoming, names, dtypes, shapes)
+                flat = torch.empty(sum(sizes), dtype=torch.uint8, device=model.device)
+                # The wait has its own limit: with NCCL a wait without one returns before anything has arrived.
+                limit = timedelta(seconds=self._timeout_s)
+                dist.broadcast(flat, src=0, group=group, async_op=True).wait(limit)
             except RuntimeError as error:  # torch's error for a lost peer or a timeout
-                raise ValueError(f"nothing was loaded, because the broadcast failed: {_first_line(error)}") from error
-            return self._apply(tensors, body)
+                raise ValueError(f"nothing was loaded, because the broadcast failed: {one_line(error)}") from error
+            parts = zip(names, flat.split(sizes), dtypes, shapes, strict=True)
+            return self._apply({name: part.view(DTYPES[kind]).view(shape) for name, part, kind, shape in parts}, body)
 
     def from_tensor(self, body: Mapping[str, Any]) -> str:
         """Load a bucket in memory that another process of this machine shares, or run the custom weight loader."""
@@ -146,16 +149,17 @@ class WeightUpdates:
 
     def _apply(self, tensors: dict[str, Tensor], body: Mapping[str, Any]) -> str:
         """Load and drop the tensors: the sender waits until memory that it shares is released."""
-        said = f"loaded {len(tensors)} tensors"
+        message = f"loaded {len(tensors)} tensors"
 
         def load() -> None:
             self._engine.model.load_weights(tensors)
             tensors.clear()
 
         self._order(load, body)
-        return said
+        return message
 
     def _apply_loader(self, text: str, body: Mapping[str, Any]) -> None:
+        # Imported only when it is used, as SGLang does.
         module, _, name = WEIGHT_LOADER.rpartition(".")
         loader = getattr(import_module(module), name)
         model = SimpleNamespace(named_parameters=self._engine.model.weights.items)
@@ -165,9 +169,7 @@ class WeightUpdates:
             try:
                 loader(model, named_tensors)
             except RuntimeError as error:  # the loader's and torch's error for a failed transfer
-                raise ValueError(
-                    f"the weights may be mixed, because the transfer failed: {_first_line(error)}"
-                ) from error
+                raise ValueError(f"the weights may be mixed, because the transfer failed: {one_line(error)}") from error
 
         self._order(load, body)
 
@@ -180,49 +182,19 @@ class WeightUpdates:
         self._engine.run_alone(lambda: self._engine.load(load, version, flush=flush)).result()
 
 
-class _Incoming(NamedTuple):
-    """Broadcasts of rank 0 of a group, received in memory of `device`."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-    timeout: timedelta
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        # The wait has its own limit: with NCCL a wait without one returns before anything has arrived.
-        dist.broadcast(tensor, src=0, group=self.group, async_op=True).wait(self.timeout)
-        return tensor
-
-
-def _receive_each(
-    incoming: _Incoming, names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> dict[str, Tensor]:
-    each = zip(names, dtypes, shapes, strict=True)
-    return {name: incoming.receive(shape, DTYPES[dtype]) for name, dtype, shape in each}
-
-
-def _receive_flattened(
-    incoming: _Incoming, names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> dict[str, Tensor]:
-    """One broadcast of all bytes; the tensors are views of them, so each must start at a multiple of its item size."""
-    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    for name, dtype, start in zip(names, dtypes, starts, strict=True):
-        if start % DTYPES[dtype].itemsize:
+def _sizes(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[int]:
+    """Bytes of the tensors of a bucket, one after another: each must start at a multiple of its item size."""
+    sizes: list[int] = []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if (start := sum(sizes)) % DTYPES[dtype].itemsize:
             raise ValueError(f"nothing was loaded, because {name} ({dtype}) would start at byte {start} of the bucket")
-    flat = incoming.receive([sum(sizes)], torch.uint8)
-    return {
-        name: flat[start : start + size].view(DTYPES[dtype]).view(shape)
-        for name, dtype, shape, start, size in zip(names, dtypes, shapes, starts, sizes, strict=True)
-    }
+        sizes.append(math.prod(shape) * DTYPES[dtype].itemsize)
+    return sizes
 
 
-def _field(body: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = body.get(key)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{key}={value!r}: expected a {kind.__name__}")
+def _field(body: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    """Whole numbers are of ports and ranks."""
+    value = body.get(key, default)
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and not 0 <= value < 2**16):
+        raise ValueError(f"{key}={value!r}: expected a {kind.__name__}{' from 0 to 65535' if kind is int else ''}")
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

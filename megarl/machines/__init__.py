@@ -3,7 +3,3 @@
 An agent starts ranks (`processes.ranks`, with a relay between them and the driver) and servers on the driver's request.
 The package handles machines, requests and failures, but no models.
 """
-
-from megarl.machines.nodes import NodeLost, Nodes
-
-__all__ = ["NodeLost", "Nodes"]

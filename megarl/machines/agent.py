@@ -6,7 +6,6 @@ give.  So anyone who has the run's token can run programs here with the rights o
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import socket
@@ -19,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.machines.nodes import JOIN_S, SILENCE_S, allow_all_files
-from megarl.network.auth import server_token
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, WireRefused
-from megarl.processes.greeting import connect
-from megarl.processes.handle import ProcessHandle
+from megarl.io.auth import server_token
+from megarl.machines.nodes import JOIN_S, SILENCE_S
+from megarl.processes.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.lifetime import ProcessHandle
+from megarl.processes.links import Relay
 from megarl.processes.ranks import RanksLaunch, RanksProcess
-from megarl.processes.relay import Relay
 from megarl.processes.signals import Terminated
+from megarl.processes.waiting import Heartbeat, Wait
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import LocalServer, free_ports
 
@@ -56,10 +55,6 @@ class Ranks:
     def log_tail(self) -> str:
         return self.process.log_tail()
 
-    def ask_to_end(self) -> None:
-        """Close the relay; the ranks end with its connections.  The driver normally asks them through the relay."""
-        self.relay.close()
-
     def end(self, grace_s: float) -> None:
         self.process.end(grace_s)
         self.relay.close()
@@ -77,16 +72,18 @@ class Agent:
         source: str | None = None,
         silence_s: float = SILENCE_S,
         workers: Sequence[str] = WORKERS,
+        say: Callable[[str], object] = lambda _: None,
     ) -> None:
         """`address`: of the driver; a function finds it anew for each try, and raises OSError while it is not known.
 
         `source`: this node's own address, if it differs from the one that routes to the driver.  `silence_s`: a driver
         without a heartbeat for this long counts as lost.  `workers`: modules that ranks may run.
+        `say`: gets a sentence while it waits for the driver.
         """
         self._find = address if callable(address) else None
         self._address = "" if callable(address) else address
         self._node, self._token, self._source = node, token, source
-        self._silence_s, self._workers = silence_s, workers
+        self._silence_s, self._workers, self._say = silence_s, workers, say
         self._own = ""  # the address of this node, known after it has connected to the driver
         self._jobs: dict[int, ProcessHandle] = {}
         self._told: set[int] = set()  # jobs whose end was reported to the driver
@@ -94,11 +91,11 @@ class Agent:
         self._signals: list[int] = []  # that the driver does not know yet
         self._orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "ports": self._ports, "ranks": self._ranks, "server": self._server,
-            "words": self._words, "ask": self._ask, "end": self._end,
+            "words": self._words, "end": self._end,
         }  # fmt: skip
 
     def take_signal(self, number: int, _: object = None) -> None:
-        """A handler of processes.signals.ASKS: tell the driver, which saves and ends the run.  Never waits.
+        """A handler of job_signals.ASKS: tell the driver, which saves and ends the run.  Never waits.
 
         Raises Terminated before this agent has joined a run.
         """
@@ -113,10 +110,10 @@ class Agent:
         Raises: DriverLost if the driver is lost or has failed, Terminated if SIGTERM has ended the run.
         Call it from a thread that lives as long as the process: see processes.lifetime.
         """
-        allow_all_files()
         connection = self._join(join_s)
         self._own = str(connection.sock.getsockname()[0])
         connection.sock.settimeout(self._silence_s)
+        heartbeat = Heartbeat(lambda: [connection])
         threading.Thread(target=self._watch, args=(connection,), daemon=True, name="watch").start()
         try:
             while (order := connection.receive()[0]).get("do") != "leave":
@@ -128,11 +125,12 @@ class Agent:
             raise DriverLost(f"the driver at {self._address} is lost: {error}") from error
         finally:
             self._done.set()
+            heartbeat.stop()
             self._end_all()
             connection.close()
 
     def _join(self, limit_s: float) -> Connection:
-        deadline = time.monotonic() + limit_s
+        wait = Wait(limit_s, self._say)
         while True:
             try:
                 if self._find is not None:
@@ -141,9 +139,11 @@ class Agent:
             except OSError as error:  # the driver may not have started yet; what was found may be another run's address
                 if isinstance(error, WireRefused) and self._find is None:
                     raise DriverLost(str(error)) from error
-                if time.monotonic() > deadline:
-                    where = f"nobody listens at {self._address}" if self._address else "no driver has said its port"
-                    raise DriverLost(f"{where}: {error}") from error
+                why = f"no driver{' at' if self._address else ''} {self._address}".rstrip()
+                why = f"machine {self._node}: {why} yet ({error.strerror or error})"
+                if wait.is_over:
+                    raise DriverLost(f"{why}, within {limit_s:g} s") from error
+                wait.tell(f"{why}; it tries again")
                 time.sleep(1.0)
 
     def _connect(self, hello: dict[str, Any]) -> Connection:
@@ -180,7 +180,7 @@ class Agent:
             relay.close()
             raise
         job = self._jobs[order["job"]] = Ranks(process, relay)
-        return {"pid": job.pid, "port": process.port}
+        return {"pid": job.pid}
 
     def _server(self, order: dict[str, Any]) -> dict[str, Any]:
         launch = EngineLaunch(**order["launch"])
@@ -190,24 +190,16 @@ class Agent:
     def _words(self, order: dict[str, Any]) -> dict[str, Any]:
         return {"words": self._jobs[order["job"]].log_tail()}
 
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        self._jobs[order["job"]].ask_to_end()
-        return {}
-
     def _end(self, order: dict[str, Any]) -> dict[str, Any]:
         self._jobs[order["job"]].end(order["grace_s"])
         return {}
 
     def _watch(self, connection: Connection) -> None:
-        """Send heartbeats, and report jobs that have ended."""
+        """Report signals, and jobs that have ended."""
         with suppress(ConnectionLost):
-            for turn in itertools.count():
-                if self._done.wait(_LOOK_S):
-                    return
+            while not self._done.wait(_LOOK_S):
                 while self._signals:
                     connection.send({"signal": int(self._signals.pop(0))})
-                if turn % round(HEARTBEAT_S / _LOOK_S) == 0:
-                    connection.send({"beat": 1})
                 for number, job in list(self._jobs.items()):
                     code = job.exit_code()
                     if code is not None and number not in self._told:
@@ -216,7 +208,8 @@ class Agent:
 
     def _end_all(self) -> None:
         for job in self._jobs.values():
-            job.ask_to_end()
+            if isinstance(job, Ranks):
+                job.relay.close()  # they end with its connections
         threads = [threading.Thread(target=job.end, args=(5.0,)) for job in self._jobs.values()]
         for thread in threads:
             thread.start()

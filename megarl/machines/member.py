@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.processes.connection import Connection, ConnectionLost
-from megarl.processes.signals import pass_on
 
 _ORDER_S = 60.0
 _LONGEST_WHY = 2000  # characters of the reason that is sent to the agents
@@ -20,14 +20,17 @@ class NodeLost(RuntimeError):
     """A machine did not join, was lost, or could not carry out a request; one sentence."""
 
 
+class NodeLeft(NodeLost):
+    """A machine was let go, after a save; a spare one waits to take its place."""
+
+
 @dataclass
 class RemoteJob:
-    """A process on another node: a processes.handle.ProcessHandle."""
+    """A process on another node: a processes.lifetime.ProcessHandle."""
 
     member: Member
     number: int
     pid: int = 0
-    port: int = 0  # of the store that it hosts; 0 = none
     code: int | None = None
     words: str = ""
 
@@ -41,25 +44,25 @@ class RemoteJob:
                 return str(self.member.order("words", job=self.number)["words"])
         return self.words or (f"\n    {self.member.lost}" if self.member.lost else "")
 
-    def ask_to_end(self) -> None:
-        with suppress(NodeLost):
-            self.member.order("ask", job=self.number)
-
     def end(self, grace_s: float) -> None:
         with suppress(NodeLost):  # it ended with its node
             self.member.order("end", job=self.number, grace_s=grace_s)
 
 
+OnSignal = Callable[["Member", int], None]
+
+
 class Member:
     """The connection to one agent."""
 
-    def __init__(self, hello: dict[str, Any], connection: Connection, silence_s: float) -> None:
-        """`hello`: what the agent said of itself when it connected."""
+    def __init__(self, hello: dict[str, Any], connection: Connection, silence_s: float, on_signal: OnSignal) -> None:
+        """`hello`: what the agent said of itself when it connected.  `on_signal`: called when it got a signal."""
         self.number, self.host = int(hello["node"]), str(hello["host"])  # the number that the user gave this machine
         self.node = self.number  # its place in the run; a spare machine gets the place of a lost one
         self.address = str(connection.sock.getpeername()[0])
         self.lost = ""  # the reason, after the machine was lost
-        self._connection = connection
+        self.leaves = False  # it got SIGTERM
+        self.connection, self._on_signal = connection, on_signal
         self._numbers = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._jobs: dict[int, RemoteJob] = {}
@@ -77,7 +80,7 @@ class Member:
         try:
             if self.lost:
                 raise NodeLost(self.lost)
-            self._connection.send({"id": number, "do": what, **arguments})
+            self.connection.send({"id": number, "do": what, **arguments})
             found = answer.get(timeout=limit_s)
         except (ConnectionLost, queue.Empty) as error:
             raise NodeLost(self.lost or f"{self.name} did not answer within {limit_s:.0f} s") from error
@@ -89,31 +92,26 @@ class Member:
 
     def start(self, what: str, number: int, **arguments: Any) -> RemoteJob:
         job = self._jobs[number] = RemoteJob(self, number)
-        told = self.order(what, job=number, **arguments)
-        job.pid, job.port = told["pid"], told.get("port", 0)
+        job.pid = self.order(what, job=number, **arguments)["pid"]
         return job
-
-    def beat(self) -> None:
-        with suppress(ConnectionLost):
-            self._connection.send({"beat": 1})
 
     def leave(self, why: str | None = None, *, terminated: bool = False) -> None:
         """Send the agent away.  `why`: the run is not finished; `terminated`: SIGTERM has ended it."""
         reason = {} if why is None else {"why": why[:_LONGEST_WHY], "terminated": terminated}
         with suppress(ConnectionLost):
-            self._connection.send({"do": "leave", **reason})
+            self.connection.send({"do": "leave", **reason})
         self.lost = self.lost or f"{self.name} was sent away"
-        self._connection.close()
+        self.connection.close()
 
     def _listen(self) -> None:
         try:
             while True:
-                said, _ = self._connection.receive()
+                said, _ = self.connection.receive()
                 if "ended" in said:
                     job = self._jobs[said["ended"]]
                     job.words, job.code = said["words"], said["code"]
-                elif "signal" in said:  # a scheduler takes that machine away, or asks for a save
-                    pass_on(int(said["signal"]))
+                elif "signal" in said:
+                    self._on_signal(self, int(said["signal"]))
                 elif "id" in said and said["id"] in self._answers:
                     self._answers[said["id"]].put(said)
         except ConnectionLost as error:

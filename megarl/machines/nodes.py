@@ -6,11 +6,12 @@ they relay.  When an agent is lost, its processes end too; after a restart it ca
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import itertools
+import os
 import queue
 import resource
+import signal
 import socket
 import threading
 import time
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from megarl import __version__
-from megarl.machines.member import Member, NodeLost, RemoteJob
-from megarl.network.sockets import listen
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
+from megarl.io.sockets import listen, ports_to_try
+from megarl.machines.member import Member, NodeLeft, NodeLost, RemoteJob
+from megarl.processes import watchdog
+from megarl.processes.connection import Connection, ConnectionLost
 from megarl.processes.listener import Listener
-from megarl.processes.presence import show_life
 from megarl.processes.ranks import END_S, RanksLaunch
-from megarl.processes.signals import Terminated
+from megarl.processes.signals import Terminated, pass_on
+from megarl.processes.waiting import Heartbeat, Wait
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 
@@ -36,43 +38,26 @@ USUAL_PORT = 29500  # of the driver
 JOIN_S = 1800.0  # a node may get its machine later than node 0
 _FILES, _FILES_PER_NODE = 512, 8  # open files of the driver: an agent, a relay for each group, clients of servers
 _FILES_PER_RANK = 4  # open files of the process that hosts a group's store: connections of two groups
+_PORT_FILE = "driver_port"  # in the run's folder
 _NAME_S = 60.0  # until node 0 must know its own name
 _ASK_S = 1.0  # between two questions for it
 _RELAY_S = 60.0  # time limit between the start of ranks on a node and the connection of their relay
 
 
-def allow_files(num_nodes: int, ranks_per_node: int) -> None:
-    """Raise the limit of open files of this process and its children to what these machines and ranks need.
-
-    Raises ValueError if the hard limit is too low.
-    """
+def check_files(num_nodes: int, ranks_per_node: int) -> None:
+    """Raises ValueError if this process may open fewer files than these machines and ranks need."""
     wanted = _FILES + (_FILES_PER_NODE + _FILES_PER_RANK * ranks_per_node) * num_nodes
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != hard < wanted:
         raise ValueError(
             f"trainer.nnodes={num_nodes}: node 0 may open {hard} files; expected `ulimit -Hn` of {wanted} or more, "
             "each node and each rank is some connections"
         )
-    if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def allow_all_files() -> None:
-    """Raise this process's limit of open files to the hard limit: it may host stores of many ranks."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen_at(host: str, port: int | None) -> socket.socket:
     """Listen at this port; None: at USUAL_PORT, or at a free one if another run has it.  Raises OSError."""
-    if port is not None:
-        return listen(host, port)
-    try:
-        return listen(host, USUAL_PORT)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return listen(host)
+    return listen(host, *(ports_to_try(host, (USUAL_PORT, 0)) if port is None else (port,)))
 
 
 def address_of(host: str, limit_s: float = 0.0) -> str:
@@ -88,6 +73,32 @@ def address_of(host: str, limit_s: float = 0.0) -> str:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_ASK_S)
+
+
+def announce(run_dir: Path, port: int) -> None:
+    """Write the driver's port into the run's folder, for machines to which nobody named one.
+
+    A wrong port there does no harm: both sides prove that they have the run's token.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    part = run_dir / f".{_PORT_FILE}.{os.getpid()}"
+    part.write_text(f"{port}\n")
+    part.rename(run_dir / _PORT_FILE)
+
+
+def announced(run_dir: Path) -> int:
+    """The port of the run's driver, or of one that has ended.  Raises OSError, one sentence, if there was none yet."""
+    try:
+        return int((run_dir / _PORT_FILE).read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"its port is not in {error.filename}; expected its recipe and trainer.experiment_name here too and a "
+            "folder that both machines see, or trainer.master_port on both"
+        ) from error
+
+
+def forget(run_dir: Path) -> None:
+    (run_dir / _PORT_FILE).unlink(missing_ok=True)
 
 
 class Nodes:
@@ -112,18 +123,19 @@ class Nodes:
         self._spares: list[Member] = []
         self._relays: dict[int, queue.SimpleQueue[Connection]] = {}
         self._jobs = itertools.count()
-        self._closed = threading.Event()
         self._lock = threading.Lock()  # of the members
         self._listener: Listener
+        self._heartbeat: Heartbeat
 
     def __enter__(self) -> Nodes:
-        allow_files(self.num_nodes + self._num_spares, self.ranks_per_node)
+        check_files(self.num_nodes + self._num_spares, self.ranks_per_node)
         try:
             name, self._host = self._host, address_of(self._host, _NAME_S)
             if name not in (self._host, "localhost") and ipaddress.ip_address(self._host).is_loopback:
                 raise ValueError(
                     f"trainer.master_addr={name}: on this machine the name means {self._host}, which no other machine "
-                    "reaches; expected node 0's address in their network"
+                    "reaches; expected node 0's address in their network: trainer.master_addr=ADDRESS on all machines, "
+                    "or another line in /etc/hosts, where Debian gives a machine's own name 127.0.1.1"
                 )
             listener = listen_at(self._host, self._wanted_port)
         except OSError as error:
@@ -134,7 +146,7 @@ class Nodes:
             ) from error
         self.port = int(listener.getsockname()[1])
         self._listener = Listener(listener, self._token, self._let_in, name="nodes")
-        threading.Thread(target=self._beat, daemon=True, name="nodes beat").start()
+        self._heartbeat = Heartbeat(lambda: [member.connection for member in (*self._members.values(), *self._spares)])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -142,7 +154,7 @@ class Nodes:
 
         So what started them all, for example Kubernetes, starts them all again.
         """
-        self._closed.set()
+        self._heartbeat.stop()
         self._listener.close()
         failed = isinstance(error, Exception | Terminated)
         why = f"the driver stopped: {' '.join(str(error).split())}" if failed else None
@@ -152,26 +164,26 @@ class Nodes:
     def wait(
         self,
         limit_s: float = JOIN_S,
-        on_wait: Callable[[list[int]], None] | None = None,
-        on_replaced: Callable[[str], None] | None = None,
+        on_wait: Callable[[str], object] = lambda _: None,
+        on_replaced: Callable[[str], object] = lambda _: None,
     ) -> None:
         """Wait until every machine has joined, or a spare one has taken the place of a lost one.
 
-        `on_wait` gets the missing machines whenever they change, `on_replaced` a sentence about each replacement.
+        `on_wait` gets a sentence of missing ones when they change and each minute, `on_replaced` one of a replacement.
         Raises: NodeLost after the limit.
         """
-        deadline = time.monotonic() + limit_s
+        wait = Wait(limit_s, on_wait)
         told: list[int] = []
         while missing := self._missing(on_replaced):
-            show_life()
-            if time.monotonic() > deadline:
-                raise NodeLost(f"machines {missing} of {self.num_nodes} did not come within {limit_s:.0f} s")
-            if on_wait is not None and missing != told:
-                on_wait(missing)
+            watchdog.heartbeat()
+            where = f"machines {missing} of {self.num_nodes} at {self._host}:{self.port}"
+            if wait.is_over:
+                raise NodeLost(f"{where} did not come within {limit_s:.0f} s")
+            wait.tell(f"waiting for {where}", is_new=missing != told)
             told = missing
             time.sleep(0.1)
 
-    def _missing(self, on_replaced: Callable[[str], None] | None) -> list[int]:
+    def _missing(self, on_replaced: Callable[[str], object]) -> list[int]:
         """The places without a machine, after spare machines took those of lost ones."""
         with self._lock:
             self._spares = [spare for spare in self._spares if not spare.lost]
@@ -179,9 +191,30 @@ class Nodes:
                 if lost.lost and self._spares:
                     spare = self._members[place] = self._spares.pop(0)
                     spare.node = place
-                    if on_replaced is not None:
-                        on_replaced(f"{spare.name} takes the place of host {lost.host}, which is lost")
+                    gone = "has left" if lost.leaves else "is lost"
+                    on_replaced(f"{spare.name} takes the place of host {lost.host}, which {gone}")
             return [k for k in range(1, self.num_nodes) if k not in self._members or self._members[k].lost]
+
+    @property
+    def leaving(self) -> list[Member]:
+        """Those that got SIGTERM, whose places spare ones can take."""
+        return [member for member in list(self._members.values()) if member.leaves and not member.lost]
+
+    def let_go(self, saved: str) -> None:
+        """Send away those that are leaving; raises NodeLeft, with which their ranks end.  `saved`: what is.
+
+        Where too few spare machines are left by now, the run gets SIGTERM instead.
+        """
+        if not self._can_replace:
+            return pass_on(signal.SIGTERM)
+        gone = self.leaving
+        for member in gone:
+            member.leave(f"SIGTERM: {saved} is saved, and a spare machine takes this place", terminated=True)
+        raise NodeLeft(f"{', '.join(member.name for member in gone)} got SIGTERM and leaves the run; {saved} is saved")
+
+    @property
+    def _can_replace(self) -> bool:
+        return len(self.leaving) <= sum(not spare.lost for spare in self._spares)
 
     def address(self, node: int) -> str:
         """The address at which other nodes reach this node."""
@@ -251,16 +284,27 @@ class Nodes:
                 connection.send({"do": "leave", "why": reason})
             connection.close()
             return
-        member, known = Member(hello, connection, self._silence_s), self._members.get(node)
+        member = Member(hello, connection, self._silence_s, self._signalled)
+        known = self._members.get(node)
         if node < self.num_nodes and (known is None or known.lost):
             self._members[node] = member
         else:
             self._spares.append(member)
 
-    def _beat(self) -> None:
-        while not self._closed.wait(HEARTBEAT_S):
-            for member in (*self._members.values(), *self._spares):
-                member.beat()
+    def _signalled(self, member: Member, number: int) -> None:
+        """SIGTERM takes that machine away: after a save a spare one gets its place; without one the run ends."""
+        if number == signal.SIGTERM:
+            with self._lock:
+                if member in self._spares:
+                    self._spares.remove(member)
+                    member.leave("SIGTERM: this spare machine had no place in the run", terminated=True)
+                else:
+                    member.leaves = True
+                if not self.leaving:
+                    return
+                if self._can_replace:
+                    number = signal.SIGUSR1
+        pass_on(number)
 
 
 @dataclass(frozen=True)

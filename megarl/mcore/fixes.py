@@ -123,8 +123,8 @@ def fix_packed_rope() -> None:
     ) -> Tensor:
         """[t, n, d] -> the same, rotated; positions start at 0 in each sequence, like those of `freqs`."""
         assert not rotary_interleaved, "no model of ours turns neighbours and leaves them in place"
-        where = {"cp": cp_group.size(), "rank": cp_group.rank()}
-        return turned(t, freqs, cu_seqlens, factor=mscale, in_pairs=multi_latent_attention, **where)
+        cp, rank = cp_group.size(), cp_group.rank()
+        return turned(t, freqs, cu_seqlens, factor=mscale, in_pairs=multi_latent_attention, cp=cp, rank=rank)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.layout import Layout
-from megarl.mcore import cpu, fixes
+from megarl.arch.layout import Layout
+from megarl.mcore import fixes
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,6 @@ def backend_of(device: str) -> str:
     Tensors in host memory need a group of their own, such as `replica_group`.
     """
     return "nccl" if device == "cuda" else "gloo"
-
-
-def initialize(layout: Layout, *, device: str = "auto", seed: int = 0, timeout_s: float = 600.0) -> RankInfo:
-    """Join the world that the environment variables describe, and make Megatron's process groups.
-
-    A collective that waits longer than `timeout_s` raises (gloo's own default is 30 minutes).
-
-    All collectives of the world and of Megatron's groups are of tensors on the device: see `backend_of`.
-    """
-    cpu.activate()
-    where = device_for(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    if not dist.is_initialized():
-        dist.init_process_group(backend_of(where.type), timeout=datetime.timedelta(seconds=timeout_s))
-    return make_groups(layout, seed=seed, timeout_s=timeout_s)
 
 
 def make_groups(layout: Layout, *, seed: int = 0, timeout_s: float = 600.0) -> RankInfo:
@@ -98,6 +83,27 @@ def rank_info() -> RankInfo:
         is_reporter=first and ps.is_pipeline_last_stage(),
         is_first=first and ps.is_pipeline_first_stage(),
     )
+
+
+def in_first_copy() -> bool:
+    """Whether this rank belongs to the first copy of the model: rank 0 and the ranks that gather with it.
+
+    Ranks of a pipeline stage are numbered by tensor-parallel rank first; for experts by expert-tensor-parallel rank,
+    then expert-parallel rank.  So the ranks of a copy are consecutive within a stage.
+    """
+    from megatron.core import parallel_state as ps
+
+    stages = ps.get_pipeline_model_parallel_world_size()
+    return dist.get_rank() % (dist.get_world_size() // stages) < ranks_of_copy() // stages
+
+
+def ranks_of_copy() -> int:
+    """Number of ranks over which one copy of the model is gathered."""
+    from megatron.core import parallel_state as ps
+
+    experts = ps.get_expert_tensor_parallel_world_size() * ps.get_expert_model_parallel_world_size()
+    of_stage = math.lcm(ps.get_tensor_model_parallel_world_size(), experts)
+    return of_stage * ps.get_pipeline_model_parallel_world_size()
 
 
 def replica_group(*, timeout_s: float = 600.0) -> Any:

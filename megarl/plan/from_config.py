@@ -1,22 +1,25 @@
-"""Converts a `Config` and a GPU type to a `Job`."""
+"""Converts a `Config` and a GPU type to a `Job`.
+
+Of `rollout.sglang.args` a few options are predicted, and the others are listed as not modelled.  These arguments come
+after ours on the server's command line, and the last one counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.arch.buckets import bucket_bytes_of
+from megarl.arch.layout import can_share_prefixes, shares_prefixes
+from megarl.arch.megatron_fields import RECOMPUTED
+from megarl.arch.sglang_options import options_of
 from megarl.config import Config, layout_of, model_config
 from megarl.config.old_log_probs import pass_share
-from megarl.config.resolve import micro_batch_keys
 from megarl.config.validate.models import group_of, model_of
-from megarl.layout import can_share_prefixes, shares_prefixes
-from megarl.megatron_fields import RECOMPUTED
-from megarl.plan import server_args
+from megarl.plan.count import check, whole
 from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role
-from megarl.plan.memory.count import check, whole
-from megarl.plan.memory.memory import bucket_bytes_of
 
 MEMORY_FRACTION = 0.85  # approximately SGLang's default
 # Assumed mean lengths of prompts and completions, as shares of their limits, if the user gives none.
@@ -36,13 +39,10 @@ def job_of(
     Raises: ValueError if a model's numbers are not known, or for a value in rollout.sglang.args.
     """
     data, rollout, actor = config.data, config.rollout, config.actor
-    own, is_sft = role_of(config, "actor"), command == "sft"
+    actor_role, is_sft = role_of(config, "actor"), command == "sft"
     job = Job(
-        hf=own.hf,
         gpu=gpu,
-        layout=own.layout,
-        num_ranks=own.num_ranks,
-        first_rank=own.first_rank,
+        actor=actor_role,
         gpus_per_node=config.trainer.n_gpus_per_node,
         prompts=data.train_batch_size,
         n=rollout.n,
@@ -53,25 +53,9 @@ def job_of(
         most_response=data.max_response_length,
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
-        max_tokens=own.max_tokens,
-        log_prob_tokens=own.log_prob_tokens,
-        max_sequences=own.max_sequences,
-        recompute=own.recompute,
-        recompute_modules=own.recompute_modules,
-        optimizer=actor.optim.name,
-        dtype=own.dtype,
-        fsdp=own.fsdp,
-        overlap_grad_reduce=own.overlap_grad_reduce,
-        param_offload=own.param_offload,
-        optimizer_offload=own.optimizer_offload,
-        optimizer_on_host=own.optimizer_on_host,
-        lora_rank=own.lora_rank,
-        lora_targets=own.lora_targets,
-        local=own.local,
-        shares_prefixes=own.shares_prefixes,
         old_share=pass_share(config),
         router_replay=actor.router_replay,
-        most_drawn=_most_drawn(config, int(own.hf["vocab_size"])),
+        most_drawn=_most_drawn(config, int(actor_role.hf["vocab_size"])),
         pins_routes=rollout.engine != "hf",
         # The planner does not know whether the cluster has deep_ep, so auto is planned as alltoall.
         dispatch="once" if actor.megatron.moe_token_dispatcher_type == "flex" else "each",
@@ -96,10 +80,10 @@ def job_of(
         drains=rollout.ahead > 0 and rollout.update == "drain",
         turn_s=rollout.turn_s,
         push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
-        bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(own.hf)),
+        bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(actor_role.hf)),
         async_save=config.trainer.async_save and config.trainer.saves,
     )
-    read = server_args.read(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
+    read = read_server_args(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
     return replace(job, **read | {"not_modelled": (*_not_modelled(config), *read["not_modelled"])})
 
 
@@ -133,10 +117,10 @@ _WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number
 def role_of(config: Config, name: str) -> Role:
     """A role's model and its ranks."""
     node: Any = config.role(name)
-    keys, megatron = micro_batch_keys(name), node.megatron
+    megatron = node.megatron
     longest = config.longest[1]
-    sequences = getattr(node, keys.per_rank)
-    limit = getattr(node, keys.tokens) if sequences is None else sequences * longest
+    sequences = node.ppo_micro_batch_size_per_gpu
+    limit = node.ppo_max_token_len_per_gpu if sequences is None else sequences * longest
     recompute = recompute_of(megatron)
     lora_rank = config.actor.lora.rank if name == "actor" else 0  # adapters need local layers
     layout, device = layout_of(megatron), "cpu" if config.trainer.device == "cpu" else "cuda"
@@ -193,3 +177,64 @@ def _mean(name: str, given: float | None, limit: int, share: float) -> float:
     if not 0 < given <= limit:
         raise ValueError(f"--{name}-tokens {given:g}: expected more than 0, and at most data.max_{name}_length={limit}")
     return given
+
+
+KEY = "rollout.sglang.args"
+
+
+def read_server_args(args: Sequence[str]) -> dict[str, Any]:
+    """Fields of a `Job`.  Raises: ValueError of one sentence for a value that SGLang would refuse.
+
+    Example: read(["--max-running-requests", "64", "--enable-torch-compile"]) ->
+    {"max_running": 64, "not_modelled": ("rollout.sglang.args=--enable-torch-compile",)}
+    """
+    fields: dict[str, Any] = {}
+    unknown: list[str] = []
+    for option, value in options_of(args):
+        if option in _MODELLED:
+            field, parsed = _MODELLED[option]
+            new = parsed(option, value)
+            if new is None:
+                unknown.append(f"{KEY}={option} {value}")
+            else:
+                fields[field] = new
+        elif option not in _WITHOUT_EFFECT:
+            unknown.append(f"{KEY}={option} {value}".strip())
+    return fields | {"not_modelled": tuple(unknown)}
+
+
+def _share(option: str, text: str) -> float:
+    return _number(option, text, float, "a share between 0 and 1", lambda value: 0 < value < 1)
+
+
+def _count(option: str, text: str) -> int:
+    return _number(option, text, int, "a whole number of at least 1", lambda value: value >= 1)
+
+
+def _number(option: str, text: str, kind: type, expected: str, is_right: Callable[[Any], bool]) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not is_right(value):
+        raise ValueError(f"{KEY}={option} {text}: expected {expected}")
+    return value
+
+
+def _cache_width(option: str, text: str) -> int | None:  # noqa: ARG001
+    """Bytes of a number in the KV cache."""
+    return {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}.get(text)
+
+
+_MODELLED: dict[str, tuple[str, Callable[[str, str], Any]]] = {
+    "--mem-fraction-static": ("memory_fraction", _share),
+    "--max-running-requests": ("max_running", _count),
+    "--max-total-tokens": ("max_total_tokens", _count),
+    "--kv-cache-dtype": ("cache_width", _cache_width),
+}
+_WITHOUT_EFFECT = frozenset(
+    (
+        "--log-level", "--log-level-http", "--log-requests", "--decode-log-interval", "--enable-metrics",
+        "--random-seed", "--served-model-name", "--chat-template", "--trust-remote-code", "--watchdog-timeout",
+    )
+)  # fmt: skip

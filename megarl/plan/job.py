@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
+from megarl.arch.projections import ALL
+from megarl.plan.constants import CONSTANTS, Constants, Links
+from megarl.plan.count import HFConfig
 from megarl.plan.gpus import Gpu
-from megarl.plan.memory.count import HFConfig
-from megarl.projections import ALL
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Role:
     shares_prefixes: bool = False  # the prompt of several completions is computed once
 
     @property
+    def width(self) -> int:
+        """Bytes of a number of the model."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def copies(self) -> int:
         """Data-parallel replicas."""
         return self.num_ranks // self.layout.model_size
@@ -44,13 +50,10 @@ class Role:
 
 @dataclass(frozen=True)
 class Job:
-    """A run on a cluster.  Example: Job(hf, find("h100"), layout=Layout(tp=4), num_ranks=64, num_servers=16, ...)."""
+    """A run on a cluster.  Example: Job(find("h100"), Role("actor", hf, Layout(tp=4), 64), num_servers=16, ...)."""
 
-    hf: HFConfig
     gpu: Gpu
-    layout: Layout = Layout()  # of the actor
-    num_ranks: int = 1  # of the actor
-    first_rank: int = 0
+    actor: Role
     gpus_per_node: int = 8
 
     # the step
@@ -64,24 +67,8 @@ class Job:
     mini_batch: int = 256  # prompts per optimizer step
     epochs: int = 1
 
-    # the actor's training, as in Role
-    max_tokens: int = 16384
-    log_prob_tokens: int = 16384
-    max_sequences: int | None = None
-    recompute: str = "none"
-    recompute_modules: tuple[str, ...] = ()
-    optimizer: str = "adamw"
-    dtype: str = "bfloat16"
+    # the actor's training
     precision: str = "bf16"  # bf16 | fp8: of matrix products in training
-    fsdp: bool = False
-    overlap_grad_reduce: bool = True
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    optimizer_on_host: bool = False
-    lora_rank: int = 0
-    lora_targets: tuple[str, ...] = (ALL,)
-    local: bool = False
-    shares_prefixes: bool = False
     old_share: float = 1.0  # of the step's completions in a forward pass for the old log-probs alone
     router_replay: str = "off"  # off | old | rollout
     pins_routes: bool = True  # SGLang keeps the experts of tokens in host memory; our own server within its KV cache
@@ -93,7 +80,7 @@ class Job:
     reference: Role | None = None
     teachers: tuple[Role, ...] = ()  # assumed to teach equal shares of the samples
     reads_heads: bool = False  # the actor computes the teachers' logits of the whole vocabulary
-    teacher_top_k: int = 0  # likeliest tokens that teachers tell of each token; 0: none
+    teacher_top_k: int = 0  # likeliest tokens that teachers report for each token; 0: none
 
     # servers
     shared: bool = True  # colocation on the trainer's GPUs; else on separate GPUs
@@ -119,15 +106,7 @@ class Job:
     bucket_bytes: int = 2**26
 
     async_save: bool = False  # checkpoints are copied to host memory, and written while the training goes on
-
-    @property
-    def actor(self) -> Role:
-        return Role(
-            "actor", self.hf, self.layout, self.num_ranks, self.first_rank, self.max_tokens, self.log_prob_tokens,
-            self.max_sequences, self.recompute, self.recompute_modules, self.optimizer, self.dtype, self.fsdp,
-            self.overlap_grad_reduce, self.param_offload, self.optimizer_offload, self.optimizer_on_host,
-            self.lora_rank, self.local, self.lora_targets, self.shares_prefixes,
-        )  # fmt: skip
+    constants: Constants = CONSTANTS  # of the time model
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -179,3 +158,9 @@ class Job:
     def link_domain(self) -> int:
         """Number of GPUs connected by fast links."""
         return self.gpu.link_domain or self.gpus_per_node
+
+    @property
+    def links(self) -> Links:
+        constants = self.constants
+        link, nic = self.gpu.link_bandwidth * constants.link, self.gpu.nic_bandwidth * constants.nic
+        return Links(link, nic, self.link_domain)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megarl.plan.job import Job
-from megarl.plan.memory.gpu_budget import GpuBudget, fullest, gpu_budgets, local_totals
-from megarl.plan.memory.host import host_budget
-from megarl.plan.time import serving, transfers
-from megarl.plan.time.constants import CONSTANTS, Constants
-from megarl.plan.time.serving import Rollout, Server
-from megarl.plan.time.training import Training, computed, scoring, training
+from megarl.plan import serving, transfers
+from megarl.plan.gpu_budget import GpuBudget, fullest, gpu_budgets, local_totals
+from megarl.plan.host import host_budget
+from megarl.plan.job import Job, Role
+from megarl.plan.serving import Rollout, Server
+from megarl.plan.training import Training, computed, scoring, training
 
 STAGES = (
     *("gen", "old_log_prob", "ref", "teachers", "values"),
@@ -43,16 +42,16 @@ class Prediction:
     why: list[str] = field(default_factory=list)  # reasons: memory that does not fit, slow stages
 
 
-def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
+def predict(job: Job) -> Prediction:
     """Predict a step.  Times are for a step in the middle of a run, without evaluation and checkpoint."""
-    memory = gpu_budgets(job, constants) | {HOST: host_budget(job)}
-    trained = training(job, None, constants)
-    written = serving.rollout(job, constants)
-    stages = stage_times(job, trained, written, constants)
-    step_s = _step(job, stages, written, constants)
-    too_small, local = list(_misfits(job, memory, constants)), local_totals(job)
+    memory = gpu_budgets(job) | {HOST: host_budget(job)}
+    trained = training(job)
+    generation = serving.rollout(job)
+    stages = stage_times(job, trained, generation)
+    step_s = _step(job, stages, generation)
+    too_small, local = list(_misfits(job, memory)), local_totals(job)
     too_small_local = list(_local_misfits(job, local))
-    share = trained.mfu * trained.seconds * job.num_ranks / (step_s * job.num_gpus)
+    share = trained.mfu * trained.seconds * job.actor.num_ranks / (step_s * job.num_gpus)
     return Prediction(
         fits=not too_small,
         memory=memory,
@@ -67,69 +66,75 @@ def predict(job: Job, constants: Constants = CONSTANTS) -> Prediction:
         push_s=stages["update_weights"],
         computed_tokens=computed_tokens(job),
         micro_batches=trained.micro_batches,
-        concurrency=written.concurrency,
-        why=[*too_small, *too_small_local, *_slow(job, stages, trained, written, step_s)],
+        concurrency=generation.concurrency,
+        why=[*too_small, *too_small_local, *_slow(job, stages, trained, generation, step_s)],
     )
 
 
-def step_time(job: Job, constants: Constants = CONSTANTS) -> float:
+def step_time(job: Job) -> float:
     """Seconds of a whole step, without a check of memory."""
-    written = serving.rollout(job, constants)
-    return _step(job, stage_times(job, training(job, None, constants), written, constants), written, constants)
+    generation = serving.rollout(job)
+    return _step(job, stage_times(job, training(job), generation), generation)
 
 
-def stage_times(job: Job, trained: Training, written: Rollout, constants: Constants) -> dict[str, float]:
+def stage_times(job: Job, trained: Training, generation: Rollout) -> dict[str, float]:
     """Seconds of each stage that the run has."""
     roles = {role.name: (role, fullest(role)) for role in job.roles}
 
-    def pass_s(name: str, share: float = 1.0) -> float:
-        role, memory = roles[name]
-        return share * scoring(job, role, constants) + transfers.onload_of_pass(job, role, memory, constants)
+    def pass_s(role: Role, share: float) -> float:
+        return share * scoring(job, role) + transfers.onload_of_pass(job, role, roles[role.name][1])
 
-    updates = {"actor": trained} | ({"critic": training(job, job.critic, constants)} if job.critic else {})
+    updates = {"actor": trained} | ({"critic": training(job, job.critic)} if job.critic else {})
     passes = {name: updates[name].passes_s if name in updates else 0.0 for name in roles}
 
     def update_s(name: str) -> float:
-        return updates[name].seconds + transfers.offload_of_update(job, *roles[name], passes[name], constants)
+        return updates[name].seconds + transfers.offload_of_update(job, *roles[name], passes[name])
 
-    found = {"gen": written.seconds}
-    if job.old_share:
-        found["old_log_prob"] = pass_s("actor", job.old_share)
-    if job.reference:
-        found["ref"] = pass_s("ref")
-    if job.teachers:
-        found["teachers"] = sum(pass_s(role.name) for role in job.teachers) / len(job.teachers)
+    stages = {"gen": generation.seconds}
+    for name, (scorers, share) in scoring_stages(job).items():
+        stages[name] = sum(pass_s(role, share) for role in scorers) / len(scorers)
     if job.critic:
-        found["values"] = pass_s("critic")
-        found["update_critic"] = update_s("critic")
-    found["update_actor"] = update_s("actor")
-    onloaded = transfers.onload_of_push(job, roles["actor"][1], constants)
-    found["update_weights"] = transfers.push(job, constants) + onloaded
-    turn = sum(transfers.offload_of_turn(job, *roles[name], passes[name], constants) for name in roles)
-    servers = transfers.offload_of_servers(job, constants)
-    found["other"] = constants.step_s + constants.sequence_s * job.sequences + turn + servers
-    return found
+        stages["update_critic"] = update_s("critic")
+    stages["update_actor"] = update_s("actor")
+    onloaded = transfers.onload_of_push(job, roles["actor"][1])
+    stages["update_weights"] = transfers.push(job) + onloaded
+    turn = sum(transfers.offload_of_turn(job, *roles[name], passes[name]) for name in roles)
+    servers = transfers.offload_of_servers(job)
+    stages["other"] = job.constants.step_s + job.constants.sequence_s * job.sequences + turn + servers
+    return stages
+
+
+def scoring_stages(job: Job) -> dict[str, tuple[Sequence[Role], float]]:
+    """Stages of forward passes alone: the roles, which share the samples equally, and the share of the samples."""
+    stages: dict[str, tuple[Sequence[Role], float]] = {}
+    if job.old_share:
+        stages["old_log_prob"] = [job.actor], job.old_share
+    if job.reference:
+        stages["ref"] = [job.reference], 1.0
+    if job.teachers:
+        stages["teachers"] = job.teachers, 1.0
+    if job.critic:
+        stages["values"] = [job.critic], 1.0
+    return stages
 
 
 def computed_tokens(job: Job) -> dict[str, float]:
     """Tokens that each stage of the trainer computes in a step, over all replicas; fewer where prompts are shared."""
-    found = {"old_log_prob": job.old_share * computed(job, job.actor, learns=False)} if job.old_share else {}
-    if job.reference:
-        found["ref"] = computed(job, job.reference, learns=False)
-    if job.teachers:
-        found["teachers"] = sum(computed(job, role, learns=False) for role in job.teachers) / len(job.teachers)
+    tokens = {
+        name: share * sum(computed(job, role, learns=False) for role in roles) / len(roles)
+        for name, (roles, share) in scoring_stages(job).items()
+    }
     if job.critic:
-        found["values"] = computed(job, job.critic, learns=False)
-        found["update_critic"] = computed(job, job.critic, learns=True)
-    return found | {"update_actor": computed(job, job.actor, learns=True)}
+        tokens["update_critic"] = computed(job, job.critic, learns=True)
+    return tokens | {"update_actor": computed(job, job.actor, learns=True)}
 
 
-def _step(job: Job, stages: dict[str, float], written: Rollout, constants: Constants) -> float:
+def _step(job: Job, stages: dict[str, float], generation: Rollout) -> float:
     """The sum of the stages; ahead of the training servers generate beside all of them but the push."""
     if not job.runs_ahead:
         return sum(stages.values())
     pauses = stages["update_weights"]
-    return serving.step_ahead(job, written, _working(stages), constants) + pauses
+    return serving.step_ahead(job, generation, _working(stages)) + pauses
 
 
 def _working(stages: dict[str, float]) -> float:
@@ -137,7 +142,7 @@ def _working(stages: dict[str, float]) -> float:
     return sum(stages.values()) - stages["gen"] - stages["update_weights"]
 
 
-def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> Iterator[str]:
+def _misfits(job: Job, memory: dict[str, GpuBudget]) -> Iterator[str]:
     for kind, parts in memory.items():
         budget, of = (job.gpu.host_bytes, "machine") if kind == HOST else (job.gpu.memory_bytes, "GPU")
         if budget is not None and parts["total"] > budget:
@@ -148,7 +153,7 @@ def _misfits(job: Job, memory: dict[str, GpuBudget], constants: Constants) -> It
             )
     if not job.num_servers:
         return
-    server = Server(job, constants)
+    server = Server(job)
     longest = max(job.longest, job.longest_served)
     if server.cache_bytes < longest * server.token_bytes:
         yield (
@@ -166,7 +171,7 @@ def _local_misfits(job: Job, totals: dict[str, int]) -> Iterator[str]:
         )
 
 
-def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollout, step_s: float) -> Iterator[str]:
+def _slow(job: Job, stages: dict[str, float], trained: Training, generation: Rollout, step_s: float) -> Iterator[str]:
     """What takes the time, the slowest stage first."""
     total = sum(stages.values())
     slowest = max(stages, key=lambda name: stages[name])
@@ -174,16 +179,16 @@ def _slow(job: Job, stages: dict[str, float], trained: Training, written: Rollou
     if trained.bubble > 0.15:
         count = trained.micro_batches
         yield f"the pipeline idles {trained.bubble:.0%} of its working time, with {count} micro-batches a replica"
-    if trained.parts["exposed"] > 0.2 * trained.parts["work"]:
-        share = trained.parts["exposed"] / trained.parts["work"]
+    if trained.exposed_s > 0.2 * trained.work_s:
+        share = trained.exposed_s / trained.work_s
         yield f"{share:.0%} of a micro-batch's time is communication that nothing hides"
-    if trained.parts["gradients"] > 0.1 * trained.seconds:
-        yield f"reducing gradients adds {trained.parts['gradients'] / trained.seconds:.0%} to the training"
-    if written.bound == "cache":
-        yield f"completions of a server that its KV cache holds at a time: {written.concurrency:.0f}"
+    if trained.gradients_s > 0.1 * trained.seconds:
+        yield f"reducing gradients adds {trained.gradients_s / trained.seconds:.0%} to the training"
+    if generation.bound == "cache":
+        yield f"completions of a server that its KV cache holds at a time: {generation.concurrency:.0f}"
     waits = 1 - (_working(stages) + stages["update_weights"]) / step_s
     if job.runs_ahead and waits > WAITS:
         what = "update=drain" if job.drains else f"order={job.order}"
         yield f"with ahead={job.ahead} and {what} the trainer waits {waits:.0%} of a step for completions"
-    if written.tail > 0.4 * written.seconds:
-        yield f"in {written.tail / written.seconds:.0%} of gen no completion waits any more, and servers empty"
+    if generation.tail > 0.4 * generation.seconds:
+        yield f"in {generation.tail / generation.seconds:.0%} of gen no completion waits any more, and servers empty"

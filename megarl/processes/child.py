@@ -12,9 +12,9 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
+from megarl.io.environment import allowed_variables
 from megarl.processes.lifetime import name_this_process
 from megarl.processes.programs import Program, start_program
-from megarl.sandbox.environment import allowed_variables
 
 
 def start_child(

@@ -3,8 +3,8 @@
 On machines without GPUs the programs of a run are forked from multiprocessing's fork server, which imports once what
 they all need; each would else take seconds of a core for torch, transformers and Megatron.  `preload` starts it and
 returns at once.  The fork server has only the allowed variables of this process, ends with the thread that started it,
-and its programs end with it.  Without it, after a fork that failed, and for other programs, `start_program` is
-`subprocess`.
+and its programs end with it.  Without it, after a fork that failed or did not come in time, and for other programs,
+`start_program` is `subprocess`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,34 @@ import io
 import logging
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import IO
 
+from megarl.io.environment import allowed_variables
+from megarl.io.job_signals import ASKS
 from megarl.processes.lifetime import die_with_parent, name_this_process
-from megarl.sandbox.environment import allowed_variables
 
 # glibc asks the kernel for huge pages (madvise): tensors in pages of 2 MiB cause fewer TLB misses than in 4 KiB.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 IMPORTS = "MEGARL_FORK_SERVER_IMPORTS"  # modules, for megarl.processes.fork_server
+_IMPORT_S = 120.0  # after its start the fork server may import for so long until it forks
+_ANSWER_S = 10.0  # later it may take so long: a fork takes milliseconds, and one that is stopped never answers
 
 log = logging.getLogger(__name__)
 _server: ForkServer | None = None  # apart from the one that pools of this process may have
 _forked: frozenset[str] = frozenset()  # modules whose programs are forked
+_limit_s = _IMPORT_S  # for which a fork is waited for
 
 
 def preload(programs: Sequence[str], imports: Sequence[str]) -> None:
@@ -52,7 +57,7 @@ def preload(programs: Sequence[str], imports: Sequence[str]) -> None:
         return
     _server = ForkServer()
     _server.set_forkserver_preload(["megarl.processes.fork_server"])
-    with _only(
+    with only_variables(
         {
             **allowed_variables(),
             "CUDA_VISIBLE_DEVICES": "",  # a process that has used a GPU cannot be forked; imports may use one
@@ -84,15 +89,19 @@ def start_program(
             return _fork(_server, _Start(words, dict(env), os.getcwd()), out | {fd: fd for fd in pass_fds})
         except (OSError, EOFError) as error:
             _do_without(error)
-    return subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=dict(env),
-        pass_fds=list(pass_fds),
-        start_new_session=True,
-    )
+    heeded = signal.pthread_sigmask(signal.SIG_BLOCK, ASKS)  # so the program's first moments are covered, too
+    try:
+        return subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=dict(env),
+            pass_fds=list(pass_fds),
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heeded)
 
 
 def _do_without(error: Exception) -> None:
@@ -108,6 +117,9 @@ class Fork:
         self.pid = pid
         self.returncode: int | None = None
         self._exit_code, self._words = exit_code, list(words)
+        self._signs = [exit_code]  # files that can be read when it has ended
+        with contextlib.suppress(OSError):  # it has ended already, or the kernel is older than 5.3
+            self._signs.append(os.pidfd_open(pid))
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
@@ -124,15 +136,14 @@ class Fork:
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             return None  # another thread waits for it
         try:
-            if self.returncode is None:
-                ready = select.poll()
-                ready.register(self._exit_code, select.POLLIN)
-                if ready.poll(None if timeout is None else timeout * 1000):
-                    try:
-                        self.returncode = forkserver.read_signed(self._exit_code)
-                    except EOFError:  # the fork server was killed, and its programs with it
-                        self.returncode = -signal.SIGKILL
-                    os.close(self._exit_code)
+            if self.returncode is None and wait(self._signs, timeout):
+                try:
+                    _wait_for(self._exit_code, _ANSWER_S)
+                    self.returncode = forkserver.read_signed(self._exit_code)
+                except (EOFError, TimeoutError):  # the fork server was killed, and its programs with it, or is stopped
+                    self.returncode = -signal.SIGKILL
+                for file in self._signs:
+                    os.close(file)
             return self.returncode
         finally:
             self._lock.release()
@@ -141,9 +152,6 @@ class Fork:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, sig)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -175,6 +183,7 @@ class _Start:
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.env)
+        tempfile.tempdir = None  # the fork server may have asked for it, with its own variables
         name_this_process(self.words[0].removeprefix("megarl."))
         sys.argv = [str(Path(self.folder) / self.words[0]), *self.words[1:]]
         if not sys.flags.safe_path:
@@ -193,7 +202,12 @@ class _Start:
 
 
 def _fork(server: ForkServer, start: _Start, files: Mapping[int, int]) -> Fork:
-    """`files`: numbers there -> here.  Returns when it leads its session, so that a caller may signal that at once."""
+    """`files`: numbers there -> here.  Returns when it leads its session, so that a caller may signal that at once.
+
+    Raises TimeoutError if it does not come.
+    """
+    global _limit_s
+    pid = 0
     ready, theirs = os.pipe()
     with open(ready, "rb", buffering=0) as has_session:
         try:
@@ -202,15 +216,26 @@ def _fork(server: ForkServer, start: _Start, files: Mapping[int, int]) -> Fork:
             os.close(theirs)
         try:
             with open(orders, "wb") as pipe:
+                _wait_for(exit_code, _limit_s)
+                _limit_s = _ANSWER_S  # it has imported all
                 pid = forkserver.read_signed(exit_code)
                 reduction.dump({"dir": start.folder}, pipe)
                 parent = server._forkserver_pid  # type: ignore[attr-defined]
                 reduction.dump(replace(start, numbers=tuple(files), parent=parent), pipe)
+            _wait_for(ready, _ANSWER_S)
             has_session.read(1)
         except (OSError, EOFError):
             os.close(exit_code)
+            if pid:
+                os.kill(pid, signal.SIGKILL)  # else it would run beside the one that is started in its place
             raise
     return Fork(pid, exit_code, start.words)
+
+
+def _wait_for(file: int, limit_s: float) -> None:
+    """Wait until something of the fork server, or its end, can be read there.  Raises TimeoutError."""
+    if not wait([file], limit_s):
+        raise TimeoutError(f"the fork server has not answered for {limit_s:g} s")
 
 
 def _exit_code_of(module: str) -> int:
@@ -243,7 +268,7 @@ def _place(files: Mapping[int, int]) -> None:
 
 
 @contextlib.contextmanager
-def _only(variables: Mapping[str, str]) -> Iterator[None]:
+def only_variables(variables: Mapping[str, str]) -> Iterator[None]:
     """The variables of what is started meanwhile; call it before there are other threads."""
     mine = dict(os.environ)
     try:

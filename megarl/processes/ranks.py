@@ -1,4 +1,4 @@
-"""Starts and ends the ranks of a group on a machine, and hosts the rendezvous store of the group."""
+"""Starts and ends the ranks of a group on a machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import TimeoutExpired
 
-from megarl.network.auth import without_tokens
-from megarl.network.sockets import host_store, interface_variables
+from megarl.io.auth import without_tokens
+from megarl.io.sockets import interface_variables
 from megarl.processes import stacks
-from megarl.processes.lifetime import last_lines
+from megarl.processes.lifetime import MemoryEnd, last_lines
 from megarl.processes.programs import Program, start_program
 
 ADDRESS, TOKEN, PARENT = "MEGARL_GROUP_ADDRESS", "MEGARL_GROUP_TOKEN", "MEGARL_PARENT_PID"
+STORE, STORE_TOKEN = "MEGARL_STORE_ADDRESS", "MEGARL_STORE_TOKEN"  # of the group's rendezvous store
+OWN_ADDRESS = "MEGARL_OWN_ADDRESS"  # of the rank's machine
 FIRST_GPU = "MEGARL_FIRST_GPU"
 # Where torch's flight recorder writes the last collectives; torch appends the number of the rank.
 FLIGHT_RECORDS = "TORCH_FR_DUMP_TEMP_FILE"
@@ -50,8 +52,8 @@ class RanksLaunch:
     first_rank: int = 0
     world_size: int = 0  # ranks of the whole group; 0: num_ranks
     address: str = "127.0.0.1"  # of this machine; gloo and NCCL listen on the interface with this address
-    master_address: str = "127.0.0.1"  # address of the group's store on the machine of rank 0
-    master_port: int = 0  # port of the store; 0 on the machine of rank 0: a free port is chosen
+    store: str = ""  # host:port of the group's rendezvous store, which the driver hosts
+    store_token: str = field(default="", repr=False)
     environment: tuple[tuple[str, str], ...] = ()  # variables of the ranks, where the user has not set them
 
 
@@ -68,28 +70,25 @@ def shares(first_rank: int, num_ranks: int, per_node: int) -> list[Share]:
 
 
 class RanksProcess:
-    """The processes of a share, one per rank: a processes.handle.ProcessHandle.
+    """The processes of a share, one per rank: a processes.lifetime.ProcessHandle.
 
     They connect to `address`, and end when that connection ends.
 
-    The share of rank 0 hosts the store of the group.  torchrun's store would listen on all interfaces, and its
-    rendezvous unpickles data that anyone can put there.  Ranks end with the thread that creates this object: see
-    processes.lifetime.
+    Ranks end with the thread that creates this object: see processes.lifetime.
     """
 
     def __init__(self, launch: RanksLaunch, address: str, token: str) -> None:
         log_dir = Path(launch.log_dir)
         log_dir.mkdir(parents=True, exist_ok=True)
         self._logs = [log_dir / f"rank_{launch.first_rank + local}.log" for local in range(launch.num_ranks)]
-        self._store = host_store(launch.master_address, launch.master_port) if launch.first_rank == 0 else None
-        self.port = launch.master_port if self._store is None else self._store.port  # of the store
         shared = {**_environment(launch), ADDRESS: address, TOKEN: token, PARENT: str(os.getpid())}
         self._processes: list[Program] = []
+        self._memory = MemoryEnd()
         self._failed: int | None = None  # the first process that was seen to fail
         self._ended = False
         try:
             for local, path in enumerate(self._logs):
-                self._processes.append(_start(launch.worker, path, shared | _world(launch, local, self.port)))
+                self._processes.append(_start(launch.worker, path, shared | _world(launch, local)))
         except BaseException:
             self.end(END_S)
             raise
@@ -111,10 +110,7 @@ class RanksProcess:
         return None if None in [process.poll() for process in self._processes] else 0
 
     def log_tail(self) -> str:
-        return last_lines(self.log)
-
-    def ask_to_end(self) -> None:
-        """Nothing to do here: ranks are asked over their connections, and heed no SIGTERM."""
+        return last_lines(self.log) + self._memory.words(self.exit_code())
 
     def end(self, grace_s: float) -> None:
         """Wait for the ranks to end after "close", unless one failed; then take the stacks of the others and kill them.
@@ -132,7 +128,6 @@ class RanksProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutExpired):  # a process in a kernel call, such as a GPU driver's, ends later
                 process.wait(END_S)
-        self._store = None
 
     def _first_failed(self) -> int | None:
         if self._failed is None:
@@ -166,15 +161,15 @@ def _environment(launch: RanksLaunch) -> dict[str, str]:
     return recorder | dict(launch.environment) | env
 
 
-def _world(launch: RanksLaunch, local: int, port: int) -> dict[str, str]:
-    """The variables from which torch.distributed reads the rank and the store's address."""
+def _world(launch: RanksLaunch, local: int) -> dict[str, str]:
+    """The variables that tell a rank its place, and where the store is: see processes.store."""
     numbers = {
         "RANK": launch.first_rank + local,
         "LOCAL_RANK": local,
         "WORLD_SIZE": launch.world_size or launch.num_ranks,
         "LOCAL_WORLD_SIZE": launch.num_ranks,
-        "MASTER_ADDR": launch.master_address,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,  # tells torch that the store is hosted by another process
+        STORE: launch.store,
+        STORE_TOKEN: launch.store_token,
+        OWN_ADDRESS: launch.address,
     }
     return {name: str(value) for name, value in numbers.items()}

@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import NoReturn, Self
 
+from megarl.io.job_signals import ASKS
+
 EXIT_TERMINATED = 128 + signal.SIGTERM  # as shells report it
-ASKS = (signal.SIGUSR1, signal.SIGTERM)
 NO_STEP = "this start of the run has made no step; the same command begins where it began"
 
 

@@ -8,10 +8,9 @@ Called by: the collector, through `scorer.Rewards`; the driver, to refuse a wron
 
 from collections.abc import Callable
 
-from megarl.declared import declared
-from megarl.plugins import FILE_MODULE
-from megarl.rewards.load import RewardFn, resolve
-from megarl.rewards.services import SERVICES
+from megarl.plugins.declared import declared
+from megarl.plugins.load import FILE_MODULE
+from megarl.rewards.load import SERVICES, RewardFn, resolve
 
 # Addresses of the built-in ones, so that only the modules of rewards in use are imported.
 REWARDS: dict[str, str | RewardFn] = {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from megarl.plugins import is_async, user_function
-from megarl.sample import Completion, Prompt
+from megarl.plugins.load import is_async, user_function
+from megarl.samples.sample import Completion, Prompt
 
 # Returns a number, or {"score": number, further numbers}; an async function returns an awaitable of that.
 RewardFn = Callable[[Prompt, Completion], Any]
 
+SERVICES = ("judge", "model")  # rewards of `services/`, which are made from settings
 CONVERSATION = "conversation"  # the field of Prompt.extra with the messages of an episode, for its reward
 
 OUR_ARGUMENTS = ("prompt", "completion")
@@ -42,7 +44,7 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     except (TypeError, ValueError):
         return function  # built in C: its arguments are unknown
     if {"solution_str", "solution_strs"} & parameters.keys():
-        return _wrapping(function, _from_verl(fn, function, parameters))
+        return _from_verl(fn, function, parameters)
     takes = [parameter.name for parameter in parameters.values() if parameter.kind in _BY_POSITION][:2]
     # Under other names they would be given the wrong values: (completion, truth) would get a prompt and a completion.
     is_ours = all(name.lstrip("_") in (wanted, "") for name, wanted in zip(takes, OUR_ARGUMENTS, strict=False))
@@ -57,7 +59,7 @@ def _adapt(fn: str, function: Callable[..., Any]) -> RewardFn:
     # One of (*args, **kwargs) hands them on to a function that may take two.
     has_any = not takes_any and any(parameter.kind is parameter.VAR_KEYWORD for parameter in more)
     further = [name for name in FURTHER_ARGUMENTS if has_any or name in parameters]
-    return _wrapping(function, _with_further(function, further)) if further else function
+    return _with_further(function, further) if further else function
 
 
 def _waits(parameter: inspect.Parameter) -> bool:
@@ -74,25 +76,35 @@ def _no_value(names: list[str]) -> str:
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _wrapping(function: Callable[..., Any], adapted: RewardFn) -> RewardFn:
-    """For messages, which say where the user's function is."""
-    vars(adapted)["__wrapped__"] = function
+def _adapted(
+    function: Callable[..., Any],
+    bound: Callable[[Prompt, Completion], Callable[[], Any]],
+    read: Callable[[Any], Any] = lambda value: value,
+) -> RewardFn:
+    """A function with other parameters as one of (prompt, completion).
+
+    `bound`: the function with the arguments of a sample; `read`: makes a score of what it returns.
+    """
+
+    async def async_reward(prompt: Prompt, completion: Completion) -> Any:
+        return read(await bound(prompt, completion)())
+
+    def reward(prompt: Prompt, completion: Completion) -> Any:
+        return read(bound(prompt, completion)())
+
+    adapted = async_reward if is_async(function) else reward
+    vars(adapted)["__wrapped__"] = function  # for messages, which say where the user's function is
     return adapted
 
 
 def _with_further(function: Callable[..., Any], names: Sequence[str]) -> RewardFn:
     """A function of (prompt, completion) and some of FURTHER_ARGUMENTS as one of (prompt, completion)."""
 
-    def values(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-        return {name: FURTHER_ARGUMENTS[name](prompt, completion) for name in names}
+    def bound(prompt: Prompt, completion: Completion) -> Callable[[], Any]:
+        further = {name: FURTHER_ARGUMENTS[name](prompt, completion) for name in names}
+        return partial(function, prompt, completion, **further)
 
-    async def async_reward(prompt: Prompt, completion: Completion) -> Any:
-        return await function(prompt, completion, **values(prompt, completion))
-
-    def reward(prompt: Prompt, completion: Completion) -> Any:
-        return function(prompt, completion, **values(prompt, completion))
-
-    return async_reward if is_async(function) else reward
+    return _adapted(function, bound)
 
 
 def _messages(prompt: Prompt, completion: Completion) -> list[dict[str, Any]]:
@@ -128,25 +140,17 @@ def _from_verl(fn: str, function: Callable[..., Any], parameters: Mapping[str, i
     if unknown:
         raise ValueError(f"reward.fn={fn}: no value for {', '.join(unknown)}; expected ({', '.join(form)})")
 
-    def values(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    def bound(prompt: Prompt, completion: Completion) -> Callable[[], Any]:
         row = (prompt.data_source, completion.text, prompt.ground_truth, _extra_info(prompt))
         known = dict(zip(form, row, strict=True))
-        return {name: [known[name]] if of_lists else known[name] for name in wanted}
+        return partial(function, **{name: [known[name]] if of_lists else known[name] for name in wanted})
 
-    def score_of(found: Any) -> Any:
-        if not of_lists:
-            return found
-        if len(found) != 1:
-            raise ValueError(f"returned {len(found)} scores for a list of one answer; expected one")
-        return found[0]
+    def only(scores: Any) -> Any:
+        if len(scores) != 1:
+            raise ValueError(f"returned {len(scores)} scores for a list of one answer; expected one")
+        return scores[0]
 
-    async def async_reward(prompt: Prompt, completion: Completion) -> Any:
-        return score_of(await function(**values(prompt, completion)))
-
-    def reward(prompt: Prompt, completion: Completion) -> Any:
-        return score_of(function(**values(prompt, completion)))
-
-    return async_reward if is_async(function) else reward
+    return _adapted(function, bound, only) if of_lists else _adapted(function, bound)
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import multiprocessing
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
@@ -19,16 +18,17 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from megarl.plugins import absolute, load_plugins
+from megarl.io.environment import start_fork_server
+from megarl.plugins.load import absolute, load_plugins
 from megarl.rewards import load_reward
 from megarl.rewards.result import Outcome
 from megarl.rewards.surroundings import Surroundings
 from megarl.rewards.worker import run_jobs, start_worker
-from megarl.sample import Completion, Prompt
-from megarl.sandbox.environment import start_fork_server
+from megarl.samples.sample import Completion, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,14 @@ MAX_RESTARTS = 3  # restarts in a row without any result
 
 class RewardError(RuntimeError):
     """A reward failed with reward.on_error=stop, or the worker processes cannot run."""
+
+
+class _Worker(ForkServerProcess):
+    terminate = ForkServerProcess.kill  # which pebble calls; they leave SIGTERM to the driver
+
+
+class _Context(ForkServerContext):  # the caller has threads: a plain fork is not safe
+    Process = _Worker
 
 
 @dataclass
@@ -91,10 +99,9 @@ class RewardPool:
 
     def start(self) -> None:
         """Start the processes; the first time this takes about three seconds, while the fork server imports."""
-        context = multiprocessing.get_context("forkserver")  # the caller has threads: a plain fork is not safe
         start_fork_server("__main__", "megarl.rewards.worker")
         arguments = (self._fns, self._timeout_s, self._plugins, self._surroundings)
-        self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=context)
+        self._pool = ProcessPool(self._num_workers, initializer=start_worker, initargs=arguments, context=_Context())
         self._pool.active  # noqa: B018  reading it starts pebble's threads and processes
 
     def stop(self) -> None:

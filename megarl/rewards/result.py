@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from megarl.float32 import EXPECTED, is_finite
-from megarl.sample import Prompt, own_name, text_of
+from megarl.samples.float32 import EXPECTED, is_finite
+from megarl.samples.sample import Prompt, own_name, text_of
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-from megarl import sandbox
-from megarl.float32 import EXPECTED, is_finite
-from megarl.plugins import describe, is_async, load_plugins
+import megarl_sandbox
+from megarl.plugins.load import describe, is_async, load_plugins
 from megarl.rewards import RewardFn, load_reward, name_of
-from megarl.rewards.answers import with_pred
+from megarl.rewards.functions.auto import with_pred
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import Outcome, RewardResult, joined, to_result
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, Completion, Prompt
+from megarl.samples.float32 import EXPECTED, is_finite
+from megarl.samples.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, Completion, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -31,25 +31,39 @@ ON_ERROR = ("unscored", "zero", "stop")
 AsyncReward = Callable[[Prompt, Completion], Awaitable[Any]]
 
 
+@dataclass(frozen=True)
+class RewardSettings:
+    """How rewards are joined and computed."""
+
+    weights: Mapping[str, float] = field(default_factory=dict)  # by short name, see name_of; a missing one is 1
+    by_data_source: Mapping[str, str] = field(default_factory=dict)  # the reward of a row of this data source, instead
+    # One more reward, whose number is the extra number AUDIT and counts for nothing else; where it fails there is
+    # AUDIT_ERROR instead.
+    audit: str | None = None
+    num_workers: int = 1  # processes of ordinary functions; 0: these run in the caller's process, without a time limit
+    timeout_s: float = 5.0  # of a sample in such a process
+    # Of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0 and the
+    # extra number REWARD_ERROR; stop: RewardError is raised.
+    on_error: str = "unscored"
+    plugins: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        assert self.on_error in ON_ERROR, f"on_error is {self.on_error!r}, expected one of {', '.join(ON_ERROR)}"
+
+
 class Rewards:
-    """The rewards `fns`, weighted and added; a row whose data source is in `by_data_source` has that one instead.
+    """The rewards `fns`, weighted and added.
 
     Example:
 
-        rewards = Rewards(["math", "my/file.py:tidy"], weights={"tidy": 0.1})
+        rewards = Rewards(["math", "my/file.py:tidy"], RewardSettings(weights={"tidy": 0.1}))
         rewards.start()
         outcomes = await rewards.score(prompt, completions)
         rewards.stop()
 
-    Ordinary functions run in `num_workers` processes, each sample for `timeout_s` at most; without workers they run in
-    the caller's process and have no time limit.  Async functions run in the event loop of the caller, each under a
-    limit of its own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
+    Ordinary functions run in processes.  Async functions run in the event loop of the caller, each under a limit of its
+    own from `make_limit`; so do `services`, which makes the rewards of these names: f(limit=...).
     `surroundings`: limits and further variables of the processes; async functions have these variables, too.
-    `weights`: by short name, see name_of; a missing one is 1.
-    `audit`: one more reward, whose number is the extra number AUDIT and counts for nothing else; where it fails
-    there is AUDIT_ERROR instead.
-    `on_error`: of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0
-    and the extra number REWARD_ERROR; stop: RewardError is raised.
     The constructor raises ValueError if a reward does not exist.  `num_errors` counts the samples that failed, those of
     TRAINED and of AUDIT apart; `first_errors` says why the first one of each kind did.
     """
@@ -57,28 +71,20 @@ class Rewards:
     def __init__(
         self,
         fns: Sequence[str],
+        settings: RewardSettings = RewardSettings(),
         *,
-        weights: Mapping[str, float] | None = None,
-        by_data_source: Mapping[str, str] | None = None,
-        audit: str | None = None,
-        num_workers: int = 1,
-        timeout_s: float = 5.0,
-        on_error: str = "unscored",
-        plugins: Sequence[str] = (),
         make_limit: Callable[[], Limit] = Limit,
         services: Mapping[str, Callable[..., AsyncReward]] | None = None,
         surroundings: Surroundings | None = None,
     ) -> None:
-        assert on_error in ON_ERROR, f"on_error is {on_error!r}, expected one of {', '.join(ON_ERROR)}"
         self.num_errors: Counter[str] = Counter()
         self.first_errors: dict[str, str] = {}
-        self._fns, self._weights, self._on_error = tuple(fns), dict(weights or {}), on_error
-        self._by_data_source, self._surroundings = dict(by_data_source or {}), surroundings or Surroundings()
-        trained = list(dict.fromkeys([*fns, *self._by_data_source.values()]))
-        self._is_alone, self._audits = len(trained) == 1, [] if audit is None else [audit]
+        self._fns, self._settings, self._surroundings = tuple(fns), settings, surroundings or Surroundings()
+        trained = list(dict.fromkeys([*fns, *settings.by_data_source.values()]))
+        self._is_alone, self._audits = len(trained) == 1, [] if settings.audit is None else [settings.audit]
         self._all = [*trained, *self._audits]
         os.environ.update(self._surroundings.environment)  # a reward's file may look at them when it is imported
-        load_plugins(plugins)
+        load_plugins(settings.plugins)
         made = {fn: make(limit=make_limit()) for fn, make in (services or {}).items() if fn in self._all}
         self._functions = {fn: load_reward(fn) for fn in self._all if fn not in made}
         self._async = made | {
@@ -86,11 +92,13 @@ class Rewards:
         }
         ordinary = [fn for fn in self._all if fn not in self._async]
         self._pool: RewardPool | None = None
-        if ordinary and num_workers:
-            self._pool = RewardPool(ordinary, num_workers, timeout_s, plugins, self._surroundings)
+        if ordinary and settings.num_workers:
+            self._pool = RewardPool(
+                ordinary, settings.num_workers, settings.timeout_s, settings.plugins, self._surroundings
+            )
 
     def start(self) -> None:
-        sandbox.use(self._surroundings.sandbox)
+        megarl_sandbox.use(self._surroundings.sandbox)
         if self._pool is not None:
             self._pool.start()
 
@@ -103,8 +111,8 @@ class Rewards:
 
         Raises RewardError, naming reward and sample, for the first failure with on_error="stop".
         """
-        source = prompt.data_source
-        fns = [self._by_data_source[source]] if source in self._by_data_source else self._fns
+        chosen = self._settings.by_data_source.get(prompt.data_source)
+        fns = self._fns if chosen is None else [chosen]
         audited = (*fns, *self._audits)
         columns = await asyncio.gather(*(self._column(fn, prompt, completions) for fn in audited))
         return [
@@ -140,17 +148,17 @@ class Rewards:
             return self._failed(failed[0])
         if self._is_alone:
             return next(iter(results.values()))
-        whole = joined({name_of(fn): result for fn, result in results.items()}, self._weights)
+        whole = joined({name_of(fn): result for fn, result in results.items()}, self._settings.weights)
         if not is_finite(whole.reward):
             return self._failed(f"sample {uid}: the weighted sum of its rewards is {whole.reward}; {EXPECTED}")
         return whole
 
     def _failed(self, sentence: str) -> Outcome:
-        if self._on_error == "stop":
+        if self._settings.on_error == "stop":
             self.num_errors[TRAINED] += 1
             raise RewardError(sentence)
-        self._log(TRAINED, sentence, "counted as 0" if self._on_error == "zero" else "it leaves its group")
-        return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._on_error == "zero" else sentence
+        self._log(TRAINED, sentence, "counted as 0" if self._settings.on_error == "zero" else "it leaves its group")
+        return RewardResult(0.0, {REWARD_ERROR: 1.0}) if self._settings.on_error == "zero" else sentence
 
     def _log(self, kind: str, sentence: str, what: str) -> None:
         self.num_errors[kind] += 1

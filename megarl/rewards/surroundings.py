@@ -16,8 +16,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from sys import getrefcount
 
-from megarl import sandbox
-from megarl.sandbox.kernel import PR_SET_CHILD_SUBREAPER, close_from, prctl
+import megarl_sandbox
+from megarl_sandbox.kernel import PR_SET_CHILD_SUBREAPER, close_from, prctl
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Surroundings:
 
     memory_mb: int = 8192  # of a process
     file_mb: int = 1024  # of a file that it writes
-    sandbox: str = "auto"  # see megarl.sandbox.use
+    sandbox: str = "auto"  # see megarl_sandbox.use
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables; may be secret
 
     def set_up(self, timeout_s: float = 5.0) -> None:
@@ -35,7 +35,7 @@ class Surroundings:
         `timeout_s`: see time_limit_s.
         """
         _Process.timeout_s = timeout_s
-        sandbox.use(self.sandbox)
+        megarl_sandbox.use(self.sandbox)
         for what, megabytes in ((resource.RLIMIT_DATA, self.memory_mb), (resource.RLIMIT_FSIZE, self.file_mb)):
             _, most = resource.getrlimit(what)
             limit = megabytes << 20 if most == resource.RLIM_INFINITY else min(megabytes << 20, most)
@@ -73,6 +73,14 @@ def _held() -> set[int]:
     """The processes of Popen objects that something refers to, and not only subprocess, which keeps lost ones."""
     lost = set(map(id, subprocess._active))  # type: ignore[attr-defined]
     return {each.pid for each in gc.get_objects() if issubclass(type(each), subprocess.Popen) and id(each) not in lost}
+
+
+def check_sandbox(name: str) -> None:
+    """Raises ValueError if this machine has no sandbox of this kind."""
+    try:
+        megarl_sandbox.check(name)
+    except megarl_sandbox.SandboxError as error:
+        raise ValueError(f"reward.sandbox={name}: {error}") from error
 
 
 def time_limit_s() -> float:

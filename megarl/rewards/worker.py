@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from megarl.plugins import describe, load_plugins
+from megarl.io.job_signals import leave_to_driver, num_received
+from megarl.plugins.load import describe, load_plugins
 from megarl.rewards import RewardFn, load_reward
-from megarl.rewards.answers import with_pred
+from megarl.rewards.functions.auto import with_pred
 from megarl.rewards.result import Outcome, to_result
-from megarl.rewards.surroundings import Surroundings, end_children
-from megarl.sample import Completion, Prompt
+from megarl.rewards.surroundings import Surroundings, end_children, time_limit_s
+from megarl.samples.sample import Completion, Prompt
 
 Job = tuple[str, Prompt, Completion]  # the name of the reward, and a sample
 
@@ -29,7 +30,6 @@ class _Settings:
     """The settings of the process, and whether a sample's timeout is running."""
 
     rewards: Mapping[str, RewardFn] = {}
-    timeout_s: float = 0.0
     armed: bool = False
 
 
@@ -44,10 +44,9 @@ def start_worker(
     os.environ.update(surroundings.environment)  # a reward's file may look at them when it is imported
     load_plugins(plugins)
     _Settings.rewards = {name: load_reward(fn) for name, fn in fns.items()}
-    _Settings.timeout_s = timeout_s
     surroundings.set_up(timeout_s)
     signal.signal(signal.SIGALRM, _on_alarm)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that the reward forks ends by it, as elsewhere
+    leave_to_driver(runs_users_code=True)
     gc.freeze()  # else a collection visits all imported modules and copies their pages: 0.15 s within a step
 
 
@@ -68,7 +67,9 @@ def run_jobs(jobs: list[Job], budget_s: float) -> tuple[list[Outcome], float]:
 def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
     """Run a function on one sample; an exception, a bad return value or a timeout becomes a sentence."""
     try:
-        return _outcome(fn, prompt, completion)
+        before, outcome = num_received(), _outcome(fn, prompt, completion)
+        # Again after a signal to the whole job, which ends programs that the function has started.
+        return outcome if num_received() == before else _outcome(fn, prompt, completion)
     finally:  # nothing refers to the function's variables any more, not even an exception
         end_children()
 
@@ -76,13 +77,13 @@ def run_one(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
 def _outcome(fn: str, prompt: Prompt, completion: Completion) -> Outcome:
     reward = _Settings.rewards[fn]
     try:
-        _arm(_Settings.timeout_s)
+        _arm(time_limit_s())
         try:
             return with_pred(fn, prompt, completion, to_result(reward(prompt, completion)))
         finally:
             _disarm()
     except _TimeUpError:
-        return f"no answer within {_Settings.timeout_s:g} s"
+        return f"no answer within {time_limit_s():g} s"
     except (Exception, SystemExit) as error:
         return describe(error, reward)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.spikes import Spikes
-from megarl.batch import Batch
 from megarl.data.packing import RankPlan
 from megarl.group import Reply
+from megarl.samples.batch import Batch
 
 
 def bad_number(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,54 +13,24 @@ import torch
 from torch import Tensor
 
 from megarl.algo.finite import BadNumber, stop
-from megarl.algo.loss import OLD, ActorLoss, CriticLoss
+from megarl.algo.loss import OLD, ActorLoss
 from megarl.algo.spikes import Spikes
 from megarl.algo.step_columns import step_columns
-from megarl.batch import Batch, Stat, Stats, merge_stats
+from megarl.arch.layout import shares_prefixes
 from megarl.data.batch import mini_batches
-from megarl.data.packing import RankPlan, plan
-from megarl.data.prefix_tree import families
+from megarl.data.packing import RankPlan, plan, unpack
+from megarl.data.prefix_tree import prefix_groups
 from megarl.group import Group, Reply
-from megarl.layout import shares_prefixes
 from megarl.roles.bad_step import bad_number, of_ranks
-from megarl.roles.columns import payload, unpacked, with_values
-from megarl.roles.push_settings import PushSettings
+from megarl.roles.settings import LoadSettings, Packing, Update
+from megarl.samples.batch import Batch, Stat, Stats, merge_stats, token_positions
+from megarl.weights.push.settings import PushSettings
+
+LATER = "later_old_log_probs"  # [N] those of the samples after the first optimizer step, 0 for its own
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; models and ranks are unharmed."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How sequences are packed into micro-batches; never changes a result.
-
-    A sequence is a row; for a loss with one ratio per sequence it is a sample, whose rows stay together.
-    """
-
-    max_tokens: int | None = 16384  # tokens per micro-batch
-    max_sequences: int | None = None  # or sequences per micro-batch
-    share_prefixes: str = "off"  # auto | on | off: see data/prefix_tree.py; auto: on CPUs, where the ranks can
-
-
-@dataclass(frozen=True)
-class Update:
-    """How a batch is split into optimizer steps, and their loss."""
-
-    loss: ActorLoss | CriticLoss
-    prompts_per_step: int
-    epochs: int = 1
-    agg_mode: str = "token-mean"
-    loss_scale_factor: float | None = None
-    normalize: bool = False  # scale the weights of rollout correction to mean 1 over a step
-    bypass: bool = False  # the ratio uses the server's log-probs
-    reference: str | None = None  # the reference role for the full KL
-
-    @property
-    def divergence(self) -> tuple[str, float] | None:
-        """The name and beta of a divergence over the vocabulary, which the ranks compute; None: there is none."""
-        taught = self.loss.distillation if isinstance(self.loss, ActorLoss) else None
-        return (taught.divergence, taught.beta) if taught and not taught.top_k else None
 
 
 @dataclass
@@ -78,44 +48,19 @@ class Role:
     shares_prefixes: bool = field(default=False, init=False)  # it should, and the loaded model can
     offloads: bool = field(default=False, init=False)  # some of it is in host memory between calls
 
-    def load(
-        self,
-        folder: str,
-        *,
-        dtype: str = "float32",
-        optim: dict[str, Any] | None = None,
-        plugins: Sequence[str] = (),
-        lora: dict[str, Any] | None = None,
-        engine: dict[str, Any] | None = None,
-        reads_weights: bool = True,
-        base: str | None = None,
-        router_replay: bool = False,
-    ) -> int:
-        """Build the model on the ranks from an HF folder; returns the parameters of a rank of the last stage.
-
-        `reads_weights` False: a restore follows, which brings all of them, and the folder's are not read.
-
-        `lora` freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
-        `engine`: the fields of mcore.training.execution.ExecutionOptions that differ from the defaults; where prefixes
-        must be shared, its `auto` layers are local.
-        `base`: the name of a loaded role of the group with the same folder and `dtype`, which is frozen or trains
-        adapters: this role shares its base and its engine (`engine` None, or the same), and has adapters of its own, or
-        none.
-        `router_replay`: the experts of tokens can be given and noted.
-        """
-        arguments: dict[str, Any] = {"folder": folder, "dtype": dtype, "optim": optim, "plugins": list(plugins)}
-        engine = dict(engine or {})
+    def load(self, folder: str, settings: LoadSettings | None = None) -> None:
+        """Build the model on the ranks from an HF folder."""
+        settings = settings or LoadSettings()
+        engine = dict(settings.engine)
         if self.packing.share_prefixes == "on" and engine.get("transformer_impl", "auto") == "auto":
             engine["transformer_impl"] = "local"
-        arguments |= {"lora": lora, "engine": engine, "reads_weights": reads_weights, "base": base}
-        arguments["router_replay"] = router_replay
+        arguments = asdict(settings) | {"folder": folder, "plugins": list(settings.plugins), "engine": engine}
         replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
         self.hidden_size = replies[0].result["hidden_size"]
         self.lacks_transformer_engine = str(replies[0].result["lacks_transformer_engine"])
         can_share, device = bool(replies[0].result["can_share"]), str(replies[0].result["device"])
         self.offloads = any(engine.get(name) for name in ("param_offload", "optimizer_offload"))
         self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, device, can_share=can_share)
-        return int(replies[0].result["parameters_per_rank"])
 
     def offload(self) -> None:
         """Offload the whole role to host memory; later calls onload what they need and offload it again."""
@@ -154,7 +99,7 @@ class Role:
         where = {"folder": str(folder), "adapter": None if adapter is None else str(adapter)}
         self.group.call("export", {"role": self.name, **where})
 
-    def _columns(
+    def columns(
         self,
         batch: Batch,
         names: Sequence[str],
@@ -162,21 +107,30 @@ class Role:
         temperature: float | None = None,
         reference: str | None = None,
         inputs: Sequence[str] | None = None,
-        **more: int,
+        top_k: int = 0,
+        vocab_size: int | None = None,
     ) -> dict[str, Tensor]:
-        """Each named column [N, ...] of the batch under the current weights.
+        """Each named column [N, ...] of the batch under the current weights: log_probs, entropy, full_kl, values ...
 
-        `inputs`: instead of those of the role; `more`: arguments of the call.
+        And ROUTED_EXPERTS [N, layers, experts of a token], which it chose, with LoadSettings(router_replay=True).
+        `temperature`, `inputs`: instead of those of the role.  `reference`: the reference role of full_kl, in the same
+        group.  `top_k`: how many of the most likely tokens, and `vocab_size`, among how many of the first ones.
         """
         batch = batch.by_row()
         # An input that the pass computes is not there yet.
         given = self._given(batch, [name for name in (self.inputs if inputs is None else inputs) if name not in names])
         plans, _ = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
-        arguments: dict[str, Any] = {"role": self.name, "temperature": scale, "names": list(names), **more}
-        arguments |= {"reference": reference, "shares_prefixes": self.shares_prefixes}
+        arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
+        arguments |= {"shares_prefixes": self.shares_prefixes, "top_k": top_k, "vocab_size": vocab_size}
         replies = self.group.call("columns", arguments, [payload(batch, p, given) for p in plans])
         return {name: unpacked(batch, plans, replies, name) for name in names}
+
+    def log_probs(
+        self, batch: Batch, *, temperature: float | None = None, inputs: Sequence[str] | None = None
+    ) -> Tensor:
+        """[N] log-probs of the batch's tokens under the current weights; see `columns`."""
+        return self.columns(batch, ("log_probs",), temperature=temperature, inputs=inputs)["log_probs"]
 
     def _given(self, batch: Batch, inputs: Sequence[str]) -> tuple[str, ...]:
         missing = [name for name in inputs if name not in batch.columns]
@@ -187,12 +141,17 @@ class Role:
 
     def _plan(self, batch: Batch) -> tuple[list[RankPlan], int]:
         """Which samples each replica runs, and the places computed at most; all rows of one share a micro-batch."""
-        ranks, packing = self.group.num_replicas, self.packing
-        how = {"max_tokens": packing.max_tokens, "max_sequences": packing.max_sequences}
-        together = families(batch, ranks, hidden_size=self.hidden_size, **how) if self.shares_prefixes else None
-        num_places = batch.num_tokens if together is None else sum(family.size for family in together)
+        ranks, hidden_size = self.group.num_replicas, self.hidden_size
+        tokens, sequences = self.packing.max_tokens, self.packing.max_sequences
+        together, num_places = None, batch.num_tokens
+        if self.shares_prefixes:
+            together = prefix_groups(batch, ranks, max_tokens=tokens, max_sequences=sequences, hidden_size=hidden_size)
+            num_places = sum(group.size for group in together)
         lengths = batch.sample_lengths.tolist()
-        return plan(lengths, ranks, hidden_size=self.hidden_size, families=together, **how), num_places
+        plans = plan(
+            lengths, ranks, max_tokens=tokens, max_sequences=sequences, hidden_size=hidden_size, groups=together
+        )
+        return plans, num_places
 
 
 @dataclass
@@ -204,23 +163,18 @@ class Trainable(Role):
     on_bad: Callable[[BadNumber], None] = stop  # called for a step that was not made; raises, or the next one comes
 
     def update(
-        self,
-        batch: Batch,
-        *,
-        seed: int = 0,
-        prepare: Callable[[Batch], Batch] | None = None,
-        later: Tensor | None = None,
+        self, batch: Batch, *, seed: int = 0, prepare: Callable[[Batch], Batch] | None = None
     ) -> tuple[Batch, Stats]:
         """Run all optimizer steps of a batch: epochs times mini-batches of whole prompt groups.
 
         `prepare` adds columns to the batch of each optimizer step, which would be too large for all at once.
         Statistics are merged over the steps; `first_ppo_kl` is `ppo_kl` of the first step alone.  A step without a
         trainable token is skipped and counted, and not prepared.  A step whose numbers are bad is not made either:
-        `on_bad` is told, and it has no statistics.
+        `on_bad` is called, and it has no statistics.
 
-        A policy's batch may lack old_log_probs: those of the first step are the log-probs of its own forward pass, at
-        weights that have not moved, and those of the others are `later`: see Actor.later_old_log_probs.  The batch that
-        is returned has them.  Nothing was compared then, so `first_ppo_kl` is left out.
+        A policy's batch may lack old_log_probs: the first step gives those of its samples, by its own forward pass at
+        weights that have not moved; Actor.with_old_log_probs brings those of the others.  The batch that is returned
+        has them all.  Nothing was compared then, so `first_ppo_kl` is left out.
         """
         how = self.update_settings
         assert how is not None, f"role {self.name} has no loss to train with"
@@ -229,21 +183,28 @@ class Trainable(Role):
         notes = isinstance(how.loss, ActorLoss) and OLD not in batch.columns
         stats: list[Stats] = []
         with self._onloaded_once() if prepare is None else nullcontext():  # beside it other roles need the device
-            epochs = (mini_batches(batch, how.prompts_per_step, seed=seed * 1000 + n) for n in range(how.epochs))
-            for members in chain.from_iterable(epochs):
+            for members in chain.from_iterable(self._steps(batch, seed, epoch) for epoch in range(how.epochs)):
                 mini = batch.select(members)
                 noted, found = self._step(mini, how, seed=seed * 1000 + len(stats), prepare=prepare)
                 stats.append(found)
                 if notes and OLD not in batch.columns:
-                    assert later is not None or len(members) == batch.num_sequences, "others are not known any more"
+                    columns = dict(batch.columns)
+                    others = columns.pop(LATER, None)
+                    assert others is not None or len(members) == batch.num_sequences, "others are not known any more"
                     if noted is None:  # the step was not made
-                        noted = self._columns(mini, ("log_probs",))["log_probs"]
-                    batch = batch.with_columns(**{OLD: with_values(later, batch, members, noted)})
+                        noted = self.log_probs(mini)
+                    columns[OLD] = with_values(others, batch, members, noted)
+                    batch = replace(batch, columns=columns)
         merged = merge_stats(stats)
         kl, is_compared = f"{self.kind}/ppo_kl", how.bypass or not notes
         if is_compared and kl in merged:  # the weights have not moved, so any difference does not come from training
             merged[f"{self.kind}/first_ppo_kl"] = next(step[kl] for step in stats if kl in step)
         return batch, merged
+
+    def _steps(self, batch: Batch, seed: int, epoch: int) -> list[list[int]]:
+        """The samples of each optimizer step of an epoch, counted from 0, of an update with this seed."""
+        assert self.update_settings is not None, f"role {self.name} has no loss to train with"
+        return mini_batches(batch, self.update_settings.prompts_per_step, seed=seed * 1000 + epoch)
 
     @contextmanager
     def _onloaded_once(self) -> Iterator[None]:
@@ -310,21 +271,13 @@ class Trainable(Role):
         if self.spikes is not None:
             self.spikes.add(replies[0].result["grad_norm"], replies[0].result["loss"])
         noted = unpacked(packed, plans, replies, "log_probs") if notes else None
-        return noted, merge_stats([_stats(reply) for reply in replies]) | {
+        stats = [{name: Stat(*stat) for name, stat in reply.result["stats"].items()} for reply in replies]
+        return noted, merge_stats(stats) | {
             f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
             f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
             f"{self.kind}/skipped_steps": Stat("sum", 0.0),
             f"{self.kind}/computed_share": Stat("mean", float(num_places), float(packed.num_tokens)),
         }
-
-
-@dataclass
-class Reference(Role):
-    """A frozen model."""
-
-    def log_probs(self, batch: Batch) -> Tensor:
-        """[N] log-probabilities of the batch's tokens."""
-        return self._columns(batch, ("log_probs",))["log_probs"]
 
 
 @dataclass
@@ -338,30 +291,23 @@ class Actor(Trainable):
         """
         self.group.call("load_heads", {"role": self.name, "folders": list(folders)})
 
-    def log_probs(
-        self, batch: Batch, *, temperature: float | None = None, inputs: Sequence[str] | None = None
-    ) -> Tensor:
-        """[N] log-probs of the batch's tokens under the current weights; temperature None: that of rollout.
+    def with_old_log_probs(
+        self, batch: Batch, columns: Sequence[str], *, seed: int, reference: str | None = None
+    ) -> Batch:
+        """The batch with the log-probs under the current weights that an update with this seed needs beforehand.
 
-        `inputs`: columns that the pass reads; None: those of the role.
+        `columns`: what a pass over the whole batch computes, `log_probs` (its old_log_probs) among them, see `columns`.
+        Empty: no such pass is made.  The first optimizer step then gives the log-probs of its own samples, and a pass
+        over the others alone gives theirs, as the column LATER.
         """
-        return self._columns(batch, ("log_probs",), temperature=temperature, inputs=inputs)["log_probs"]
-
-    def columns(self, batch: Batch, names: Sequence[str], *, reference: str | None = None) -> dict[str, Tensor]:
-        """Named columns [N] of the batch under the current weights: log_probs, entropy, sum_pi_squared, full_kl.
-
-        And ROUTED_EXPERTS [N, layers, experts of a token], which it chose, with `load(router_replay=True)`.
-        `reference`: the reference role of full_kl, in the same group.
-        """
-        return self._columns(batch, names, reference=reference)
-
-    def later_old_log_probs(self, batch: Batch, *, seed: int) -> Tensor | None:
-        """[N] log-probs before an update with this seed, 0 where its first optimizer step gives them; None: it does so
-        for the whole batch."""
-        assert self.update_settings is not None, f"role {self.name} has no loss to train with"
-        _, *others = mini_batches(batch, self.update_settings.prompts_per_step, seed=seed * 1000)
-        rest = sorted(sample for members in others for sample in members)
-        return with_values(None, batch, rest, self.log_probs(batch.select(rest))) if rest else None
+        if columns:
+            found = self.columns(batch, columns, reference=reference)
+            return batch.with_columns(**{OLD: found.pop("log_probs")}, **found)
+        _, *others = self._steps(batch, seed, epoch=0)
+        rest = sorted(chain.from_iterable(others))
+        if not rest:
+            return batch
+        return batch.with_columns(**{LATER: with_values(None, batch, rest, self.log_probs(batch.select(rest)))})
 
     def connect(self, settings: PushSettings) -> None:
         """Send the push settings to the ranks, once after `load`.  No server is contacted yet."""
@@ -392,9 +338,25 @@ class Critic(Trainable):
 
     def values(self, batch: Batch) -> Tensor:
         """[N] values before each token of the batch."""
-        return self._columns(batch, ("values",))["values"]
+        return self.columns(batch, ("values",))["values"]
 
 
-def _stats(reply: Reply) -> Stats:
-    """The statistics in a reply of a rank's `update`."""
-    return {name: Stat(kind, value, weight) for name, (kind, value, weight) in reply.result["stats"].items()}
+def payload(batch: Batch, part: RankPlan, columns: tuple[str, ...]) -> dict[str, Tensor]:
+    """The samples of a replica with these columns, in the order in which it runs them."""
+    mine = batch.keep_columns(*columns).select(part.indices)
+    sizes = torch.tensor(part.micro_sizes, dtype=torch.int64)
+    frame = {"tokens": mine.tokens.int(), "lengths": mine.lengths, "rows": mine.rows, "micro_sizes": sizes}
+    assert not frame.keys() & mine.columns.keys(), f"no column may be called {', '.join(frame)}"
+    return frame | dict(mine.columns)
+
+
+def unpacked(batch: Batch, plans: list[RankPlan], replies: list[Reply], name: str) -> Tensor:
+    """A column [N, ...] of the batch; a replica without sequences answers without columns."""
+    parts = [reply.tensors[name] for reply in replies if name in reply.tensors]
+    return unpack(plans, parts, batch.sample_lengths.tolist())
+
+
+def with_values(column: Tensor | None, batch: Batch, samples: list[int], values: Tensor) -> Tensor:
+    """A column [N] of the batch, None for zeros, with these values of the tokens of these samples."""
+    column = torch.zeros(batch.num_tokens) if column is None else column
+    return column.index_copy(0, token_positions(batch.sample_lengths, torch.tensor(samples)), values)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megarl.algo.distillation import Distillation
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.mcore.checkpoint.files import Saving
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.lora import AdapterSet, LoraSettings, apply_lora, attached, detach, settings_of
 from megarl.mcore.models.model import Model, build_model
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.mcore.training.offload import Moved, OffloadBuffer
+from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.router_replay import add_router_replay
 from megarl.weights.hf.load import load_hf
@@ -71,11 +71,6 @@ class Role:
     def buffers(self) -> list[OffloadBuffer]:
         return [*self.weights, self.gradients, self.moments]
 
-    @property
-    def num_parameters(self) -> int:
-        modules = [*self.model, *([] if self.adapters is None else [self.adapters])]
-        return sum(param.numel() for module in modules for param in module.parameters())
-
     @contextmanager
     def complete(self) -> Iterator[None]:
         """Inside this context the role's adapters are in its model, whoever shares its base."""
@@ -88,10 +83,12 @@ class Role:
         buffers = [] if self.engine.param_offload else [*self.weights, self.gradients]
         return buffers + ([] if self.engine.optimizer_offload else [self.moments])
 
-    def offload_by_default(self) -> list[Moved]:
-        """Offload what is on the device only during calls that need it."""
-        stay = self.buffers_that_stay
-        return [buffer.offload() for buffer in self.buffers if buffer not in stay]
+    def offload(self, *, by_default: bool) -> None:
+        """Offload all of it; `by_default`: only what the options have on the device during calls that need it."""
+        stay = self.buffers_that_stay if by_default else []
+        for buffer in self.buffers:
+            if buffer not in stay:
+                buffer.offload()
 
 
 def build_role(arguments: dict[str, Any], layout: Layout) -> Role:
@@ -136,7 +133,7 @@ def build_on(owner: Role, arguments: dict[str, Any], layout: Layout) -> Role:
     finally:
         if settings_of(owner.chunks) is not None:  # the adapters of a role that could not be built
             detach(owner.chunks)
-        owner.offload_by_default()
+        owner.offload(by_default=True)
 
 
 def _check_base(owner: Role, arguments: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
-from megarl.batch import Batch
-from megarl.processes.presence import show_life
-from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.scores import Scores
+from megarl.processes import watchdog
+from megarl.processes.restarts import Restarts
+from megarl.rollout.client import Scores, ServerClient, ServerError
+from megarl.samples.batch import Batch
 
 _REST_S = 1.0  # before a second try; doubles with each
 _LOOK_S = 0.5  # between two looks after the servers
@@ -80,7 +80,7 @@ class TeacherServers:
             try:
                 waiting = set(jobs)
                 while waiting:
-                    show_life()
+                    watchdog.heartbeat()
                     done, waiting = wait(waiting, _LOOK_S, FIRST_EXCEPTION)
                     for job in done:
                         job.result()  # raises what it failed with
@@ -101,17 +101,19 @@ class TeacherServers:
 
         `ended`: nobody waits for it any more.
         """
-        tried, back_by = 0, time.monotonic() + self.comes_back_s
+        failures, back_by = Restarts(self.tries, _REST_S), time.monotonic() + self.comes_back_s
         while True:
-            client = self._clients[(number + tried) % len(self._clients)]
+            client = self._clients[(number + failures.count) % len(self._clients)]
             try:
                 return client.scores(token_ids, start, top_k)
             except ServerError as error:
-                tried += error.status != 0 or time.monotonic() >= back_by
+                rest_s = failures.next_rest_s
+                if error.status != 0 or time.monotonic() >= back_by:
+                    failures.count += 1
                 may_pass = error.status in (0, 429) or error.status >= 500
-                if tried == self.tries or not may_pass or ended.is_set():
+                if failures.are_used_up or not may_pass or ended.is_set():
                     raise
-                time.sleep(_REST_S * 2.0 ** (tried - 1))
+                time.sleep(rest_s)
 
     def close(self) -> None:
         """Close the connections."""

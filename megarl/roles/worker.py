@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +22,32 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megarl.algo.divergences import make_divergence
-from megarl.batch import Batch
+from megarl.arch.layout import Layout, can_share_prefixes
+from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.group.follow import Answer, follow
-from megarl.layout import Layout, can_share_prefixes
+from megarl.mcore import cpu
 from megarl.mcore.checkpoint import checkpoint
-from megarl.mcore.checkpoint.intact import faults_of_share
-from megarl.mcore.models.model import DTYPES, Model
-from megarl.mcore.setup import RankInfo, device_for, initialize, replica_group
+from megarl.mcore.checkpoint.files import faults_of_share
+from megarl.mcore.setup import RankInfo, backend_of, device_for, make_groups, replica_group
 from megarl.mcore.training.gradient_check import Limits, first_bad_gradient, first_bad_weight
 from megarl.mcore.training.offload import synchronized
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import Outputs, forward_only, train_step
-from megarl.plugins import load_plugins
+from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
+from megarl.plugins.load import load_plugins
 from megarl.processes.connection import Tensors
+from megarl.processes.store import join_world
+from megarl.roles.formats import digests_in, digests_of, read_weights
 from megarl.roles.profiler import RankProfiler
 from megarl.roles.role import Role, build_on, build_role
-from megarl.routed_experts import ROUTED_EXPERTS
+from megarl.samples.batch import Batch
 from megarl.weights.hf.adapter import save_peft
-from megarl.weights.hf.export import save_hf
-from megarl.weights.hf.head import read_heads
+from megarl.weights.hf.export import hf_sizes, save_hf
+from megarl.weights.hf.load import read_heads
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.agreement import gather_json
-from megarl.weights.push.gpu_handles import Gpus, check_can_be_mapped
+from megarl.weights.push.gpu_handles import check_can_be_mapped
 from megarl.weights.push.push import Canary, Pusher, PushError
+from megarl.weights.push.settings import PushSettings
 
 
 class Worker:
@@ -62,7 +66,7 @@ class Worker:
     def handlers(self) -> dict[str, Callable[[dict[str, Any], Tensors], Answer]]:
         methods = [self.setup, self.load, self.load_heads, self.columns, self.update, self.connect, self.push]
         methods += [self.save, self.is_saved, self.faults, self.restore, self.export, self.offload, self.onload]
-        methods += [self.profile]
+        methods += [self.profile, self.sizes, self.read, self.digests]
         return {method.__name__: self._freeing(method) for method in methods}
 
     def _freeing(self, method: Callable[[dict[str, Any], Tensors], Answer]) -> Callable[..., Answer]:
@@ -76,23 +80,26 @@ class Worker:
                 with record_function(f"{method.__name__} {arguments.get('role', '')}".strip()):
                     return method(arguments, tensors)
             finally:
-                if self.device.type == "cuda" and (self.has_neighbours or self._is_offloaded()):
+                is_offloaded = all(role.parameters.is_offloaded for role in self.roles.values())
+                if self.device.type == "cuda" and (self.has_neighbours or is_offloaded):
                     torch.cuda.empty_cache()
 
         return run
 
-    def _is_offloaded(self) -> bool:
-        return all(role.parameters.is_offloaded for role in self.roles.values())
-
     def setup(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         self.layout = Layout(**arguments["layout"])
-        where = {"device": arguments["device"], "seed": arguments["seed"], "timeout_s": arguments["timeout_s"]}
+        timeout_s = arguments["timeout_s"]
+        cpu.activate()
         self.device = device_for(arguments["device"])
         if self.device.type == "cuda" and arguments.get("is_mapped"):
             check_can_be_mapped(os.environ)  # the driver asked its own; another machine's may differ
         self.profiler = RankProfiler(self.device)
-        self.rank_info = initialize(self.layout, **where)
-        self.share = replica_group(timeout_s=arguments["timeout_s"])
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            join_world(backend_of(self.device.type), timeout_s)
+        self.rank_info = make_groups(self.layout, seed=arguments["seed"], timeout_s=timeout_s)
+        self.share = replica_group(timeout_s=timeout_s)
         self.has_neighbours = arguments.get("has_neighbours", False)
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         place = {"replica": self.rank_info.replica, "is_reporter": self.rank_info.is_reporter, "device_name": name}
@@ -122,15 +129,14 @@ class Worker:
         else:
             role = build_on(owner, arguments, self.layout)
         self.roles[arguments["role"]] = role
-        sizes = {"parameters_per_rank": role.num_parameters, "hidden_size": role.hf["hidden_size"]}
-        role.offload_by_default()
+        role.offload(by_default=True)
         sharing = can_share_prefixes(
             self.layout,
             router_replay=arguments["router_replay"],
             transformer_engine=role.engine.uses_transformer_engine,
         )
-        sizes |= {"can_share": sharing, "device": self.device.type}
-        return sizes | {"lacks_transformer_engine": role.engine.lacks_transformer_engine}, {}
+        found = {"hidden_size": role.hf["hidden_size"], "can_share": sharing, "device": self.device.type}
+        return found | {"lacks_transformer_engine": role.engine.lacks_transformer_engine}, {}
 
     def load_heads(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Read the heads of a role's teachers, cut as its own."""
@@ -139,13 +145,13 @@ class Worker:
         return {}, {}
 
     def offload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """Offload the whole role to host memory; returns the bytes copied.  Later calls onload what they need.
+        """Offload the whole role to host memory.  Later calls onload what they need.
 
         `by_default`: only what the options of the role offload.
         """
         role = self.roles[arguments["role"]]
-        moved = role.offload_by_default() if arguments["by_default"] else [buffer.offload() for buffer in role.buffers]
-        return {"num_bytes": sum(each.copied for each in moved)}, {}
+        role.offload(by_default=arguments["by_default"])
+        return {}, {}
 
     def onload(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Onload the whole role; it stays on the device until `offload`.  Its moments come beside what is called next.
@@ -203,8 +209,9 @@ class Worker:
         """The columns `names` of every token of this replica's sequences: see `Outputs`, and ROUTED_EXPERTS."""
         micros = micro_batches(*_unpack(tensors), shares_prefixes=arguments["shares_prefixes"])
         notes = ROUTED_EXPERTS in arguments["names"]
-        with self.onloaded(arguments["role"], *_references(arguments), writes=False) as role:
-            outputs, reference = self._outputs(role, arguments), self._reference(arguments)
+        others = [arguments["reference"]] if arguments["reference"] else []
+        with self.onloaded(arguments["role"], *others, writes=False) as role:
+            outputs, reference = self._outputs(role, arguments), self.roles[others[0]].model if others else None
             found = forward_only(role.model, micros, outputs, self.device, reference, notes_experts=notes)
         return {}, self._reported(found)
 
@@ -215,23 +222,23 @@ class Worker:
         "bad": the first number of the replica's sequences that is not finite; "where": by rank, a parameter whose
         gradient is not, if the norm is not finite.
         """
-        others = _references(arguments)
+        others = [arguments["reference"]] if arguments["reference"] else []
         with self.onloaded(arguments["role"], *others, writes=True, gradients=True, moments=True) as role:
             assert role.optimizer is not None, f"role {arguments['role']} was loaded without an optimizer"
             limits = arguments["limits"]
-            step = train_step(
+            gradient = partial(
+                backward,
                 role.model,
-                role.optimizer,
                 micro_batches(*_unpack(tensors), shares_prefixes=arguments["shares_prefixes"]),
                 self._outputs(role, arguments),
                 role.loss(arguments["loss"]),
                 num_tokens=arguments["num_tokens"],
                 device=self.device,
-                reference=self._reference(arguments),
-                limits=None if limits is None else Limits(**limits),
+                reference=self.roles[others[0]].model if others else None,
                 notes=arguments["notes"],
-                before_step=role.moments.wait,
             )
+            limits = None if limits is None else Limits(**limits)
+            step = train_step(role.optimizer, gradient, limits=limits, before_step=role.moments.wait)
             # Not finite on one rank is not finite on all, so all of them are here.
             where = [] if math.isfinite(step.grad_norm) else gather_json(first_bad_gradient(role.model))
         plain = {name: [stat.kind, stat.value, stat.weight] for name, stat in step.stats.items()} | self._peaks()
@@ -269,11 +276,6 @@ class Worker:
             top_k=arguments.get("top_k", 0),
         )
 
-    def _reference(self, arguments: dict[str, Any]) -> Model | None:
-        """The frozen model for full_kl, by the name of its role."""
-        name = arguments["reference"]
-        return None if name is None else self.roles[name].model
-
     def connect(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         """Set how `push` reaches the servers; the driver calls this once in the life of these ranks."""
         role = self.roles[arguments["role"]]
@@ -300,8 +302,8 @@ class Worker:
 
     def save(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         with self.readable(arguments["role"], moments=True) as role:
-            how = {"in_background": arguments["in_background"]}
-            role.saving = checkpoint.save(Path(arguments["folder"]), role.model, role.optimizer, **how)
+            folder, in_background = Path(arguments["folder"]), arguments["in_background"]
+            role.saving = checkpoint.save(folder, role.model, role.optimizer, in_background=in_background)
         return {}, {}
 
     def is_saved(self, arguments: dict[str, Any], _: Tensors) -> Answer:
@@ -321,43 +323,46 @@ class Worker:
 
     def export(self, arguments: dict[str, Any], _: Tensors) -> Answer:
         with self.readable(arguments["role"]) as role:
-            save_hf(role.model, role.hf, arguments["folder"], source_folder=role.source_folder, role=role.kind)
-            if arguments["adapter"] is not None:
-                save_peft(role.model, role.hf, arguments["adapter"], base_model=role.source_folder)
+            try:
+                save_hf(role.model, role.hf, arguments["folder"], source_folder=role.source_folder, role=role.kind)
+            finally:  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
+                if arguments["adapter"] is not None:
+                    save_peft(role.model, role.hf, arguments["adapter"], base_model=role.source_folder)
         return {}, {}
+
+    def sizes(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Shape and type of each tensor of the role in an HF folder."""
+        role = self.roles[arguments["role"]]
+        found = hf_sizes(role.model, role.hf, role=role.kind)
+        return {
+            "tensors": {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in found.items()}
+        }, {}
+
+    def read(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """Fill a role that is not trained from a folder: see `read_weights`."""
+        with self.readable(arguments["role"], writes=True) as role:
+            read_weights(role, arguments["format"], Path(arguments["folder"]), Path(arguments["base"]))
+        return {}, {}
+
+    def digests(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """The digests of the tensors of an HF folder, or, if it is None, of the role."""
+        folder = arguments["folder"]
+        with self.readable(arguments["role"]) as role:
+            return {"digests": digests_of(role) if folder is None else digests_in(Path(folder), role)}, {}
 
 
 def _pusher(role: Role, settings: dict[str, Any], life: str) -> Pusher | AdapterPusher:
     """`settings`: the fields of a PushSettings; `life`: of these ranks."""
-    urls, token, timeout_s = settings["urls"], settings["token"], settings["timeout_s"]
-    if keep := settings["adapters_kept"]:
-        return AdapterPusher(
-            urls, token, role.hf, base_model=role.source_folder, keep=keep, life=life, timeout_s=timeout_s
-        )
-    return Pusher(
-        urls,
-        token,
-        role.hf,
-        dtype=DTYPES[settings["dtype"]],
-        transport=settings["transport"],
-        bucket_bytes=settings["bucket_bytes"],
-        timeout_s=timeout_s,
-        pause_mode=settings["pause_mode"],
-        check_every=settings["check_every"],
-        source_folder=role.source_folder,
-        export_folder=settings["export_folder"],
-        gpus=Gpus(**settings["gpus"]) if settings["gpus"] else None,
-    )
+    how = PushSettings(**settings)
+    if how.adapters_kept:
+        return AdapterPusher(how, role.hf, base_model=role.source_folder, life=life)
+    return Pusher(how, role.hf, source_folder=role.source_folder)
 
 
 def _on_host(parts: list[Tensor]) -> Tensor:
     """Whole, on the CPU; a column of one number for each token as float32, others in their own type."""
     whole = torch.cat(parts)
     return (whole.float() if whole.dim() == 1 else whole).cpu()
-
-
-def _references(arguments: dict[str, Any]) -> list[str]:
-    return [] if arguments["reference"] is None else [arguments["reference"]]
 
 
 def _unpack(tensors: Tensors) -> tuple[Batch, list[int]]:

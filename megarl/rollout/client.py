@@ -1,33 +1,31 @@
-"""HTTP client of one server, `ServerClient`; `EnginePool` (of `pool`) requests completions from many.
-
-Both use only `protocol`, so they work with SGLang and the HF server.
-"""
+"""HTTP client of one server, SGLang's or the HF server: `ServerClient`; and one call to many servers: `of_all`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-from urllib.parse import urlencode
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
-from megarl.network.http_calls import Answer, Caller, CallFailed
-from megarl.network.tls import trusted
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
+from megarl.io.http_calls import Answer, Caller, CallFailed
+from megarl.io.tls import trusted
+from megarl.processes import watchdog
 from megarl.rollout.protocol import (
     FLATTENED,
     KEEP_ALIVE_S,
+    ORDER_BYTES,
     Abilities,
     Route,
     SamplingParams,
     auth_headers,
     error_message,
+    score_bytes,
 )
-from megarl.rollout.reply_sizes import ORDER_BYTES, score_bytes
-from megarl.rollout.scores import Scores, parse_scores, score_body
 
-__all__ = ["ServerClient", "ServerError", "Load", "EnginePool", "RolloutFailed"]
+T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
@@ -46,10 +44,18 @@ class Load(NamedTuple):
     kv_share: float  # tokens in the KV cache over the most that it can hold
 
 
-class ServerClient:
-    """Calls to one server.
+@dataclass(frozen=True)
+class Scores:
+    """Of the tokens of a sequence from `start` on, at temperature 1; for each `top_k` tokens, most likely first."""
 
-    Example: server = ServerClient("http://127.0.0.1:30000", token, timeout_s=60); server.pause(); server.resume()
+    log_probs: list[float]
+    top_ids: list[list[int]]
+    top_log_probs: list[list[float]]
+
+
+class ServerClient:
+    """Example: server = ServerClient("http://127.0.0.1:30000", token, timeout_s=60); server.pause(); server.resume()
+
     Every method raises ServerError when the server refuses, fails, has not sent its whole answer within `timeout_s`, or
     sends more than an answer to this request may have.
     """
@@ -66,11 +72,11 @@ class ServerClient:
     # ---- questions
 
     def health(self) -> None:
-        """Health check: returns if the server can serve."""
-        self._call(Route.HEALTH, method="GET")
+        """Returns if the server can serve."""
+        self._call(Route.HEALTH, None)
 
     def server_info(self) -> dict[str, Any]:
-        return self._json(Route.SERVER_INFO, method="GET")
+        return self._json(Route.SERVER_INFO)
 
     @property
     def abilities(self) -> Abilities:
@@ -82,11 +88,11 @@ class ServerClient:
         return self._abilities
 
     def model_info(self) -> dict[str, Any]:
-        return self._json(Route.MODEL_INFO, method="GET")
+        return self._json(Route.MODEL_INFO)
 
     def loads(self) -> list[Load]:
         """One for each data-parallel part of the server."""
-        reply = self._json(Route.LOADS, method="GET")
+        reply = self._json(Route.LOADS)
         with self.reading(Route.LOADS):
             return [
                 Load(
@@ -105,10 +111,9 @@ class ServerClient:
         return {f"{i}:{name}": digest for i, rank in enumerate(ranks) for name, digest in rank.items()}
 
     def rank_checksums(self, most_bytes: int = ORDER_BYTES) -> list[dict[str, str]]:
-        """Digest of every tensor by its name on each tensor-parallel rank of the server.
+        """Digest of every tensor by its name on each tensor-parallel rank; `most_bytes`: see protocol.digest_bytes.
 
-        With attention data parallelism each group answers for all ranks; equal answers count once.  `most_bytes`: of
-        the reply; see reply_sizes.digest_bytes.
+        With attention data parallelism each group answers for all ranks; equal answers count once.
         """
         reply = self._accepted(Route.WEIGHTS_CHECKER, {"action": "checksum"}, most_bytes=most_bytes)
         found: list[dict[str, Any]] = []
@@ -123,9 +128,7 @@ class ServerClient:
 
     def prompt_log_probs(self, prompt_ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Log-probs of all tokens of a prompt except the first, also of those in the server's prefix cache."""
-        body: dict[str, Any] = {"input_ids": list(prompt_ids), "return_logprob": True, "logprob_start_len": 0}
-        body |= {} if adapter is None else {"lora_path": adapter}
-        body["sampling_params"] = SamplingParams(temperature=0.0, max_new_tokens=1).to_json()
+        body = score_body(prompt_ids, 1) | ({} if adapter is None else {"lora_path": adapter})
         reply = self._json(Route.GENERATE, body, most_bytes=score_bytes(len(prompt_ids)))
         with self.reading(Route.GENERATE):
             _, *found = (triple[0] for triple in reply["meta_info"]["input_token_logprobs"])
@@ -158,12 +161,11 @@ class ServerClient:
         self._call(Route.FLUSH_CACHE, {})
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> None:
-        """Wait until the server computes nothing any more, and flush its cache.
+        """Wait until the server computes nothing, and flush its cache.  Raises ServerError after `timeout_s`.
 
-        The server returns a completion a moment before its scheduler is idle; stock SGLang ends if it has to release
-        memory in that moment.  Raises ServerError if the server is not idle within `timeout_s`.
+        A completion returns a moment before the scheduler is idle; stock SGLang ends if it has to release memory then.
         """
-        self._call(Route.FLUSH_CACHE, {}, params={"timeout": timeout_s})
+        self._call(Route.FLUSH_CACHE, {}, f"?timeout={timeout_s}")
 
     def release_memory(self, tags: Sequence[str] | None = None) -> None:
         """Release memory ("weights", "kv_cache"; None: all). The server has to be idle: see wait_until_idle."""
@@ -203,17 +205,16 @@ class ServerClient:
         *,
         group_name: str,
         version: int | None = None,
-        flattened: bool = False,
         flush_cache: bool = True,
     ) -> None:
         """The server receives these tensors from rank 0 of the group.
 
-        Returns after the broadcasts, so call it in a thread. Plain: one broadcast per tensor, in order. Flattened: one
-        broadcast of all their bytes, concatenated. A server that refuses the update joins no broadcast. `version`
-        stamps the tokens generated from now on: pass it with the last bucket.
+        Returns after the broadcast, one of all their bytes, concatenated, so call it in a thread.  A server that
+        refuses the update joins no broadcast.  `version` stamps the tokens generated from now on: pass it with the last
+        bucket.
         """
         body: dict[str, Any] = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes]}
-        body |= {"group_name": group_name, "load_format": FLATTENED if flattened else None}
+        body |= {"group_name": group_name, "load_format": FLATTENED}
         self._accepted(Route.UPDATE_FROM_DISTRIBUTED, body | self._after_update(version, flush_cache))
 
     def update_from_tensor(
@@ -248,7 +249,7 @@ class ServerClient:
 
     def adapters(self) -> list[str]:
         """Names of the LoRA adapters that the server holds."""
-        models = self._json(Route.MODELS, method="GET").get("data", [])
+        models = self._json(Route.MODELS).get("data", [])
         with self.reading(Route.MODELS):
             return [str(model["id"]) for model in models if model.get("parent") is not None]  # the others: base models
 
@@ -272,15 +273,10 @@ class ServerClient:
     # ---- the wire
 
     def _call(
-        self,
-        route: Route,
-        body: dict[str, Any] | None = None,
-        *,
-        method: str = "POST",
-        params: dict[str, float] | None = None,
-        most_bytes: int = ORDER_BYTES,
+        self, route: Route, body: dict[str, Any] | None, query: str = "", most_bytes: int = ORDER_BYTES
     ) -> Answer:
-        url = self.url + route + (f"?{urlencode(params)}" if params else "")
+        """A POST of the body; None: a GET."""
+        url, method = self.url + route + query, "GET" if body is None else "POST"
         try:
             reply = self._caller.call(method, url, body, within_s=self._timeout_s, most_bytes=most_bytes)
         except CallFailed as error:
@@ -290,14 +286,9 @@ class ServerClient:
         return reply
 
     def _json(
-        self,
-        route: Route,
-        body: dict[str, Any] | None = None,
-        *,
-        method: str = "POST",
-        most_bytes: int = ORDER_BYTES,
+        self, route: Route, body: dict[str, Any] | None = None, *, most_bytes: int = ORDER_BYTES
     ) -> dict[str, Any]:
-        reply = self._call(route, body, method=method, most_bytes=most_bytes)
+        reply = self._call(route, body, most_bytes=most_bytes)
         try:
             value = json.loads(reply.content)
         except (ValueError, RecursionError) as error:
@@ -308,7 +299,7 @@ class ServerClient:
 
     @contextmanager
     def reading(self, route: Route) -> Iterator[None]:
-        """Turns the errors of a reply that holds something else than expected into a ServerError."""
+        """Turns the errors of reading a reply into a ServerError."""
         try:
             yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -320,3 +311,47 @@ class ServerClient:
         if value.get("success") is not True:
             raise ServerError(self.url, route, 200, str(value.get("message", value)))
         return value
+
+
+def score_body(token_ids: Sequence[int], start: int, top_k: int = 0) -> dict[str, Any]:
+    """The body of /generate for the log-probs of the tokens from `start` on, 1 or more.
+
+    It also asks for a new token, which is not read, since not every server accepts a request for none.
+    """
+    return {
+        "input_ids": list(token_ids),
+        "sampling_params": SamplingParams(temperature=0.0, max_new_tokens=1).to_json(),
+        "return_logprob": True,
+        "logprob_start_len": start - 1,  # the first entry of a reply has no log-prob
+        "top_logprobs_num": top_k,
+    }
+
+
+def parse_scores(reply: Any, count: int, top_k: int = 0) -> Scores:
+    """The scores of `count` tokens.  Raises ValueError for a reply of another shape."""
+    try:
+        meta = reply["meta_info"]
+        log_probs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
+        tops = meta["input_top_logprobs"][1:] if top_k else [[]] * count
+        found = Scores(log_probs, *([[entry[i] for entry in top] for top in tops] for i in (1, 0)))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"a reply of {Route.GENERATE} has no log-probs of its prompt: {error!r}") from error
+    if None in found.log_probs or any(None in top for top in found.top_log_probs):  # in place of what is not finite
+        raise ValueError(f"a reply of {Route.GENERATE} has null in place of a log-prob: it is not a number")
+    sizes = {len(found.log_probs), len(found.top_ids)}
+    if sizes != {count} or any(len(top) != top_k for top in found.top_ids):
+        raise ValueError(
+            f"a reply of {Route.GENERATE} has {len(log_probs)} log-probs and {len(found.top_ids)} lists of tokens; "
+            f"expected {count} with {top_k} tokens each"
+        )
+    return found
+
+
+def of_all(urls: Sequence[str], act: Callable[[str], T]) -> tuple[dict[str, T], dict[str, ServerError]]:
+    """Call `act` for all servers at once: url -> its result, and url -> the error of those that failed."""
+    with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="servers") as threads:
+        asked = {url: threads.submit(act, url) for url in urls}
+        watchdog.wait_for(asked.values())
+    errors = {url: one.exception() for url, one in asked.items()}
+    failed = {url: error for url, error in errors.items() if isinstance(error, ServerError)}
+    return {url: one.result() for url, one in asked.items() if url not in failed}, failed

@@ -1,4 +1,4 @@
-"""Writers: what makes the scored samples of one prompt, or a `LostRollout` if it cannot.  Here: plain completions."""
+"""Sample generators: make the scored samples of one prompt, or a `LostRollout`.  Here: plain completions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.rollout.pieces import write
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
+from megarl.rollout.continuation import generate_completion
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool_server import RolloutFailed
 from megarl.rollout.protocol import MAX_SEED, SamplingParams
-from megarl.sample import Completion, LostRollout, Prompt, Sample
+from megarl.samples.sample import Completion, LostRollout, Prompt, Sample
 
 
 class Scored(Protocol):
@@ -40,7 +41,7 @@ class NoSample(NamedTuple):
 Score = Callable[[Prompt, list[Completion]], Awaitable[Sequence[Scored | str]]]
 
 
-class Writer(Protocol):
+class SampleGenerator(Protocol):
     """Makes the samples of a run; entered before the first group and left after the last one."""
 
     async def __aenter__(self) -> Self: ...
@@ -52,7 +53,7 @@ class Writer(Protocol):
     ) -> list[Sample] | LostRollout:
         """n scored samples of one prompt; with `greedy` each has the reward of one more, greedy sample.
 
-        `urgent`: see pieces.write.
+        `urgent`: see generate_completion.
         """
         ...
 
@@ -61,27 +62,16 @@ class Writer(Protocol):
         ...
 
 
-class MakeWriter(Protocol):
-    """`score`: the rewards of answers.  `piece_tokens`: see pieces.write."""
-
-    def __call__(
-        self, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, piece_tokens: int
-    ) -> Writer: ...
+MakeGenerator = Callable[[EnginePool, PreTrainedTokenizerBase, Score], SampleGenerator]
 
 
 class Completions:
-    """The writer of plain completions: see `collect_group`.  `special_tokens`: their texts have these, too."""
+    """The generator of plain completions.  `special_tokens`: the texts that rewards read have these, too."""
 
     def __init__(
-        self,
-        pool: EnginePool,
-        tokenizer: PreTrainedTokenizerBase,
-        score: Score,
-        piece_tokens: int,
-        *,
-        special_tokens: bool = False,
+        self, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, *, special_tokens: bool = False
     ) -> None:
-        self._pool, self._tokenizer, self._score, self._piece_tokens = pool, tokenizer, score, piece_tokens
+        self._pool, self._tokenizer, self._score = pool, tokenizer, score
         self._special_tokens = special_tokens
 
     async def __aenter__(self) -> Self:
@@ -93,13 +83,54 @@ class Completions:
     async def group(
         self, prompt: Prompt, n: int, params: SamplingParams, *, greedy: bool = False, urgent: bool = False
     ) -> list[Sample] | LostRollout:
-        how: dict[str, Any] = {"decode": self._decode, "piece_tokens": self._piece_tokens}
-        return await collect_group(self._pool, prompt, n, params, self._score, greedy=greedy, urgent=urgent, **how)
+        """n scored completions, each with its own request; a LostRollout if one of them failed.
+
+        A completion that the reward could not score leaves the group, because any number for it would teach something.
+        If fewer than two are left, or the greedy one leaves, the group is a LostRollout: nothing is left to compare.
+
+        With params.sampling_seed every completion has its own seed: see for_completion.  Exceptions of the reward are
+        raised.
+        """
+        wanted = [for_completion(params, prompt.uid, index) for index in range(n)] + [params.as_greedy()] * greedy
+        try:
+            completions = await self._generate(prompt, wanted, urgent=urgent)
+        except RolloutFailed as error:
+            return LostRollout(prompt, str(error))
+        results = await self._score(prompt, completions)
+        assert len(results) == len(completions), (
+            f"the reward gave {len(results)} results for {len(completions)} completions"
+        )
+        outcomes: list[Sample | NoSample] = []
+        for completion, result in zip(completions, results, strict=True):
+            if isinstance(result, str):
+                self._pool.waste("unscored", len(completion.token_ids))
+                outcomes.append(NoSample(result))
+            else:
+                outcomes.append(Sample.of(prompt, completion, float(result.reward), result.extra, pred=result.pred))
+        return grouped(self._pool, prompt, outcomes, n)
 
     def counters(self) -> dict[str, float]:
         return {}
 
-    def _decode(self, completion: Completion) -> str:
+    async def _generate(self, prompt: Prompt, wanted: Sequence[SamplingParams], *, urgent: bool) -> list[Completion]:
+        """A completion with its text for each of `wanted`; if one fails, the others are cancelled."""
+        pool = self._pool
+        with pool.session(len(wanted)) as affinity:
+            asks = (generate_completion(pool, prompt.token_ids, p, affinity=affinity, urgent=urgent) for p in wanted)
+            tasks = [asyncio.create_task(ask) for ask in asks]
+            try:
+                completions = await asyncio.gather(*tasks)
+            except (RolloutFailed, asyncio.CancelledError) as error:
+                done = [task for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+                cause = "lost" if isinstance(error, RolloutFailed) else "cancelled"
+                pool.waste(cause, sum(len(task.result().token_ids) for task in done))
+                raise
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return [replace(completion, text=self._text(completion)) for completion in completions]
+
+    def _text(self, completion: Completion) -> str:
         return text_of(self._tokenizer, completion, special_tokens=self._special_tokens)
 
 
@@ -107,47 +138,6 @@ def text_of(tokenizer: PreTrainedTokenizerBase, completion: Completion, *, speci
     """What a reward reads: the text without special tokens, or with all but the one that ended the completion."""
     ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
     return str(tokenizer.decode(ids, skip_special_tokens=not special_tokens))
-
-
-async def collect_group(
-    pool: EnginePool,
-    prompt: Prompt,
-    n: int,
-    params: SamplingParams,
-    score: Score,
-    *,
-    decode: Callable[[Completion], str],
-    piece_tokens: int = 0,
-    greedy: bool = False,
-    urgent: bool = False,
-) -> list[Sample] | LostRollout:
-    """n scored completions of one prompt, each with its own request; a LostRollout if one of them failed.
-
-    A completion that the reward could not score leaves the group, because any number for it would teach something.  If
-    fewer than two are left, or the greedy one leaves, the group is a LostRollout: nothing is left to compare.
-
-    `decode` turns a completion into text. With params.sampling_seed every completion
-    has its own seed: see for_completion. `piece_tokens`, `urgent`: see pieces.write. With `greedy` one more, greedy
-    completion is generated, and each sample has its reward. Exceptions of `score` are raised.
-    """
-    asked = [for_completion(params, prompt.uid, index) for index in range(n)] + [params.as_greedy()] * greedy
-    try:
-        completions = await _write_all(pool, prompt.token_ids, asked, piece_tokens, urgent=urgent)
-    except RolloutFailed as error:
-        return LostRollout(prompt, str(error))
-    completions = [replace(completion, text=decode(completion)) for completion in completions]
-    results = await score(prompt, completions)
-    assert len(results) == len(completions), (
-        f"the reward gave {len(results)} results for {len(completions)} completions"
-    )
-    outcomes: list[Sample | NoSample] = []
-    for completion, result in zip(completions, results, strict=True):
-        if isinstance(result, str):
-            pool.waste("unscored", len(completion.token_ids))
-            outcomes.append(NoSample(result))
-        else:
-            outcomes.append(Sample.of(prompt, completion, float(result.reward), result.extra, pred=result.pred))
-    return grouped(pool, prompt, outcomes, n)
 
 
 def grouped(
@@ -172,25 +162,6 @@ def grouped(
     return samples if base is None else [replace(sample, greedy_reward=base.reward) for sample in samples]
 
 
-async def _write_all(
-    pool: EnginePool, prompt_ids: Sequence[int], asked: Sequence[SamplingParams], piece_tokens: int, *, urgent: bool
-) -> list[Completion]:
-    """One completion for each of `asked`; if one fails, the others are cancelled."""
-    with pool.session(len(asked)) as (home, affinity):
-        how: dict[str, Any] = {"prefer": home, "affinity": affinity, "piece_tokens": piece_tokens, "urgent": urgent}
-        tasks = [asyncio.create_task(write(pool, prompt_ids, params, **how)) for params in asked]
-        try:
-            return await asyncio.gather(*tasks)
-        except (RolloutFailed, asyncio.CancelledError) as error:
-            done = [task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()]
-            cause = "lost" if isinstance(error, RolloutFailed) else "cancelled"
-            pool.waste(cause, _num_tokens(done))
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-
-
 def for_completion(params: SamplingParams, uid: str, index: int) -> SamplingParams:
     """The same parameters with a seed for completion `index` of the visit `uid` of a prompt.
 
@@ -200,7 +171,3 @@ def for_completion(params: SamplingParams, uid: str, index: int) -> SamplingPara
         return params
     digest = hashlib.sha256(f"{params.sampling_seed}:{uid}:{index}".encode()).digest()
     return replace(params, sampling_seed=int.from_bytes(digest[:4], "big") & MAX_SEED)
-
-
-def _num_tokens(completions: Sequence[Completion]) -> int:
-    return sum(len(completion.token_ids) for completion in completions)

@@ -1,12 +1,10 @@
 """The part of SGLang's HTTP API that a trainer uses: routes, request bodies, replies, dtype names, tensor digests.
 
-Nothing here sends anything. There is no support for features that need text on the server (stop strings, grammars):
-prompts and completions are token ids; the collector, which has the tokenizer, decodes them.
+Prompts and completions are token ids, so features that need text on the server (stop strings, grammars) are left out.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,10 +13,9 @@ from typing import Any, NamedTuple
 
 import orjson
 import torch
-from torch import Tensor
 
 from megarl.rollout.wire_columns import EngineColumn, read_columns
-from megarl.sample import Completion, VersionSpan
+from megarl.samples.sample import Completion, VersionSpan
 
 GREEDY_BELOW = 1e-6  # a temperature under this is greedy, as in SGLang
 MAX_SEED = 2**31 - 1
@@ -65,7 +62,7 @@ class Abilities:
     flush_beside_queue: bool
     cache_salt: bool  # requests of different salts share no KV
     # A request that is aborted in the queue no longer counts as a user of its adapter. Without this feature the server
-    # waits for it for ever when the adapter is unloaded (SGLang's issue 34205).
+    # waits for it without end when the adapter is unloaded (SGLang's issue 34205).
     frees_adapters: bool
     adapts_experts: bool  # it serves adapters of experts and of latent attention
     rereads_fp8: bool  # it reads a folder into fp8 weights that it holds; others would quantize these once more
@@ -96,6 +93,14 @@ FLATTENED = "flattened_bucket"  # load_format: one broadcast of the uint8 concat
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+# How many bytes a reply may have.
+ORDER_BYTES = 8 << 20  # what a server says of itself, or answers to an order
+_LARGEST = 1 << 30  # of any reply
+_BESIDE = 1 << 20  # in a reply, beside what was asked for
+_TOKEN = 512  # its id, its log-probs and its text
+_ENTRY = 64  # a log-prob and the id of its token
+_DIGEST = 256  # of a tensor, with the name
 
 # Keys that change the text, never the sampled tokens: accepted and ignored, because there is no text.
 _TEXT_ONLY_KEYS = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
@@ -176,11 +181,9 @@ def generate_body(
 ) -> dict[str, Any]:
     """The body of /generate for `n` completions of one prompt, with log-probs of the completions only.
 
-    `salt`: the server reuses KV of requests with the same salt only.  It may hold KV of earlier weights, so a salt
-    names one version of the weights, of one run.
-    `columns`: what is to travel with the tokens; of the first `num_known` ones the caller has it already.
-    `dp_rank`: of the server's data-parallel ranks (attention groups), each with a prefix cache of its own, the one that
-    writes; None: the server chooses.
+    `salt`: the server reuses KV of requests with the same salt only, which names one version of the weights of one run.
+    `columns`: what is to travel with the tokens; the caller has that of the first `num_known` ones.  `dp_rank`: the
+    server's data-parallel rank (attention group) that generates; None: the server chooses.
     """
     body: dict[str, Any] = {
         "input_ids": list(prompt_ids),
@@ -201,10 +204,7 @@ _OWN = ("input_ids", "sampling_params", "rid", "cache_salt")  # may differ in re
 
 
 def joint_key(body: Mapping[str, Any]) -> bytes:
-    """The same for bodies of /generate that `joined_body` takes together.
-
-    A greedy request beside others may want fewer columns, for example, and travels alone.
-    """
+    """The same for bodies of /generate that `joined_body` can join."""
     return orjson.dumps({name: value for name, value in body.items() if name not in _OWN}, option=orjson.OPT_SORT_KEYS)
 
 
@@ -216,10 +216,10 @@ def joined_body(bodies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Reply(NamedTuple):
-    """One completion of a /generate reply, without text, and what else the server says of it."""
+    """One completion of a /generate reply, without text."""
 
     completion: Completion
-    cached_tokens: int | None  # of the prompt, in the prefix cache; None: the server does not say
+    cached_tokens: int | None  # of the prompt, in the prefix cache; None: not reported
     rid: str | None  # of the request that it answers
 
 
@@ -310,6 +310,25 @@ def _version(text: Any) -> int:
     return int(text)
 
 
+def completion_bytes(num_asked: int, params: SamplingParams, columns: Sequence[EngineColumn] = ()) -> int:
+    """A completion with its columns, of a request with `num_asked` tokens."""
+    of_columns = sum(column.most_bytes for column in columns) * (num_asked + params.max_new_tokens)
+    return min(_LARGEST, _BESIDE + _TOKEN * params.max_new_tokens + of_columns)
+
+
+def score_bytes(count: int, top_k: int = 0) -> int:
+    """The log-probs of `count` given tokens, each beside the `top_k` most likely ones."""
+    return min(_LARGEST, _BESIDE + _ENTRY * count * (1 + top_k))
+
+
+def digest_bytes(num_tensors: int, num_ranks: int = 1) -> int:
+    """The digests of a model's tensors on each rank of a server.
+
+    With attention data parallelism each group, of a rank or more, answers for all ranks.
+    """
+    return min(_LARGEST, _BESIDE + _DIGEST * num_tensors * num_ranks**2)
+
+
 def auth_headers(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -325,9 +344,3 @@ def error_message(text: str, otherwise: str) -> str:
             inner = value[key]
             return str(inner.get("message", inner)) if isinstance(inner, dict) else str(inner)
     return str(value)[:500]
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """16 hex digits of sha256 over a tensor's bytes in row-major order, as SGLang computes it for CPU tensors."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]

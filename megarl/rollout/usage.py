@@ -1,16 +1,19 @@
-"""Turns the totals that collectors count into the metrics of a step."""
+"""Metrics of a step from what the rollout has counted: tokens and servers (`Usage`), lengths (`Lengths`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from megarl.sample import OF_AGENTS
+from megarl.samples.sample import OF_AGENTS, Sample
 
-WASTED = "wasted_"  # tokens that are in no finished group, by cause
+WASTED = "wasted_"  # counters: tokens that are in no finished group, by cause
 
 
 class Usage:
-    """Example: usage = Usage(collectors.counters); ...; metrics |= usage.of_step(collectors.counters)
+    """Turns the totals that collectors count into the metrics of a step.
+
+    Example: usage = Usage(collectors.counters); ...; metrics |= usage.of_step(collectors.counters)
 
     What the counters say at its creation, for example the time of the start-up, is in no step.
     """
@@ -22,7 +25,7 @@ class Usage:
         """Of the time since the last call; see EnginePool.counters and Collectors.counters for the names.
 
         Returns: servers_idle_share: of the servers' time without a request.  tokens_wasted_share, and for each cause
-            tokens_wasted_share/CAUSE: of the tokens that servers wrote.  stale_prefix: replies with KV of other
+            tokens_wasted_share/CAUSE: of the tokens that servers generated.  stale_prefix: replies with KV of other
             weights.  failed_requests: sent again.  collector_restarts, slow_servers: in total.  agent/*: what happened
             to episodes.
         """
@@ -39,3 +42,23 @@ class Usage:
         out["collector_restarts"] = counters.get("restarts", 0.0)
         out["slow_servers"] = counters.get("slow_servers", 0.0)
         return out | {name: value for name, value in new.items() if name.startswith(OF_AGENTS)}
+
+
+class Lengths:
+    """How long completions are: those that came since the start, and those of them that were trained."""
+
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self._completions: Counter[str] = Counter()
+
+    def add(self, what: str, group: Sequence[Sample]) -> None:
+        """`what`: "generated" or "trained"."""
+        self._tokens[what] += sum(sample.num_learnt for sample in group)
+        self._completions[what] += len(group)
+
+    def metrics(self) -> dict[str, float]:
+        """length_trained_over_generated, the ratio of the mean lengths; {} before something was trained."""
+        if not (self._completions["generated"] and self._completions["trained"]):
+            return {}
+        trained, generated = (self._tokens[what] / self._completions[what] for what in ("trained", "generated"))
+        return {"length_trained_over_generated": trained / generated if generated else 1.0}

@@ -78,24 +78,26 @@ def read_columns(
     the completion has a token; of the first `num_known` tokens the caller has its entries already.
     """
     sent = meta.get("columns") or {}
-    wanted = wanted if num_new else ()
-    if not sent and not wanted:
-        return {}
-    assert num_asked is not None, "a caller that gets columns has to say how many tokens it asked with"
     if not isinstance(sent, Mapping):
         raise ValueError(f"the columns of a completion are a {type(sent).__name__}: expected an object")
-    found: dict[str, Any] = {name: _column(name, value, num_known) for name, value in sent.items()}
-    for column in wanted:
-        if column.name not in found:
-            found[column.name] = column.read(meta, num_asked, num_new, num_known)
-    for name, entries in found.items():
+    names = [column.name for column in wanted]
+    if unasked := [name for name in sent if name not in names]:
+        raise ValueError(f"a completion has the column {unasked[0]!r}, for which nobody asked: expected {names}")
+    found: dict[str, Any] = {}
+    for column in wanted if num_new else ():
+        name = column.name
+        assert num_asked is not None, "a caller that gets columns has to say how many tokens it asked with"
+        if name in sent:
+            entries = _column(name, sent[name], num_known)
+        else:
+            entries = column.read(meta, num_asked, num_new, num_known)
         if entries.shape[:1] != (num_asked + num_new,):
             raise ValueError(
                 f"column {name} of a completion has the shape {list(entries.shape)}: expected {num_asked + num_new} "
                 f"entries, for {num_asked} tokens of the request and {num_new} of the completion"
             )
-    for column in wanted:
-        column.check(found[column.name], num_known)
+        column.check(entries, num_known)
+        found[name] = entries
     return found
 
 

@@ -1,4 +1,4 @@
-"""A server that another program started, for example launch/servers.sh: health-checked, but never ended."""
+"""A server that another program started, for example launch/servers.sh: health-checked, never ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.processes.handle import ProcessHandle
+from megarl.processes.lifetime import ProcessHandle
 from megarl.rollout.client import ServerClient
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerProcess
@@ -25,9 +25,6 @@ class NotOurs:
 
     def log_tail(self) -> str:
         return ""
-
-    def ask_to_end(self) -> None:
-        """Does nothing: the owner ends it."""
 
     def end(self, grace_s: float) -> None:
         self._code = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,10 +10,12 @@ from pathlib import Path
 
 import torch
 
-from megarl.network.auth import SERVER_VARIABLE, without_tokens
-from megarl.network.sockets import interface_variables, is_loopback
+from megarl.io.auth import SERVER_VARIABLE, without_tokens
+from megarl.io.sockets import interface_variables, is_loopback
 from megarl.servers.nccl import VARIABLES
 
+# The custom weight loader, which receives tensors directly into the model: also a load_format of updates.
+WEIGHT_LOADER = "megarl.weights.push.receiver.load"
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
 REFUSED = 2  # exit code of a server that serves no such model, or not so; the last line of its log is the reason
@@ -91,7 +92,6 @@ class ServerCommand:
 
     argv: list[str]
     environment: dict[str, str]
-    stop_signal: signal.Signals = signal.SIGTERM  # sent first to end the process
 
 
 # An engine: may put files into the folder, which belongs to the server and is deleted when the server ends.

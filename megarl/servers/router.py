@@ -1,7 +1,6 @@
 """The router `smg` in front of several servers: generation requests go to it, all other calls to the servers directly.
 
-A server gets requests from the router only while it is a worker: `remove` fences it (running requests still finish),
-`add` makes it a worker again. After `remove` the router keeps a server's name for some seconds, so `add` may wait.
+A server gets requests only while it is a worker: `remove` ends that (running requests still finish), `add` begins it.
 The router is slow to notice dead servers: the driver, which health-checks the servers, has to remove them.
 """
 
@@ -10,17 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.network.http_calls import Answer, Caller, CallFailed
-from megarl.network.tls import authority_certificate
-from megarl.rollout.protocol import ROUTING_KEY, auth_headers, error_message
-from megarl.rollout.reply_sizes import ORDER_BYTES
-from megarl.rollout.trust import Trusts
+from megarl.io.http_calls import Answer, Caller, CallFailed
+from megarl.io.tls import authority_certificate
+from megarl.rollout.protocol import ORDER_BYTES, ROUTING_KEY, auth_headers, error_message
+from megarl.rollout.server_states import Phase, ServerState, Update
 from megarl.servers.launch import EngineLaunch, ServerCommand, flags
 from megarl.servers.server_process import ServerProcess, ThisMachine, free_ports
 from megarl.servers.sglang_environment import foreign_environment, sglang_python
@@ -46,38 +43,23 @@ def smg_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     options |= {"--prometheus-host": launch.host, "--prometheus-port": launch.group_port}  # else on every interface
     argv = [str(python), "-m", "megarl.servers.router_server", str(os.getpid()), *flags(options)]
     argv += ["--routing-key-override", *launch.args]
-    # SIGKILL: on SIGTERM it waits for 5 s, and it has nothing to save.
-    return ServerCommand(argv, foreign_environment(python, folder, launch.host), stop_signal=signal.SIGKILL)
+    return ServerCommand(argv, foreign_environment(python, folder, launch.host))
 
 
 class Router:
-    """Example:
-
-        with Router(token, Path("logs/router.log")) as router:
-            router.start(servers.urls)
-            pool = EnginePool([router.url], token, timeout_s=120)
+    """Example: with Router(token, Path("logs/router.log")) as router: router.start(servers.urls); ...
 
     Start it in a thread that lives as long as the router: see `lifetime`.
     """
 
-    def __init__(
-        self,
-        token: str,
-        log: Path,
-        *,
-        request_timeout_s: float = 120.0,
-        host: str = "127.0.0.1",
-        python: str | None = None,
-        args: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, token: str, log: Path, *, request_timeout_s: float = 120.0, python: str | None = None) -> None:
         """`request_timeout_s`: that of its client; the router waits longer for the servers, so the client decides."""
         authority = log.with_suffix(".pem")  # it trusts servers with https by this certificate
         authority.parent.mkdir(parents=True, exist_ok=True)
         authority.write_bytes(authority_certificate(token))
         own = {"--request-timeout-secs": math.ceil(request_timeout_s) + _LONGER_S, "--ca-cert-paths": authority}
-        args = (*flags(own), *args)
-        port, metrics_port = free_ports([host] * 2)
-        launch = EngineLaunch("smg", "", host=host, port=port, group_port=metrics_port, python=python, args=args)
+        port, metrics_port = free_ports([EngineLaunch.host] * 2)
+        launch = EngineLaunch("smg", "", port=port, group_port=metrics_port, python=python, args=tuple(flags(own)))
         self._token = token
         self._process = ServerProcess(launch, token, log, name="the router", machine=ThisMachine(smg_command))
         self._caller = Caller(auth_headers(token))
@@ -120,7 +102,10 @@ class Router:
             raise self._process.died()
 
     def add(self, url: str) -> None:
-        """Make the server at `url` a worker; returns when it is ready. Raises RouterError after 60 s."""
+        """Make the server at `url` a worker; returns when it is ready, which after `remove` takes some seconds.
+
+        Raises RouterError after 60 s.
+        """
         deadline = time.monotonic() + _WORKER_S
         status = self._status(url)
         while status != _READY:
@@ -147,10 +132,8 @@ class Router:
         return None if worker is None else str(worker["status"])
 
     def _workers(self) -> dict[str, dict[str, Any]]:
-        return {
-            worker["url"]: worker
-            for worker in json.loads(self._ask("GET", "/workers", accept=(200,)).content)["workers"]
-        }
+        workers = json.loads(self._ask("GET", "/workers", accept=(200,)).content)["workers"]
+        return {worker["url"]: worker for worker in workers}
 
     def _ask(self, method: str, path: str, body: object = None, *, accept: tuple[int, ...]) -> Answer:
         try:
@@ -164,32 +147,36 @@ class Router:
 
 
 class Routed:
-    """Trust in servers behind a router: only trusted servers are its workers; `collector` knows only the router's url.
+    """Servers behind a router: only those that generate are its workers; the pools know only the router's url.
 
-    Example: Routed(router, collector).trust("http://10.0.0.3:30000", 7)
+    Example: Routed(router, collectors.update).update(ServerState("http://10.0.0.3:30000", Phase.GENERATING, 7))
     """
 
-    def __init__(self, router: Router, collector: Trusts) -> None:
-        self._router, self._collector = router, collector
-        self._trusted: dict[str, int] = {}  # url -> version
+    def __init__(self, router: Router, publish: Update) -> None:
+        self._router, self._publish = router, publish
+        self._versions: dict[str, int | None] = {}  # url -> version, of the workers
         for url in router.urls:  # those of an earlier life of the trainer, which the router outlives
             router.remove(url)
 
-    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        """The server holds this version, verified: the router may send it requests, and its completions count."""
-        assert adapter is None, "behind a router requests cannot select adapters: the configuration refuses this"
-        self._trusted[url] = version
-        self._router.add(url)
-        self._collector.trust(self._router.url, version)
+    def take_unfit(self) -> dict[str, str]:
+        """None: behind a router it is not known which server failed."""
+        return {}
 
-    def hold(self, url: str) -> None:
-        """Send no new requests: to no server, because which one the router chooses is unknown."""
-        self._collector.hold(self._router.url)
+    def update(self, state: ServerState) -> None:
+        url, phase, version, adapter = state.url, state.phase, state.version, state.adapter
+        assert adapter is None, "behind a router requests cannot select adapters: the configuration refuses it"
+        if phase is Phase.GENERATING:  # the router may send it requests, and its completions count
+            self._versions[url] = version
+            self._router.add(url)
+            self._announce(phase, version)
+        elif phase is Phase.HELD:  # no new requests to any server, because which one the router chooses is unknown
+            self._announce(phase)
+        else:  # all running requests of the router are retried: which of them the server has is unknown
+            self._router.remove(url)
+            if self._versions.pop(url, None) is not None:
+                self._announce(phase)
+                for version in dict.fromkeys(self._versions.values()):
+                    self._announce(Phase.GENERATING, version)
 
-    def fence(self, url: str) -> None:
-        """Remove the server.  All running requests of the router are retried: which of them it has is unknown."""
-        self._router.remove(url)
-        if self._trusted.pop(url, None) is not None:
-            self._collector.fence(self._router.url)
-            for version in dict.fromkeys(self._trusted.values()):
-                self._collector.trust(self._router.url, version)
+    def _announce(self, phase: Phase, version: int | None = None) -> None:
+        self._publish(ServerState(self._router.url, phase, version))

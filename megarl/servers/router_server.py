@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+from megarl.io.job_signals import hold_back_for_good
 from megarl.processes.lifetime import die_with_parent
 from megarl.servers.launch import TOKEN_VARIABLE
 
@@ -15,6 +16,7 @@ from megarl.servers.launch import TOKEN_VARIABLE
 def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with_parent(parent)
+    hold_back_for_good()
     from smg.launch_router import launch_router, parse_router_args  # only SGLang's environment has it
 
     token = os.environ.pop(TOKEN_VARIABLE, "")

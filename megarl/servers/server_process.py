@@ -1,7 +1,7 @@
 """The process of one server, with its log and its own folder: spawned, health-checked, ended with its children.
 
-A server has its own session: Ctrl-C reaches only the driver, which then stops the servers. It also ends when the
-process that started it is killed.  It may run on another machine, or belong to another program (`external`).
+A server has its own session, so that Ctrl-C reaches only the driver, which stops the servers.  It also ends with the
+process that started it.  It may run on another machine, or belong to another program (`external`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +19,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.network.tls import server_certificate
-from megarl.processes.handle import ProcessHandle
-from megarl.processes.lifetime import last_lines
-from megarl.processes.presence import show_life
+from megarl.io.sockets import ports_to_try
+from megarl.io.tls import server_certificate
+from megarl.processes import watchdog
+from megarl.processes.lifetime import MemoryEnd, ProcessHandle, last_lines
 from megarl.processes.programs import start_program
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.servers.engines import ENGINES
-from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags
+from megarl.servers.launch import REFUSAL, REFUSED, TOKEN_VARIABLE, EngineLaunch, MakeCommand, flags, hf_command
+from megarl.servers.sglang import sglang_command
+
+# The server programs: a name of `rollout.engine` -> the function that makes its command line.
+ENGINES: dict[str, MakeCommand] = {"hf": hf_command, "sglang": sglang_command}
 
 PORT_TAKEN = "already in use"  # "address ..." of the system, "port is ..." of SGLang
 _QUIET_PORTS = range(20_000, 32_000)  # ephemeral ports are 32768 and above on Linux, 49152 and above elsewhere
 _POLL_S = 0.1
-_STOP_S = 5.0
 _QUESTION_S = 10.0
 
 
 class ServerDied(RuntimeError):
-    """A server ended, or does not serve; the message has the path of its log and the last lines of it."""
+    """A server ended, or does not serve; the message has the path and the last lines of its log."""
 
 
 class MachineGone(OSError):
@@ -49,7 +50,7 @@ class Machine(Protocol):
 
     @property
     def address(self) -> str | None:
-        """At which its servers listen now; None: at the host of their launch."""
+        """Where its servers listen now; None: at the host of their launch."""
         ...
 
     def free_ports(self, hosts: Sequence[str]) -> list[int]: ...
@@ -58,16 +59,16 @@ class Machine(Protocol):
 
 
 class LocalServer:
-    """A server's process on this machine, a ProcessHandle.  Raises ValueError for a launch its engine does not support.
+    """A server's process on this machine, a ProcessHandle.  Start it in a thread that lives as long: see `lifetime`.
 
-    Start it in a thread that lives as long as the server: see `lifetime`.
+    Raises ValueError for a launch that its engine does not support.
     """
 
     def __init__(self, launch: EngineLaunch, token: str, log: Path, make_command: MakeCommand | None = None) -> None:
         self._log, self._ended = log, False
-        self._folder = tempfile.mkdtemp(prefix="megarl-server-")
+        self._folder = tempfile.mkdtemp(prefix="server-", dir=os.environ.get("TMPDIR"))  # that of the run
         command = (make_command or ENGINES[launch.engine])(launch, Path(self._folder))
-        self._stop_signal = command.stop_signal
+        self._memory = MemoryEnd()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out, _certified(launch, token) as (options, files):
             self._log_start = out.tell()  # bytes in the log before this process
@@ -84,21 +85,14 @@ class LocalServer:
 
     def log_tail(self) -> str:
         """The last lines of its log, and the line about a taken port, after which SGLang logs more lines."""
-        return last_lines(self._log, self._log_start, keep=PORT_TAKEN)
-
-    def ask_to_end(self) -> None:
-        if self.exit_code() is None:
-            self._process.send_signal(self._stop_signal)
+        return last_lines(self._log, self._log_start, keep=PORT_TAKEN) + self._memory.words(self.exit_code())
 
     def end(self, grace_s: float) -> None:
-        """Send the stop signal, kill it after `grace_s`, kill its children, and delete its folder."""
+        """Kill it and its children, at once, since it has nothing to save; delete its folder."""
         if self._ended:  # by now another process may have its pid
             return
         self._ended = True
-        self.ask_to_end()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
-        # Its session's process group has only it and its children, which may outlive it for a moment.
+        # Its session's process group has only it and its children.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -109,7 +103,7 @@ class LocalServer:
 def _certified(launch: EngineLaunch, token: str) -> Iterator[tuple[list[str], list[int]]]:
     """The options of a server with https, and the open file that they name; none for a server with http.
 
-    The file has the server's certificate and its private key.  It is in memory, so that no disk ever has the key.
+    The file, in memory only, has the server's certificate and its private key.
     """
     if not launch.has_tls:
         yield [], []
@@ -152,14 +146,9 @@ class Machines:
         started: list[ProcessHandle] = []
         try:
             for number, (machine, address) in enumerate(self.parts):
-                where: dict[str, Any] = {
-                    "num_machines": len(self.parts),
-                    "machine": number,
-                    "meeting_host": launch.host,
-                }
-                own_log = log.with_stem(f"{log.stem}_{number}") if number else log
-                placed = replace(launch, host=machine.address or address, **where)
-                started.append(machine.start(placed, token, own_log))
+                part = replace(launch, num_machines=len(self.parts), machine=number, meeting_host=launch.host)
+                part_log = log.with_stem(f"{log.stem}_{number}") if number else log
+                started.append(machine.start(replace(part, host=machine.address or address), token, part_log))
         except BaseException:
             _Together(started).end(0)
             raise
@@ -184,12 +173,7 @@ class _Together:
         ended = [handle for handle in self._handles if handle.exit_code() is not None]
         return (ended or self._handles)[0].log_tail()
 
-    def ask_to_end(self) -> None:
-        for handle in self._handles:
-            handle.ask_to_end()
-
     def end(self, grace_s: float) -> None:
-        self.ask_to_end()
         for handle in self._handles:
             handle.end(grace_s)
 
@@ -197,7 +181,7 @@ class _Together:
 class ServerProcess:
     """Example: server = ServerProcess(launch, token, Path("x.log"), name="server 0"); server.spawn(); ...; server.end()
 
-    Spawn it in a thread that lives as long as the server: see `lifetime`.
+    Spawn it in a thread that lives as long: see `lifetime`.
     """
 
     def __init__(self, launch: EngineLaunch, token: str, log: Path, *, name: str, machine: Machine = HERE) -> None:
@@ -215,7 +199,7 @@ class ServerProcess:
         return self._handle is not None and self._handle.exit_code() is None
 
     def spawn(self) -> None:
-        """Start the process; it does not serve yet. Raises ValueError for a launch its engine does not support."""
+        """Start the process, which does not serve yet."""
         assert not self.alive, f"{self.name} is running already"
         if self._handle is not None:
             self._handle.end(0)
@@ -226,13 +210,13 @@ class ServerProcess:
         return self.machine.start(self.launch, self._token, self.log)
 
     def move(self) -> None:
-        """Take over the address that its machine has now, if it is another one; then its ports are to be chosen."""
+        """Take over its machine's address, if that has changed; then its ports are to be chosen."""
         address = self.machine.address
         if address not in (None, self.launch.host):
             self.launch = replace(self.launch, host=address, port=None, group_port=None)
 
     def wait_until_serving(self, limit_s: float) -> None:
-        """Return when the server's health check succeeds. Raises ServerDied if it ends, or after the limit."""
+        """Return when the health check succeeds.  Raises ServerDied if the server ends, or after the limit."""
         self._wait_for(ServerClient.health, "did not serve", limit_s)
 
     def wait_for_answer(self, limit_s: float) -> None:
@@ -245,7 +229,7 @@ class ServerProcess:
         engine = ServerClient(self.launch.url, self._token, timeout_s=min(_QUESTION_S, limit_s))
         with contextlib.closing(engine):
             while self.alive:
-                show_life()
+                watchdog.heartbeat()
                 try:
                     return question(engine)
                 except ServerError as error:
@@ -255,7 +239,7 @@ class ServerProcess:
         raise self.died()
 
     def died(self, how: str | None = None) -> ServerDied:
-        """The error for a server that is not usable: because of `how`, or because its process ended."""
+        """The error for a server that cannot be used; `how` None: its process has ended."""
         if how is None:
             code = None if self._handle is None else self._handle.exit_code()
             how = "was never started" if code is None else f"(pid {self.pid}) ended with exit code {code}"
@@ -263,7 +247,7 @@ class ServerProcess:
 
     @property
     def refusal(self) -> str:
-        """Why its process refused to serve this model, or with these options; "" if it did not."""
+        """Why its process refused its model or its options; "" if it did not."""
         if self._handle is None or self._handle.exit_code() != REFUSED:
             return ""
         last = self.log_tail().rpartition("\n")[2].strip()
@@ -273,21 +257,51 @@ class ServerProcess:
         """The last lines in the log of the current process."""
         return "" if self._handle is None else self._handle.log_tail()
 
-    def ask_to_end(self) -> None:
+    def end(self) -> None:
+        """End the process and its children."""
         if self._handle is not None:
-            self._handle.ask_to_end()
+            self._handle.end(0)
 
-    def end(self, grace_s: float = _STOP_S) -> None:
-        """End the process: with its stop signal, and with SIGKILL after `grace_s`; its children end too."""
-        if self._handle is not None:
-            self._handle.end(grace_s)
+
+def choose_ports(processes: Sequence[ServerProcess]) -> None:
+    """Set the missing ports of every launch: one for HTTP, and one for the rendezvous of its ranks."""
+    by_machine: dict[Machine, list[ServerProcess]] = {}
+    for process in processes:
+        if process.launch.port is None or process.launch.group_port is None:
+            by_machine.setdefault(process.machine, []).append(process)
+    for machine, its in by_machine.items():
+        ports = iter(machine.free_ports([process.launch.host for process in its for _ in range(2)]))
+        for process in its:
+            launch, port, group_port = process.launch, next(ports), next(ports)
+            process.launch = replace(launch, port=launch.port or port, group_port=launch.group_port or group_port)
+
+
+def spawn(process: ServerProcess) -> ServerDied | None:
+    """Start its process in this thread, which has to outlive the server.
+
+    Returns why that was not possible, for example a full disk.  Raises MachineGone.
+    """
+    try:
+        process.spawn()
+    except MachineGone:
+        raise
+    except OSError as error:
+        return ServerDied(f"server {process.launch.index} did not start: {error}")
+    return None
+
+
+def spawn_elsewhere(process: ServerProcess) -> ServerDied | None:
+    """Start it again with other ports."""
+    process.end()
+    process.launch = replace(process.launch, port=None, group_port=None)
+    choose_ports([process])
+    return spawn(process)
 
 
 def free_ports(hosts: Sequence[str]) -> list[int]:
     """One free port on each of these hosts; all are held until all are chosen, so they differ.
 
-    They are below the ephemeral ports: while a server starts, which may take a minute, any outgoing connection could
-    take an ephemeral port.
+    They are below the ephemeral ports, which any outgoing connection could take while a server starts.
     """
     with contextlib.ExitStack() as held:
         return [_hold_port(host, held) for host in hosts]
@@ -295,7 +309,8 @@ def free_ports(hosts: Sequence[str]) -> list[int]:
 
 def _hold_port(host: str, held: contextlib.ExitStack) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (*random.SystemRandom().sample(_QUIET_PORTS, 100), 0):  # 0: at last, any port that the system chooses
+    quiet = random.SystemRandom().sample(_QUIET_PORTS, 100)
+    for port in ports_to_try(host, (*quiet, 0)):  # 0: at last, any port that the system chooses
         chosen = socket.socket(family, socket.SOCK_STREAM)
         try:
             chosen.bind((host, port))

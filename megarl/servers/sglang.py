@@ -10,13 +10,10 @@ the folder `sglang_cpu` replace these.
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
-from megarl.servers.launch import RETURNS_ROUTES, EngineLaunch, ServerCommand, flags
+from megarl.servers.launch import RETURNS_ROUTES, WEIGHT_LOADER, EngineLaunch, ServerCommand, flags
 from megarl.servers.sglang_environment import foreign_environment, sglang_python, with_cuda_libraries
-
-WEIGHT_LOADER = "megarl.weights.push.receiver.load"  # SGLang accepts this name as a load_format
 
 _PLUGINS = "[sglang.srt.plugins]\nmegarl = megarl.weights.push.receiver:setup\n"
 _CPU_PLUGIN = "megarl_cpu = megarl_cpu_plugin:setup\n"
@@ -90,8 +87,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     environment |= _cpu_environment(launch) if on_cpu else with_cuda_libraries(python, _ON_GPUS | environment)
     if launch.memory_saver and not on_cpu:  # otherwise CUDA graphs stay on the GPU when the server releases its memory
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
-    # SIGKILL: on SIGTERM SGLang sleeps for 5 s and then waits for its requests, and it has nothing to save.
-    return ServerCommand([*argv, *launch.args], environment, stop_signal=signal.SIGKILL)
+    return ServerCommand([*argv, *launch.args], environment)
 
 
 def _attention_groups(launch: EngineLaunch) -> list[str]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import megarl
-from megarl.network.auth import without_tokens
-from megarl.network.sockets import interface_variables
+from megarl.io.auth import without_tokens
+from megarl.io.sockets import interface_variables
 from megarl.servers.nccl import VARIABLES, versions_in
 
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"

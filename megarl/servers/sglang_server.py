@@ -13,14 +13,17 @@ import logging
 import os
 import sys
 
+from megarl.io.job_signals import hold_back_for_good
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.protocol import Abilities
 from megarl.servers.launch import TOKEN_VARIABLE
+from megarl.servers.weight_group import KEY_VARIABLE, groups_key
 
 
 def main() -> None:
     parent, arguments = int(sys.argv[1]), sys.argv[2:]
     die_with_parent(parent)
+    hold_back_for_good()  # SGLang's own handler of SIGTERM would end it
     # Not at the top: only SGLang's environment has it, and SGLang's workers, which import this file, do not need it.
     from sglang import __version__ as version
     from sglang.launch_server import run_server
@@ -31,6 +34,7 @@ def main() -> None:
     if not Abilities.of(version).flush_beside_queue:
         arguments.append("--disable-radix-cache")
     token = os.environ.pop(TOKEN_VARIABLE, "")
+    os.environ[KEY_VARIABLE] = groups_key(token)
     if token:
         hide_in_logs(token)
         arguments += ["--api-key", token]

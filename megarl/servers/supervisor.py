@@ -6,8 +6,8 @@
     STARTING --it ends, or takes too long--> RESTING
     a server that has used up its restarts goes OUT instead of RESTING
 
-A restarted server has the same url and is a new process, which has the weights of its start.  Servers may run on
-several machines.  Those that run already (`at`) are health-checked too, but never ended.
+A restarted server has the same url, and the weights of its start.  Servers that run already (`at`) are health-checked
+too, but never ended.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 
-from megarl.processes.presence import show_life
-from megarl.servers.engines import ENGINES
+from megarl.processes import watchdog
+from megarl.processes.restarts import Restarts
 from megarl.servers.external import RunningServer
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import (
+    ENGINES,
     HERE,
     PORT_TAKEN,
     Machine,
     MachineGone,
     ServerDied,
     ServerProcess,
+    choose_ports,
     free_ports,
+    spawn,
+    spawn_elsewhere,
 )
-from megarl.servers.starting import choose_ports, spawn, spawn_elsewhere
 
 __all__ = ["ServerDied", "ServerEvent", "Servers", "State", "Supervision", "free_ports"]
 
 _PORT_TRIES = 3
 _LOOK_S = 0.1
 _WAIT_S = 1.0  # at most, before the thread that drives shows that it goes on
-_LONGEST_REST_S = 60.0
-_MOST_JOINED = 1024  # servers that are asked at the same time, besides those of the start
+_MOST_OTHERS = 1024  # servers of other programs that are asked at the same time
 
 
 class State(StrEnum):
@@ -53,7 +56,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """A server stopped serving (RESTING, or OUT for good), serves again (SERVING), or could not be restarted (OUT)."""
+    """A server stopped serving (RESTING or OUT), serves again (SERVING), or could not be restarted (OUT)."""
 
     index: int
     url: str
@@ -73,13 +76,17 @@ class Supervision:
     settled_after_s: float = 600.0
     rest_s: float = 1.0  # before the first restart; doubles with each
 
+    @property
+    def restarts(self) -> Restarts:
+        return Restarts(self.max_restarts, self.rest_s, settled_after_s=self.settled_after_s)
+
 
 @dataclass(eq=False)
 class _Watched:
     process: ServerProcess
+    restarts: Restarts
     state: State = State.STARTING
     since: float = 0.0  # time.monotonic() when this state began
-    restarts: int = 0  # since the count was last reset
     answer: Future[None] | None = None  # of the running health check
     asked: float = 0.0  # time.monotonic() of the last health check
 
@@ -106,37 +113,31 @@ class Servers:
         for launch in launches:
             if launch.engine not in ENGINES:
                 raise ValueError(f"rollout.engine={launch.engine!r}: expected one of {', '.join(sorted(ENGINES))}")
-        self._watch(
-            [
-                ServerProcess(
-                    _numbered(launch, index),
-                    token,
-                    Path(log_dir) / f"server_{index}.log",
-                    name=f"server {index}",
-                    machine=machines[index] if machines else HERE,
-                )
-                for index, launch in enumerate(launches)
-            ],
-            supervision or Supervision(),
-            token,
-        )
-
-    @classmethod
-    def at(cls, urls: Sequence[str], token: str, supervision: Supervision | None = None) -> Servers:
-        """Servers that another program starts and ends; they run already, or will run soon."""
-        servers = cls.__new__(cls)
-        processes = [RunningServer(url, token, index) for index, url in enumerate(urls)]
-        servers._watch(processes, supervision or Supervision(), token)
-        return servers
-
-    def _watch(self, processes: Sequence[ServerProcess], patience: Supervision, token: str) -> None:
-        self._patience, self._token = patience, token
+        processes = [
+            ServerProcess(
+                _numbered(launch, index),
+                token,
+                Path(log_dir) / f"server_{index}.log",
+                name=f"server {index}",
+                machine=machines[index] if machines else HERE,
+            )
+            for index, launch in enumerate(launches)
+        ]
+        self._patience, self._token = supervision or Supervision(), token
         self.joined: set[str] = set()  # urls of those that came with `add`
-        self._servers = [_Watched(process) for process in processes]
+        self._servers = [_Watched(process, self._patience.restarts) for process in processes]
         self._is_spawned = False
         self._companions: list[Callable[[], None]] = []
         self._last_reason = "all were out before"  # why one does not serve
-        self._askers = ThreadPoolExecutor(len(processes) + _MOST_JOINED, thread_name_prefix="ask")
+        self._askers = ThreadPoolExecutor(len(processes) + _MOST_OTHERS, thread_name_prefix="ask")
+
+    @classmethod
+    def at(cls, urls: Sequence[str], token: str, supervision: Supervision | None = None) -> Servers:
+        """Servers that another program starts and ends."""
+        servers = cls([], token, "", supervision)
+        running = [RunningServer(url, token, index) for index, url in enumerate(urls)]
+        servers._servers = [_Watched(process, servers._patience.restarts) for process in running]
+        return servers
 
     def __enter__(self) -> Servers:
         return self
@@ -161,13 +162,12 @@ class Servers:
     def pids(self) -> list[int | None]:
         return [server.process.pid for server in self._servers]
 
-    def start(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def start(self, on_progress: Callable[[int, int], None] = lambda ready, total: None) -> None:
         """Start all that are not started, and return when all serve; calls `on_progress(ready, total)` after each.
 
-        Raises ValueError if one refuses its model or its options, ServerDied if one ends otherwise or does not serve
-        within the limit; then all are stopped.
+        Raises ValueError if one refuses its model or its options, ServerDied if one ends or does not serve in time;
+        then all are stopped.
         """
-        processes = [server.process for server in self._servers]
         try:
             if not self._is_spawned:
                 self.spawn()
@@ -179,8 +179,7 @@ class Servers:
                         raise ValueError(reason) from failure
                     raise failure
                 self._enter(server, State.SERVING)
-                if on_progress is not None:
-                    on_progress(ready, len(processes))
+                on_progress(ready, len(self._servers))
         except BaseException:
             self.stop()
             raise
@@ -198,28 +197,30 @@ class Servers:
             raise
 
     def add(self, url: str) -> None:
-        """Watch a server of another program too: when it answers, `poll` says that it serves."""
+        """Also watch a server of another program: when it answers, `poll` reports that it serves."""
         index = 1 + max((server.process.launch.index for server in self._servers), default=-1)
-        server = _Watched(RunningServer(url, self._token, index))
+        server = _Watched(RunningServer(url, self._token, index), self._patience.restarts)
         server.process.spawn()
         self._servers.append(server)
         self.joined.add(server.process.launch.url)
         self._await_start(server)
 
     def remove(self, url: str) -> None:
-        """Watch a server that came with `add` no more."""
-        server = next(server for server in self._servers if server.process.launch.url == url)
-        server.process.end(grace_s=0)
+        """Stop watching a server that came with `add`."""
+        server = self._named(url)
+        server.process.end()
         self._servers.remove(server)
         self.joined.discard(url)
 
-    def revive(self) -> list[str]:
-        """Start servers that have ended again, each on the machine that now has its place; returns when they serve.
+    def _named(self, url: str) -> _Watched:
+        return {server.process.launch.url: server for server in self._servers}[url]
 
-        For a run whose ranks start again: others may have been lost with their machine.  Those of another program are
-        not waited for, as they may be gone for good.  One that cannot start rests, or is out, as with `poll`; returns
-        why each of them does not serve.
-        Raises ServerDied if no server is left, MachineGone if a machine is not connected, OSError if it has no port.
+    def revive(self) -> list[str]:
+        """Restart the servers that have ended, each on the machine that now has its place; returns when they serve.
+
+        For a run whose ranks start again.  Servers of another program are not waited for.  One that cannot start rests,
+        or is out, as with `poll`; returns why each of these does not serve.  Raises ServerDied if no server is left,
+        MachineGone if a machine is not connected, OSError if it has no port.
         """
         ours = [server for server in self._servers if not isinstance(server.process, RunningServer)]
         ended = [server for server in ours if server.state is not State.OUT and not server.process.alive]
@@ -229,43 +230,42 @@ class Servers:
             self._enter(server, State.STARTING)
             server.process.move()
         choose_ports([server.process for server in ended])
-        failures: list[ServerDied] = []
-        started = []
+        reasons: list[str] = []
+        not_started: dict[_Watched, ServerDied] = {}
         for server in ended:
             if failure := spawn(server.process):
-                failures.append(failure)
-                self._fail(server, failure)
+                not_started[server] = failure
             else:
-                started.append(server)
                 self._await_start(server)
-        for server, failure in self._settled(started):
+        started = [server for server in ended if server not in not_started]
+        for server, failure in chain(not_started.items(), self._settled(started)):
             if failure:
-                failures.append(failure)
+                reasons.append(str(failure))
                 self._fail(server, failure)
             else:
                 self._enter(server, State.SERVING)
-        return [*map(str, failures), *self.wait_for_one()]
+        return [*reasons, *self.wait_for_one()]
 
     def wait_for_one(self) -> list[str]:
-        """Return when a server serves: why others have ended meanwhile.  Raises ServerDied if no server is left."""
+        """Return when a server serves; returns why others have ended.  Raises ServerDied if no server is left."""
         reasons: list[str] = []
         while State.SERVING not in self.states:
             if all(state is State.OUT for state in self.states):
                 raise ServerDied(f"no server is left; {self._last_reason}")
             time.sleep(_LOOK_S)
-            show_life()
+            watchdog.heartbeat()
             reasons += [event.reason for event in self.poll() if event.reason]
         return reasons
 
     def _settled(self, servers: Sequence[_Watched]) -> Iterator[tuple[_Watched, ServerDied | None]]:
-        """Each of these servers, which are starting, once it serves, or with its failure; all are waited for at once.
+        """Yield each of these servers, which are starting, once it serves, or with its failure.
 
-        New ports are chosen, up to 3 times, for one whose port another process took before it used it.
+        New ports are chosen, up to 3 times, for one whose port another process has taken.
         """
         waiting, moved = list(servers), Counter[_Watched]()
         while waiting:
             wait([server.answer for server in waiting if server.answer is not None], _WAIT_S, FIRST_COMPLETED)
-            show_life()
+            watchdog.heartbeat()
             for server in [server for server in waiting if server.answer is not None and server.answer.done()]:
                 failure, _ = _news(server)
                 server.answer = None
@@ -279,44 +279,35 @@ class Servers:
                 yield server, failure
 
     def watch_too(self, check: Callable[[], None]) -> None:
-        """Let `poll` call `check` too: it raises ServerDied if, for example, the router in front of them has ended."""
+        """Let `poll` also call `check`, which may raise ServerDied."""
         self._companions.append(check)
 
-    def check(self) -> None:
-        """Raises ServerDied if a server has ended, whether or not it will be restarted."""
-        for server in self._servers:
-            if not server.process.alive:
-                raise server.process.died()
-
     def poll(self, *, starts: bool = True) -> list[ServerEvent]:
-        """The changes since the last call. Does not wait. `starts`: restart servers whose rest is over."""
+        """The changes since the last call, without waiting.  `starts`: restart servers whose rest is over."""
         for check in self._companions:
             check()
         events: list[ServerEvent] = []
         for server in self._servers:
             if server.state in (State.STARTING, State.SERVING):
                 events += self._look_at(server)
-            elif starts and server.state is State.RESTING and time.monotonic() - server.since >= self._rest(server):
+            elif starts and server.state is State.RESTING and self._has_rested(server):
                 events += self._start_again(server)
         return events
 
-    def restart(self, index: int, reason: str) -> list[ServerEvent]:
-        """End server `index`; `poll` restarts it as if it had died. Returns the event of its end, if it was serving."""
-        server = self._servers[index]
+    def restart(self, url: str, reason: str) -> list[ServerEvent]:
+        """End a server; `poll` restarts it as if it had died.  Returns the event of its end, if it was serving."""
+        server = self._named(url)
         if server.state in (State.STARTING, State.SERVING):
             return self._fail(server, server.process.died(f"is to start again: {reason}"), settles=False)
         return []
 
     def stop(self) -> None:
-        """End all: with their stop signals, then with SIGKILL."""
-        for server in self._servers:
-            server.process.ask_to_end()
-        for server in self._servers:
-            server.process.end()
+        """End all, at the same time."""
+        with ThreadPoolExecutor(max(1, len(self._servers)), thread_name_prefix="end") as threads:
+            watchdog.wait_for([threads.submit(server.process.end) for server in self._servers])
         self._askers.shutdown(wait=False, cancel_futures=True)
 
     def _look_at(self, server: _Watched) -> list[ServerEvent]:
-        """Update the state of a server whose process should be alive."""
         failure, answered = _news(server)
         if failure is not None:
             return self._fail(server, failure)
@@ -328,32 +319,28 @@ class Servers:
         return []
 
     def _ask(self, server: _Watched, question: Callable[[float], None], limit_s: float) -> None:
-        """Start a health check in a thread; `_news` reads its result."""
         server.asked = time.monotonic()
         server.answer = self._askers.submit(question, limit_s)
 
     def _fail(self, server: _Watched, failure: ServerDied, *, settles: bool = True) -> list[ServerEvent]:
-        """End a server and decide whether it is restarted.
-
-        `settles`: reset the count of restarts if it served for `settled_after_s`; False for a restart on request.
-        """
+        """End a server, for a restart if it has one left.  `settles`: False for a restart on request."""
         was_serving = server.state is State.SERVING
         if settles:
             self._forgive(server)
-        server.process.end(grace_s=0)
+        server.process.end()
         server.answer = None
-        if server.restarts >= self._patience.max_restarts:
-            return [self._enter(server, State.OUT, f"after {server.restarts} restarts, {failure}")]
+        if server.restarts.are_used_up:
+            return [self._enter(server, State.OUT, f"after {server.restarts.count} restarts, {failure}")]
         event = self._enter(server, State.RESTING, str(failure))
         return [event] if was_serving else []
 
     def _forgive(self, server: _Watched) -> None:
         """Count its restarts anew if it has served for long."""
-        if server.state is State.SERVING and time.monotonic() - server.since >= self._patience.settled_after_s:
-            server.restarts = 0
+        if server.state is State.SERVING:
+            server.restarts.note_run(time.monotonic() - server.since)
 
-    def _rest(self, server: _Watched) -> float:
-        return min(_LONGEST_REST_S, self._patience.rest_s * 2**server.restarts)
+    def _has_rested(self, server: _Watched) -> bool:
+        return time.monotonic() - server.since >= server.restarts.next_rest_s
 
     def _start_again(self, server: _Watched) -> list[ServerEvent]:
         try:
@@ -361,14 +348,13 @@ class Servers:
         except MachineGone:  # not counted as a restart: wait for its machine
             server.since = time.monotonic()
             return []
-        server.restarts += 1
+        server.restarts.count += 1
         if failure:
             return self._fail(server, failure)
         self._await_start(server)
         return []
 
     def _await_start(self, server: _Watched) -> None:
-        """Its process has been started: ask it until it serves."""
         self._enter(server, State.STARTING)
         self._ask(server, server.process.wait_until_serving, self._patience.start_timeout_s)
 

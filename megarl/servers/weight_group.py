@@ -1,8 +1,8 @@
 """The process group for weight sync from trainer ranks to one server: rank 0 sends, the others receive.
 
-It is independent of torch's default group, which may exist or not. The rendezvous is a store at
-`master_address:master_port`, which rank 0 hosts at that address only. The store prefixes have the same order as in
-SGLang's `init_custom_process_group`, so that a stock server can join.
+It is independent of torch's default group. Its members meet in a store that rank 0 hosts and that needs the servers'
+key. SGLang without our plug-in knows only torch's own store, whose prefixes have the order of SGLang's
+`init_custom_process_group`.
 """
 
 from __future__ import annotations
@@ -17,35 +17,58 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megarl.io.auth import derived
+from megarl.io.sockets import listen
+from megarl.processes.store import SealedStore, StorePlace, keep
+
+KEY_VARIABLE = "MEGARL_WEIGHT_GROUPS_KEY"  # in the processes of a server
 _environment = threading.Lock()
 
 
+def groups_key(server_token: str) -> str:
+    """The key of the stores of weight groups, from the servers' key: trainer and server both know it."""
+    return derived(server_token, "weight groups")
+
+
+def join_store(address: str, port: int, group_name: str, world_size: int, timeout_s: float, key: str) -> SealedStore:
+    """Returns when all members have come; `key`: see groups_key.  Raises RuntimeError: torch's DistError is one."""
+    return SealedStore(StorePlace(f"{address}:{port}", derived(key, group_name)), timeout_s, world_size)
+
+
+class StockHost:
+    """Hosts torch's own store, for a server that knows no other: everybody can write there until it is shut."""
+
+    def __init__(self, address: str) -> None:
+        listener = listen(address)
+        self._address, self.port, *_ = listener.getsockname()
+        self._descriptor = listener.detach()  # torch's from then on: it closes it with the store
+        self._store: dist.Store | None = None
+
+    def store(self, world_size: int, timeout_s: float) -> dist.Store:
+        limit, fd = timedelta(seconds=timeout_s), self._descriptor
+        self._store = dist.TCPStore(self._address, self.port, world_size, True, limit, master_listen_fd=fd)
+        return self._store
+
+    def shut(self) -> None:
+        """Replace its listening socket by an unreachable one: torch has no call for this."""
+        if self._store is not None:
+            with socket.socket() as unreachable:
+                os.dup2(unreachable.fileno(), self._descriptor, inheritable=False)
+        self._store = None
+
+    close = shut
+
+
 def join_weight_group(
-    master_address: str,
-    master_port: int,
-    rank: int,
-    world_size: int,
-    group_name: str,
-    backend: str = "gloo",
-    timeout_s: float = 300.0,
-    listener: socket.socket | None = None,
+    store: dist.Store, rank: int, world_size: int, group_name: str, backend: str = "gloo", timeout_s: float = 300.0
 ) -> dist.ProcessGroup:
     """Join, and return when all `world_size` members have.
 
-    `listener`: required from rank 0, a socket that listens at that address; it is consumed. Without one torch would
-    listen on every interface. `timeout_s`: of the rendezvous and of every later collective. Raises RuntimeError
-    (torch's DistError is one) after the timeout, ValueError if this process has a group of that name. Use
-    `dist.broadcast(tensor, src=0, group=group)`.
+    `timeout_s`: of the rendezvous and of every later collective. Raises RuntimeError (torch's DistError is one) after
+    the timeout, ValueError if this process has a group of that name. Use `dist.broadcast(tensor, src=0, group=group)`.
     """
     if group_name in c10d._world.pg_names.values():
         raise ValueError(f"group_name={group_name!r}: this process has such a group already, expected a new name")
-    timeout = timedelta(seconds=timeout_s)
-    if (listener is not None) != (rank == 0):
-        raise ValueError(f"rank={rank}: expected a listener from rank 0, which hosts the store, and from no other")
-    descriptor = None if listener is None else listener.detach()
-    store = dist.TCPStore(
-        master_address, master_port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
-    )
     with _failures_survived() if backend == "nccl" else nullcontext():
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -54,10 +77,11 @@ def join_weight_group(
             c10d.Backend(backend),
             c10d.PrefixStore(group_name, store),
             group_name=c10d.GroupName(group_name),
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
         )
     # dist.broadcast translates `src` by this table: here the ranks of the group are also the global ranks.
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    keep(group, store)
     return group
 
 

@@ -1,7 +1,7 @@
 """The algorithm of a run as plain values: estimator, loss, corrections, filters and the KL controller.
 
 Made from the configuration before any process starts, after the plug-ins are loaded.  The signatures of estimators and
-losses tell which data they need; settings that contradict these needs are refused here.
+losses show which data they need; settings that contradict these needs are refused here.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import FULL, AdaptiveKL, FixedKL, kl_estimate, make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from megarl.algo.rehearsal import rehearse
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
-from megarl.batch import Batch, Stats
+from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.config import Config, names, schema
 from megarl.config.old_log_probs import why_own_pass
 from megarl.config.settings import show
 from megarl.config.validate.algorithms import bypass_contradictions, other_layout
 from megarl.config.validate.models import config_of_folder
-from megarl.roles.handles import Update
-from megarl.rollout.prefetch import Filter
-from megarl.routed_experts import ROUTED_EXPERTS
+from megarl.roles.settings import Update
+from megarl.rollout.group_filter import Filter
+from megarl.samples.batch import Batch, Stat, Stats
 
 REFERENCE = "ref"  # the role of the reference
 # Keys of the `algorithm` group, and the arguments through which an estimator reads them.
@@ -77,24 +78,41 @@ class Algorithm:
             return 1.0
         return max(0.0, 1 - self.actor.prompts_per_step / num_prompts)
 
-    def shape(self, batch: Batch) -> tuple[Batch, Stats]:
-        """Apply the penalty and the filter of overlong completions."""
+    def shape(self, batch: Batch, seed: int) -> tuple[Batch, Stats]:
+        """Shuffle the rewards in the control experiment; apply the penalty and the filter of overlong completions."""
         stats: Stats = {}
+        if self.shuffle_rewards:
+            batch = shuffle_rewards(batch, seed)
         for shaping in self.shaping:
             batch, found = shaping(batch)
             stats |= found
         return batch, stats
+
+    def update_kl(self, stats: Stats) -> None:
+        """Update the controller of the KL coefficient with the KL penalty of a step."""
+        current: Stat | None = stats.get("actor/reward_kl_penalty")
+        if current is not None:
+            self.kl.update(current.result(), int(current.weight))
+
+
+def shuffle_rewards(batch: Batch, seed: int) -> Batch:
+    """The control experiment: the same rewards, assigned to random samples; those of turns only in their sum."""
+    order = torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(seed))
+    batch = replace(batch, columns={name: c for name, c in batch.columns.items() if name != "turn_rewards"})
+    return batch.with_per_sequence(
+        **{name: batch.per_sequence[name][order] for name in ("score", "reward_parts") if name in batch.per_sequence}
+    )
 
 
 def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, one sentence, for settings that the loss layer refuses."""
     algorithm = config.algorithm
     actor, reads = actor_update(config), _read_by_advantages(config)
-    learns_values, kl = "values" in reads, algorithm.kl_ctrl
+    learns_values, kl, groups = "values" in reads, algorithm.kl_ctrl, algorithm.filter_groups
     asked = keyword_names(ADV_ESTIMATORS[algorithm.adv_estimator])
     return Algorithm(
         actor=actor,
-        critic=critic_update(config) if learns_values else None,
+        critic=_update(config.critic, CriticLoss(config.critic.cliprange_value)) if learns_values else None,
         advantages=_advantages(config),
         correction=Correction(**vars(algorithm.rollout_correction)),
         max_age=config.rollout.max_age,
@@ -109,7 +127,7 @@ def make_algorithm(config: Config) -> Algorithm:
         reads_reference="ref_log_probs" in reads | set(actor.loss.columns),
         wants_greedy="greedy_score" in reads,
         reward_parts=tuple(algorithm.reward_weights) if "reward_parts" in asked else (),
-        keep=_filter(config),
+        keep=Filter(groups.metric, groups.refill, groups.max_num_gen_batches) if groups.enable else None,
         kl=make_kl_controller(kl.type, kl_coef=kl.kl_coef, target_kl=kl.target_kl, horizon=kl.horizon),
         critic_warmup=config.trainer.critic_warmup if learns_values else 0,
         shuffle_rewards=config.reward.shuffle,
@@ -187,16 +205,11 @@ def _rehearse_kl(name: str) -> None:
 
 def _advantages(config: Config) -> dict[str, Any]:
     algorithm = config.algorithm
+    same = ("adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty")
     return {
-        "adv_estimator": algorithm.adv_estimator,
+        **{name: getattr(algorithm, name) for name in (*same, "advantage_clip")},
         "adv_estimator_args": dict(algorithm.adv_estimator_args),
         "reward_weights": tuple(algorithm.reward_weights.values()),
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-        "use_kl_in_reward": algorithm.use_kl_in_reward,
-        "kl_penalty": algorithm.kl_penalty,
-        "advantage_clip": algorithm.advantage_clip,
     }
 
 
@@ -210,11 +223,6 @@ def _shaping(config: Config) -> tuple[Shaping, ...]:
     if config.algorithm.overlong_filtering:
         out.append(overlong_filter)
     return tuple(out)
-
-
-def _filter(config: Config) -> Filter | None:
-    how = config.algorithm.filter_groups
-    return Filter(how.metric, how.refill, how.max_num_gen_batches) if how.enable else None
 
 
 def actor_update(config: Config) -> Update:
@@ -234,6 +242,7 @@ def actor_update(config: Config) -> Update:
         use_rollout_weight=algorithm.rollout_correction.level is not None,
         distillation=_distillation(config),
     )
+    rehearse(loss)
     loss.require_agg_mode(actor.loss_agg_mode)
     how, entry = algorithm.rollout_correction, POLICY_LOSSES[loss.policy_loss]
     for sentence in bypass_contradictions(config, uses_ratio=entry.uses_ratio, uses_old=entry.uses_old):
@@ -251,11 +260,6 @@ def _distillation(config: Config) -> Distillation | None:
     if not config.teachers or how.form != "loss":
         return None
     return Distillation(how.divergence, how.beta, how.top_k is not None, tuple(config.teachers))
-
-
-def critic_update(config: Config) -> Update:
-    """The critic's update from the configuration."""
-    return _update(config.critic, CriticLoss(config.critic.cliprange_value))
 
 
 def _update(role: Any, loss: ActorLoss | CriticLoss) -> Update:

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from megarl.arch.projections import chosen, projections_of
 from megarl.config.names import RIGHT_OR_WRONG
 from megarl.config.validate.lora import partly_loaded_by_peft
 from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import trained_names
-from megarl.durable_files import write_text
-from megarl.metrics.evaluation.audit import outcome
-from megarl.metrics.evaluation.evaluation import Mean
-from megarl.metrics.report import Answer, prompt_text, samples_table, write_summary
+from megarl.io.durable_files import kept, kept_text
+from megarl.io.terminal import pages
+from megarl.metrics.computing.audit import outcome
+from megarl.metrics.computing.evaluation import Mean
+from megarl.metrics.computing.samples import Answer, prompt_text, samples_table, write_summary
 from megarl.metrics.trackers.console import warn
-from megarl.projections import chosen, projections_of
-from megarl.terminal import pages
 from megarl.trainer.build import model_folder
-from megarl.trainer.checks.reward_rows import chosen_rewards
+from megarl.trainer.checks.rewards import chosen_rewards
+from megarl.trainer.collectors import make_rewards, reward_settings
 from megarl.trainer.evaluation.evaluate import Evaluation
+from megarl.trainer.evaluation.in_training import BEFORE
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
-from megarl.trainer.observed.run_log import Totals
 from megarl.trainer.run import Run
 
-BEFORE = "answers_before.json"
 NUM_ANSWERS = 12
 PAGE = """# {name}
 
@@ -43,7 +43,7 @@ PAGE = """# {name}
 | `timeline.jsonl` | of every step: its stages in time, and the seconds of every rank |
 | `visits.jsonl` | of every step: which visits of prompts were trained, filtered by dynamic sampling, lost, skipped |
 | `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
-| `logs/` | what ranks, servers and the collector wrote |
+| `logs/` | the output of ranks, servers and the collector |
 
 {answers}"""
 
@@ -54,42 +54,33 @@ MORE = {  # files that only some runs have
 }
 
 
-def remember(folder: Path, before: Evaluation) -> None:
-    """Save the answers of the untrained model for the comparison at the end, which may run in another process."""
-    accuracy = before.accuracy
-    content = {"score": before.mean.value, "is_share": before.is_share, "answers": before.answers()}
-    content["accuracy"] = None if accuracy is None else accuracy.value
-    write_text(folder / BEFORE, json.dumps(content))
-
-
-def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
+def finish(run: Run, after: Evaluation) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
-    console = pages()
-    run.trackers.stage("writing the model")
+    plan, config, folder, console = run.plan, run.plan.config, run.plan.folder, pages()
+    run.log.trackers.stage("writing the model")
     run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
-    run.roles.actor.export(run.dir / "hf", adapter=run.dir / "adapter" if run.config.actor.lora.rank else None)
+    hf, adapter = folder / "hf", folder / "adapter" if config.actor.lora.rank else None
+    kept(hf, lambda: run.roles.actor.export(hf, adapter=adapter))
     if _is_partly_loaded(run):
         console.print(
             "warning: peft loads adapter/ without its adapters of dense feed-forwards and shared experts; hf/ has all",
             style="yellow",
         )
-    is_checked = run.val_prompts and run.config.trainer.check_export and after.groups
+    is_checked = plan.val_prompts and config.trainer.check_export and after.groups
     again = _score_of_export(run) if is_checked else None
-    summary: dict[str, Any] = {"steps": run.num_steps}
-    summary |= run.shortened
-    summary["rewards"] = run.config.reward.fn
-    if rewards := chosen_rewards(run.config, run.prompts.questions):
+    summary: dict[str, Any] = {"steps": plan.num_steps, **plan.shortened, "rewards": config.reward.fn}
+    if rewards := chosen_rewards(config, plan.prompts.questions):
         summary["rewards_by_data_source"] = rewards
-    before_file = run.dir / BEFORE
+    before_file = folder / BEFORE
     before = json.loads(before_file.read_text()) if before_file.exists() else None
     markdown = ""
-    if audit := run.config.reward.audit:
+    if audit := config.reward.audit:
         failed, called = after.audits
-        said = outcome(audit, run.audit.last, failed, called)
+        said = outcome(audit, run.log.audit.last, failed, called)
         summary["audit"] = {"outcome": said, "answers": called, "failed": failed}
         markdown = f"{said}\n\n"
-        console.print(said, highlight=False, markup=False)
-    if run.val_prompts:
+        console.print(said)
+    if plan.val_prompts:
         has_score = bool(after.groups)  # else no reward could score its answers
         is_share = _is_share(run, before, after)
         name = "accuracy" if is_share else "score"  # a share of right answers, or a mean of rewards
@@ -101,18 +92,18 @@ def finish(run: Run, after: Evaluation, totals: Totals) -> dict[str, Any]:
         summary["evaluated_version"] = after.version
         if again is not None:
             summary[f"{name}_transformers"] = score = _checked(again, run)
-            if score is not None and abs(score - after.mean.value) > 1.5 / len(run.val_prompts):
+            if score is not None and abs(score - after.mean.value) > 1.5 / len(plan.val_prompts):
                 console.print("warning: hf/ scores otherwise in transformers than the server did", style="yellow")
         if has_score:
             table, answers = samples_table(_answers(run, before, after))
-            (run.dir / "answers.md").write_text(answers)
+            kept_text(folder / "answers.md", answers)
             markdown += answers
             console.print(table)
-    more = "".join(row for name, row in MORE.items() if (run.dir / name).exists())
-    page = PAGE.format(name=run.config.trainer.experiment_name, answers=markdown, more=more)
-    (run.dir / "README.md").write_text(page)
-    summary |= totals.state_dict() | {"servers_died": run.server_manager.counts["servers_died"]}
-    write_summary(run.dir / "summary.json", summary)
+    more = "".join(row for name, row in MORE.items() if (folder / name).exists())
+    page = PAGE.format(name=config.trainer.experiment_name, answers=markdown, more=more)
+    kept_text(folder / "README.md", page)
+    summary |= run.log.totals.state_dict() | {"servers_died": run.server_manager.counts["servers_died"]}
+    kept(folder, lambda: write_summary(folder / "summary.json", summary))
     console.print_json(data=summary)
     return summary
 
@@ -123,7 +114,7 @@ def _is_share(run: Run, before: dict[str, Any] | None, after: Evaluation) -> boo
     All rewards are 0 or 1, and not all 0: those may be of any scale, unless the reward is known to be right or wrong.
     """
     has_right = after.mean.value > 0 or (before is not None and before["score"] > 0)
-    is_known = not run.config.has_agents and set(trained_names(run.config)) <= RIGHT_OR_WRONG
+    is_known = not run.plan.config.has_agents and set(trained_names(run.plan.config)) <= RIGHT_OR_WRONG
     return after.is_share and (before is None or before["is_share"]) and (has_right or is_known)
 
 
@@ -135,26 +126,33 @@ def _compared(name: str, before: dict[str, Any] | None, after: Mean | None) -> d
 
 def _is_partly_loaded(run: Run) -> bool:
     """Whether the run writes an adapter of which PEFT leaves out a part."""
-    lora = run.config.actor.lora
+    lora = run.plan.config.actor.lora
     if not lora.rank:
         return False
-    hf = config_of_folder(model_folder(run.config.model.path))
+    hf = config_of_folder(model_folder(run.plan.config.model.path))
     return partly_loaded_by_peft(hf, set(chosen(lora.targets, projections_of(hf))))
 
 
 def _score_of_export(run: Run) -> TransformersScore:
     # The run is over: an answer without a score must not take what is there.
-    on_error = "zero" if run.config.reward.on_error == "zero" else "unscored"
-    rewards = run.maker_of_rewards(on_error=on_error, audit=None)
-    task = Task(str(run.dir / "hf"), run.val_prompts, rewards, run.config.rollout.val_kwargs.max_response_length)
-    log = run.dir / "logs" / "check_export.log"
-    return TransformersScore(task, log, silence_s=run.config.trainer.call_timeout_s)
+    on_error = "zero" if run.plan.config.reward.on_error == "zero" else "unscored"
+    site = run.infrastructure  # no collector asks for these rewards
+    make = make_rewards(run.plan.config, 1, reward_url=site.reward_url, token=site.server_token)
+    rewards = partial(make, settings=replace(reward_settings(run.plan.config, 1), on_error=on_error, audit=None))
+    task = Task(
+        str(run.plan.folder / "hf"),
+        run.plan.val_prompts,
+        rewards,
+        run.plan.config.rollout.val_kwargs.max_response_length,
+    )
+    log = run.plan.folder / "logs" / "check_export.log"
+    return TransformersScore(task, log, silence_s=run.plan.config.trainer.call_timeout_s)
 
 
 def _checked(again: TransformersScore, run: Run) -> float | None:
     """The score of hf/ in transformers; None, after a warning, without one: the results of a run do not need it."""
     try:
-        return again.wait(partial(run.trackers.stage, "checking hf/"))
+        return again.wait(partial(run.log.trackers.stage, "checking hf/"))
     except RuntimeError as error:
         warn(f"trainer.check_export=true: hf/ is written, and its check failed: {error}")
         return None
@@ -162,7 +160,7 @@ def _checked(again: TransformersScore, run: Run) -> float | None:
 
 def _answers(run: Run, before: dict[str, Any] | None, after: Evaluation) -> list[Answer]:
     then = {answer["uid"]: answer for answer in before["answers"]} if before else {}
-    nothing = {"text": "", "reward": 0.0}
+    nothing = {"text": "", "reward": None}
     return [
         Answer(
             prompt=prompt_text(prompt),
@@ -172,5 +170,5 @@ def _answers(run: Run, before: dict[str, Any] | None, after: Evaluation) -> list
             reward_before=then.get(prompt.uid, nothing)["reward"],
             reward_after=now["reward"],
         )
-        for prompt, now in list(zip(run.val_prompts, after.answers(), strict=True))[:NUM_ANSWERS]
+        for prompt, now in list(zip(run.plan.val_prompts, after.answers(), strict=True))[:NUM_ANSWERS]
     ]

@@ -1,7 +1,7 @@
 """What a run does about numbers with which it must not train: it stops, skips the step, or goes back to a save.
 
 A bad number (algo/finite.py) comes from the ranks, for an optimizer step that none of them made; or from the driver,
-for a batch before its first step; or from a push, for weights.  Each one is said on the console in one line.
+for a batch before its first step; or from a push, for weights.  Each one is reported on the console in one line.
 """
 
 from __future__ import annotations
@@ -10,28 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.algo.finite import BadNumber
 from megarl.algo.spikes import Spike, Spikes
 from megarl.config import Config
 from megarl.config.names import ROLLBACK, SKIP
-from megarl.metrics.jsonl import append_lines, read_lines
+from megarl.metrics.reading.jsonl import ROLLBACKS, append_lines, read_lines
 from megarl.metrics.trackers.console import warn
 from megarl.roles.handles import Trainable
+from megarl.trainer.checkpoint.checkpoint import Checkpoint
 
-ROLLBACKS = "rollbacks.jsonl"  # {"step": of the save, "bad_step", "what", "skipped": [visits]}
 MAX_ROLLBACKS = 3  # to the same save; then the run stops
-
-
-class Save(Protocol):
-    """The part of a checkpoint that is used here."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def state(self) -> dict[str, Any]: ...
 
 
 class BadNumbers:
@@ -39,12 +29,12 @@ class BadNumbers:
 
     bad_numbers = BadNumbers("skip", folder)
     bad_numbers.begin(12, names, visits)          # a step; names of its samples, visits of its prompt groups
-    bad_numbers.judge(found)                      # says it and returns, or raises it
+    bad_numbers.judge(found)                      # reports it and returns, or raises it
     bad_numbers.skipped == [47]; bad_numbers.metrics["trainer/skipped_steps"] == 1.0
     """
 
     def __init__(self, on_nonfinite: str, folder: Path, *, epochs: int = 1, warn: Callable[[str], None] = warn) -> None:
-        """`on_nonfinite`: that of the configuration.  `folder`: of the run.  `epochs`: of the actor over a batch."""
+        """`folder`: of the run.  `epochs`: of the actor over a batch."""
         self._on_nonfinite, self._epochs, self._warn = on_nonfinite, epochs, warn
         self._file = folder / ROLLBACKS
         self._num_rollbacks = len(list(_rows(self._file)))
@@ -94,7 +84,7 @@ class BadNumbers:
         counts = {"skipped_steps": self._counts["skipped"], "spikes": self._counts["spikes"]}
         return {f"trainer/{name}": float(n) for name, n in (counts | {"rollbacks": self._num_rollbacks}).items()}
 
-    def roll_back(self, found: BadNumber, save: Save | None) -> None:
+    def roll_back(self, found: BadNumber, save: Checkpoint | None) -> None:
         """Write down that the run goes back to `save` (None: to its start), without this step's batch.
 
         Raises the number if the configuration does not roll back, if no batch had it, or if the run went back to the
@@ -112,8 +102,10 @@ class BadNumbers:
         self._warn(f"step {self._step}: {found}; {how}")
 
 
-def watch(roles: Mapping[str, Trainable], bad_numbers: BadNumbers, config: Config, save: Save | None = None) -> None:
-    """Let the roles tell of bad numbers, and of spikes if they are limited; `save`: what the run goes on from."""
+def watch(
+    roles: Mapping[str, Trainable], bad_numbers: BadNumbers, config: Config, save: Checkpoint | None = None
+) -> None:
+    """Let the roles report bad numbers, and spikes if they are limited; `save`: where the run resumes."""
     for name, role in roles.items():
         role.on_bad = bad_numbers.judge
         if config.trainer.spike_sigma is not None:
@@ -131,11 +123,6 @@ def spikes_of(roles: Mapping[str, Trainable]) -> dict[str, Any]:
 def left_out(folder: Path) -> list[int]:
     """The visits that a run's rollbacks left out."""
     return [visit for row in _rows(folder / ROLLBACKS) for visit in row["skipped"]]
-
-
-def forget_rollbacks(folder: Path) -> None:
-    """A run begins anew in this folder."""
-    (folder / ROLLBACKS).unlink(missing_ok=True)
 
 
 def _rows(file: Path) -> Iterable[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Makes the collectors of a run, the agents and rewards that run in them, and the server of a reward model."""
+"""Makes the collectors of a run, and the agents and rewards that run in them."""
 
 from __future__ import annotations
 
@@ -8,33 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
-import torch
-
-from megarl import sandbox
-from megarl.agents.episodes import Episodes, Settings
+from megarl.agents.episodes import AgentSettings, Episodes
 from megarl.agents.load import absolute_address, load_episode
-from megarl.agents.process import Job
+from megarl.agents.process import AgentProgram
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.settings import show
-from megarl.config.validate.rewards import names_of, starts_reward_server, trained_names
+from megarl.config.validate.rewards import names_of, trained_names
 from megarl.data.chat import load_tokenizer
 from megarl.data.template import ChatTemplate
 from megarl.metrics.trackers.console import warn
-from megarl.rewards import REWARDS, SERVICES, load_reward
-from megarl.rewards.scorer import Rewards
-from megarl.rewards.services.judge import Judge
+from megarl.rewards.scorer import Rewards, RewardSettings
+from megarl.rewards.services.judge import Judge, RewardModel, ScoredOnRanks
 from megarl.rewards.services.limit import Limit
-from megarl.rewards.services.model import RewardModel, ScoredOnRanks
 from megarl.rewards.services.service import api_key
-from megarl.rewards.surroundings import Surroundings
-from megarl.rollout.collect import Completions, MakeWriter
+from megarl.rewards.surroundings import Surroundings, check_sandbox
+from megarl.rollout.collect import Completions, MakeGenerator
+from megarl.rollout.collector.collector import CollectorSettings
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.wire_columns import EngineColumn
-from megarl.servers.launch import EngineLaunch
-from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.trainer.build import model_folder, num_token_ids, plugins, supervision
+from megarl.rollout.settings import GenerationSettings
+from megarl.trainer.build import model_folder, num_token_ids, plugins
 
 SERVERS_PER_COLLECTOR = 8
 
@@ -43,51 +37,41 @@ def make_collectors(
     config: Config,
     urls: Sequence[str],
     token: str,
-    *,
+    generation: GenerationSettings,
     reward_url: str | None = None,
-    fenced: bool = False,
-    reports_unfit: bool = False,
-    salted: bool = False,
-    dp_ranks: int = 1,
-    columns: Sequence[EngineColumn] = (),
 ) -> Collectors:
-    """The collectors of a run, started; `fenced`: they send requests to a server only once that is trusted.
-
-    `reports_unfit`: they take servers that hang, fail or are slow out of service, and somebody starts these again.
-    `reward_url`: see make_rewards.  `salted`: all servers know salts of their prefix caches, and need them because they
-    keep their KV in a push.  `dp_ranks`: data-parallel ranks of each server.  `columns`: what is to travel with the
-    tokens of every completion.
-    """
+    """The collectors of a run, started.  `generation`: see generation_settings.  `reward_url`: see make_rewards."""
     rollout = config.rollout
     servers = max(len(urls), len(rollout.urls) or rollout.num_servers)
     count = min(len(urls), rollout.num_collectors or -(-len(urls) // SERVERS_PER_COLLECTOR))
     in_flight = rollout.max_in_flight or servers * rollout.max_running_requests
-    return Collectors(
-        urls=urls,
-        token=token,
-        tokenizer_path=model_folder(config.model.tokenizer_path),
-        make_scorer=make_rewards(config, count, reward_url=reward_url, token=token),
-        make_writer=make_writer(config, count),
-        num_collectors=count,
-        piece_tokens=rollout.piece_tokens,
+    settings = CollectorSettings(
+        tuple(urls),
+        token,
+        model_folder(config.model.tokenizer_path),
+        replace(generation, max_in_flight=-(-in_flight // count)),
+        make_rewards(config, count, reward_url=reward_url, token=token),
+        config.trainer.run_dir / "logs" / "collector.log",
+        make_generator(config, count),
+    )
+    joined_slots = 0 if rollout.max_in_flight else rollout.max_running_requests
+    return Collectors(settings, num_collectors=count, joined_slots=joined_slots, warn=warn)
+
+
+def generation_settings(config: Config) -> GenerationSettings:
+    """What the configuration alone says of requests; servers have to say the rest."""
+    rollout = config.rollout
+    return GenerationSettings(
         timeout_s=rollout.request_timeout_s,
-        max_in_flight=-(-in_flight // count),
-        log_path=config.trainer.run_dir / "logs" / "collector.log",
-        fenced=fenced,
-        salted=salted,
-        dp_ranks=dp_ranks,
+        piece_tokens=rollout.piece_tokens,
         joins=rollout.engine == "hf",  # in a request of several SGLang fails them all together
-        columns=columns,
         num_ids=num_token_ids(config),
-        reports_unfit=reports_unfit,
         slow_factor=rollout.slow_factor,
-        joined_slots=0 if rollout.max_in_flight else rollout.max_running_requests,
-        warn=warn,
     )
 
 
-def make_writer(config: Config, num_collectors: int) -> MakeWriter:
-    """What writes the samples of one of so many collectors, which share the processes of agents.  Can be pickled.
+def make_generator(config: Config, num_collectors: int) -> MakeGenerator:
+    """The generator of the samples of one of so many collectors, which share the processes of agents.  Can be pickled.
 
     Raises ValueError for a variable that is not set.
     """
@@ -96,7 +80,7 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
         return partial(Completions, special_tokens=config.reward.special_tokens)
     assert agent.max_tokens is not None, "it is resolved"
     environment = variables("agent.environment", agent.environment)
-    settings = Settings(
+    settings = AgentSettings(
         job_of(config),
         history=agent.history,
         tool_parser=agent.tool_parser,
@@ -115,10 +99,10 @@ def make_writer(config: Config, num_collectors: int) -> MakeWriter:
     return partial(Episodes, settings)
 
 
-def job_of(config: Config) -> Job:
+def job_of(config: Config) -> AgentProgram:
     """The agent of a run, with absolute paths, which are valid in any working directory."""
     fn = None if config.agent.fn is None else absolute_address(config.agent.fn)
-    return Job(fn, tuple(config.agent.command), config.agent.args)
+    return AgentProgram(fn, tuple(config.agent.command), config.agent.args)
 
 
 def check_agents(config: Config) -> str:
@@ -144,25 +128,12 @@ def check_agents(config: Config) -> str:
     return f"agent.history=generated: {reason}; such prompts are rendered as a whole, and begin rows of their own"
 
 
-def check_rewards(config: Config) -> None:
-    """Raises ValueError for a user's function that does not load, a variable that is not set, and without a sandbox."""
-    surroundings(config)
-    for fn in names_of(config):
-        if fn in SERVICES:
-            api_key(f"reward.{fn}.api_key_env", getattr(config.reward, fn).api_key_env)
-        elif not isinstance(REWARDS.get(fn), str):  # from a file or a plug-in
-            load_reward(fn)
-
-
 def surroundings(config: Config) -> Surroundings:
     """What surrounds rewards in their processes.  Raises ValueError for a variable that is not set, or no sandbox."""
     reward = config.reward
     environment = variables("reward.environment", reward.environment)
     if any(fn in REWARDS_OF_CODE for fn in names_of(config)):
-        try:
-            sandbox.check(reward.sandbox)
-        except sandbox.SandboxError as error:
-            raise ValueError(f"reward.sandbox={reward.sandbox}: {error}") from error
+        check_sandbox(reward.sandbox)
     return Surroundings(reward.memory_mb, reward.file_mb, reward.sandbox, environment)
 
 
@@ -172,6 +143,20 @@ def variables(key: str, names: Sequence[str]) -> dict[str, str]:
     if missing:
         raise ValueError(f"{key}=[{missing[0]}]: this environment has no variable of that name")
     return {name: os.environ[name] for name in names}
+
+
+def reward_settings(config: Config, num_collectors: int) -> RewardSettings:
+    """Of each of so many collectors."""
+    reward = config.reward
+    return RewardSettings(
+        weights=reward.weights,
+        by_data_source=reward.by_data_source,
+        audit=reward.audit,
+        num_workers=-(-reward.num_workers // num_collectors),
+        timeout_s=reward.timeout_s,
+        on_error=reward.on_error,
+        plugins=plugins(config),
+    )
 
 
 def make_rewards(
@@ -188,7 +173,7 @@ def make_rewards(
         None if reward.per_minute is None else reward.per_minute / num_collectors,
         reward.retries,
         reward.request_timeout_s,
-        reward.start_timeout_s,
+        config.rollout.start_timeout_s,
     )
     # Keys are read here: collectors do not have the run's environment.
     services: dict[str, Callable[..., Judge | RewardModel | ScoredOnRanks]] = {}
@@ -199,56 +184,14 @@ def make_rewards(
     if config.scores_on_ranks:
         services["model"] = partial(ScoredOnRanks, is_alone=len(trained_names(config)) == 1)
     elif "model" in names_of(config):
-        folder = model_folder(reward.model.path or "", "reward.model.path")
+        folder = model_folder(reward.model.path, "reward.model.path")
         key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)
         services["model"] = partial(RewardModel, folder, reward_url or reward.model.url or "", key=key)
     return partial(
         Rewards,
         tuple(reward.fn),
-        weights=reward.weights,
-        by_data_source=reward.by_data_source,
-        audit=reward.audit,
-        num_workers=-(-reward.num_workers // num_collectors),
-        timeout_s=reward.timeout_s,
-        on_error=reward.on_error,
-        plugins=plugins(config),
+        settings=reward_settings(config, num_collectors),
         make_limit=limit,
         services=services,
         surroundings=surroundings(config),
     )
-
-
-def make_reward_server(config: Config, token: str) -> Servers | None:
-    """The server of the reward model, not yet started; None if the run needs none of its own.
-
-    It is our own server, whose scores are those of transformers: SGLang 0.5.23 gave other ones for a Qwen3 model with a
-    `score` head.  Nothing is ever pushed to it.
-    Raises ValueError if the machine has GPUs and none is chosen for it.
-    """
-    if not starts_reward_server(config):
-        return None
-    rollout, model, device = config.rollout, config.reward.model, config.trainer.device
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    if gpus and not (model.first_gpu is not None and model.first_gpu < gpus):
-        raise ValueError(
-            f"reward.model.first_gpu={model.first_gpu}: expected the GPU of the reward model's server, 0 to {gpus - 1}"
-        )
-    patience = replace(supervision(config), start_timeout_s=config.reward.start_timeout_s)
-    launch = EngineLaunch(
-        "hf",
-        model_folder(model.path or "", "reward.model.path"),
-        scores=True,
-        dtype=rollout.dtype,
-        max_running_requests=config.reward.concurrency,
-        device=None if device == "auto" else device,
-        first_gpu=model.first_gpu,
-        memory_fraction=model.memory_fraction,
-    )
-    return Servers([launch], token, config.trainer.run_dir / "logs" / "reward_model", patience)
-
-
-def look_after(server: Servers, whose: str) -> None:
-    """Restart a server that died.  Raises ServerDied if it may not be restarted any more."""
-    events = server.poll()
-    if State.OUT in server.states:
-        raise ServerDied(f"the server of {whose} is gone; {events[-1].reason if events else 'see its log'}")

@@ -13,20 +13,25 @@ from typing import Self
 import torch
 
 from megarl.config import Config
-from megarl.machines import NodeLost, Nodes
-from megarl.machines.joining import Door
-from megarl.machines.meeting import announce, forget
-from megarl.network.auth import given_token, needed_token, server_token
+from megarl.group.failures import OutOfMemory, PortsBlocked
+from megarl.io.auth import given_token, needed_token, server_token
+from megarl.io.terminal import say
+from megarl.machines.joining import JoinListener
+from megarl.machines.member import NodeLeft
+from megarl.machines.nodes import NodeLost, Nodes, announce, forget
 from megarl.processes.failure_report import write_report
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
-from megarl.terminal import sentences
-from megarl.trainer.build import check_gpus, make_nodes, make_servers
-from megarl.trainer.collectors import look_after, make_reward_server
-from megarl.trainer.servers.abilities import Told, ask_servers
+from megarl.trainer.servers.abilities import ServerInfoByUrl, ask_servers
 from megarl.trainer.servers.colocation import Colocation, uses_gpus
-from megarl.trainer.servers.teacher_servers import make_teacher_servers
+from megarl.trainer.servers.make_servers import (
+    check_gpus,
+    look_after,
+    make_reward_server,
+    make_servers,
+    make_teacher_servers,
+)
 
 
 @contextmanager
@@ -39,13 +44,13 @@ def _on_machines() -> Iterator[None]:
 
 
 class Infrastructure:
-    """Example: with Infrastructure(config) as infrastructure, Run(config, infrastructure) as run: ..."""
+    """Example: with Infrastructure(config) as infrastructure: servers = infrastructure.serve()"""
 
     nodes: Nodes | None = None  # None: the run uses this machine only
     router: Router | None = None  # with rollout.router: generation requests go to it
-    door: Door | None = None  # with rollout.join: servers join and leave the run there
+    door: JoinListener | None = None  # with rollout.join: servers join and leave the run there
     reward_url: str | None = None  # of the reward model's server, if the run starts one
-    _begun: Servers | None = None  # that nobody has waited for yet
+    _begun: Servers | None = None  # that are starting
     _servers: Servers | None = None
 
     def __init__(self, config: Config, *, trains: bool = True, serves: bool = True) -> None:
@@ -73,25 +78,32 @@ class Infrastructure:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        if self.config.trainer.nnodes > 1:
-            self.nodes = make_nodes(self.config, self._token)
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            if self.config.trainer.nnodes > 1:
+                trainer = self.config.trainer
+                self.nodes = Nodes(
+                    trainer.nnodes,
+                    trainer.n_gpus_per_node,
+                    trainer.master_addr,  # where the other nodes connect
+                    trainer.master_port,
+                    self._token,
+                    spares=trainer.spare_nodes,
+                    silence_s=trainer.silence_s,
+                )
                 stack.enter_context(self.nodes)
                 if self.config.trainer.master_port is None:
                     announce(self.config.trainer.run_dir, self.nodes.port)
                     stack.callback(forget, self.config.trainer.run_dir)
                 self._wait_for_nodes()
-                self._stack = stack.pop_all()
-        if self._trains and self.config.rollout.join:
-            with ExitStack() as stack:
-                stack.push(self._stack)
-                self.door = stack.enter_context(Door(self.config.rollout.join, self._token))
-                self._stack = stack.pop_all()
-        if not uses_gpus(self.config):
-            # Ranks and servers need the cores.  A pool of threads here would wake for each small tensor, and wait in
-            # loops for the next one: that took 1.6 ms of each torch.repeat_interleave, beside ranks on two cores.
-            self._stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)
+            if self._trains and self.config.rollout.join:
+                self.door = stack.enter_context(JoinListener(self.config.rollout.join, self._token))
+            if not uses_gpus(self.config):
+                # Ranks and servers need the cores.  A pool of threads here would wake for each small tensor, and wait
+                # in loops for the next one: that took 1.6 ms of each torch.repeat_interleave, beside ranks on two
+                # cores.
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(1)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -99,14 +111,11 @@ class Infrastructure:
     ) -> None:
         if self._begun is not None:
             self._begun.stop()
-        self._stack.__exit__(kind, error, trace)  # tells the other nodes the reason
+        self._stack.__exit__(kind, error, trace)  # reports the reason to the other nodes
 
     def _wait_for_nodes(self) -> None:
         if (nodes := self.nodes) is not None:
-            nodes.wait(
-                on_wait=lambda missing: _say(f"waiting for machines {missing} of {nodes.num_nodes}"),
-                on_replaced=lambda sentence: _say(f"warning: {sentence}"),
-            )
+            nodes.wait(on_wait=say, on_replaced=lambda sentence: say(f"warning: {sentence}"))
 
     def spawn_servers(self) -> None:
         """Start the processes of the servers, which load their model while the caller goes on; `serve` waits for them.
@@ -158,7 +167,7 @@ class Infrastructure:
         before = dict(zip(servers.urls, servers.pids, strict=True))
         try:
             for reason in servers.revive():
-                _say(f"warning: the run goes on without a server: {reason}")
+                say(f"warning: the run goes on without a server: {reason}")
         except MachineGone as error:
             raise NodeLost(f"servers could not be started again: {error}") from error
         if self.colocation is not None:
@@ -167,44 +176,48 @@ class Infrastructure:
                 if now.get(url) != pid:  # a new process holds all its memory, whatever the one before had released
                     self.colocation.forget(url)
 
-    def ask_servers(self) -> Told:
+    def ask_servers(self) -> ServerInfoByUrl:
         """What the servers say of themselves; one that says nothing starts again, and the run goes on with the others.
 
         Raises ServerDied if no server is left.
         """
         assert self._servers is not None, "there are no servers yet"
         while True:
-            told, silent = ask_servers(self._servers.serving, self.server_token)
+            answers, silent = ask_servers(self._servers.serving, self.server_token)
             for url, reason in silent.items():
-                _say(f"warning: {url} is out of service: {reason}")
-                self._servers.restart(self._servers.urls.index(url), reason)
+                say(f"warning: {url} is out of service: {reason}")
+                self._servers.restart(url, reason)
                 if self.colocation is not None:
                     self.colocation.forget(url)
-            if told:
-                return told
+            if answers:
+                return answers
             self._servers.wait_for_one()
 
     def _make_router(self) -> Router:
         log, rollout = self.config.trainer.run_dir / "logs" / "router.log", self.config.rollout
         return Router(self.server_token, log, request_timeout_s=rollout.request_timeout_s, python=rollout.sglang.python)
 
-    def forgive(self, error: Exception, step: int) -> None:
+    def allow_restart(self, error: Exception, step: int) -> None:
         """Count a failure of the ranks; raises it again after trainer.max_restarts restarts that made no progress.
 
-        `step`: finished iterations.  A run has made progress if it finished one that no start before had finished.
-        Returns when all machines are connected, so that the ranks can be restarted.
+        Where memory ended, one restart may help, as others on the machine may have taken it.  Ports that were blocked
+        from the start stay so.  `step`: finished iterations; more than at any failure before are progress.
+        Returns when all machines are connected, so that the ranks can be restarted.  A machine that left is no failure.
         """
-        allowed = self.config.trainer.max_restarts
+        if isinstance(error, NodeLeft):
+            say(f"warning: {error}")
+            return self._wait_for_nodes()
+        allowed = self.config.trainer.max_restarts or 0
         if step > self._furthest:
             self._furthest, self._in_vain = step, 0
-        if self._in_vain == allowed:
+        if isinstance(error, OutOfMemory):
+            allowed = min(allowed, 1)
+        elif isinstance(error, PortsBlocked) and not self._restarts:
+            allowed = 0
+        if self._in_vain >= allowed:
             raise error
         self._restarts, self._in_vain = self._restarts + 1, self._in_vain + 1
         where = write_report(error, self.config.trainer.run_dir / "logs" / f"restart_{self._restarts}.txt")
         count = f"{self._in_vain} of {allowed} without a new step"
-        _say(f"warning: {error}\nthe ranks are started again ({count}); {where}")
+        say(f"warning: {error}", f"the ranks are started again ({count}); {where}")
         self._wait_for_nodes()
-
-
-def _say(sentence: str) -> None:
-    sentences(stderr=True).print(sentence)

@@ -6,33 +6,33 @@ The loss is REINFORCE with an advantage of 1 on every response token: -log p, av
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from megarl.algo.finite import BadNumber
 from megarl.algo.loss import ActorLoss
-from megarl.batch import Batch
-from megarl.config import Config, to_yaml
+from megarl.config import Config
 from megarl.data.chat import load_tokenizer
+from megarl.data.prompts import RowSettings
 from megarl.data.sft import SftExamples
-from megarl.durable_files import write_text
-from megarl.group import Group, RankError
-from megarl.machines import NodeLost
-from megarl.metrics.jsonl import Series, read_series
-from megarl.metrics.report import write_summary
-from megarl.metrics.stats import finalise
-from megarl.metrics.timer import Timer
+from megarl.io.durable_files import kept
+from megarl.io.terminal import sentences
+from megarl.metrics.computing.samples import write_summary
+from megarl.metrics.computing.stats import finalise
+from megarl.metrics.computing.timer import Timer
+from megarl.metrics.reading.jsonl import Series, read_series
 from megarl.metrics.trackers.console import warn
-from megarl.metrics.trackers.status import end_noted
-from megarl.processes.presence import watched
+from megarl.metrics.trackers.trackers import Trackers
+from megarl.processes import watchdog
 from megarl.processes.signals import Signals
-from megarl.report.page import reported
-from megarl.roles.handles import Actor, Packing, Update
-from megarl.terminal import sentences
-from megarl.trainer.bad_numbers import BadNumbers, spikes_of, watch
+from megarl.roles.handles import Actor
+from megarl.roles.settings import LoadSettings, Packing, Update
+from megarl.samples.batch import Batch
+from megarl.trainer.bad_numbers import BadNumbers, spikes_of
 from megarl.trainer.build import (
     engine_settings,
     make_group,
@@ -40,19 +40,24 @@ from megarl.trainer.build import (
     model_folder,
     num_token_ids,
     optim_settings,
-    start_trackers,
     stop_ids,
 )
-from megarl.trainer.checkpoint.checkpoint import Checkpoint, find, restore, save_before
-from megarl.trainer.checkpoint.manifest import Damaged
+from megarl.trainer.checkpoint.checkpoint import Checkpoint, to_resume
 from megarl.trainer.checkpoint.resume import announce, require_state
-from megarl.trainer.checkpoint.retention import Retention
-from megarl.trainer.checkpoint.save_times import SaveTimes, saved
-from megarl.trainer.checkpoint.saver import Saver
-from megarl.trainer.checks.machine import lacks_memory, memory_on_cpu
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.observed.profile import check_profile, profiled
-from megarl.trainer.owner import owned
+from megarl.trainer.predictions import lacks_memory, memory_on_cpu
+from megarl.trainer.resumable import (
+    Attempt,
+    Plan,
+    SaveTimes,
+    due,
+    open_trackers,
+    own_folder,
+    report_results,
+    take_up,
+    to_the_end,
+)
+from megarl.trainer.telemetry.profile import check_profile, profiled
 
 VAL_LOSS = "val/loss"
 AVERAGED = 5  # losses of steps, whose batches differ
@@ -65,27 +70,25 @@ def sft(config: Config) -> dict[str, Any]:
 
     Resumes, and starts failed ranks again, as `megarl train` does.  Raises Terminated after SIGTERM.
     """
-    folder = config.trainer.run_dir
-    with owned(folder), end_noted(folder), reported(folder):
-        return _sft(config)
-
-
-def _sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
-    with Signals(trainer.term_grace_s) as signals:
-        make_mini_model(config)
-        if sentence := lacks_memory(memory_on_cpu(config, "sft")):
+    with own_folder(config):
+        with Signals(trainer.term_grace_s) as signals:
+            make_mini_model(config)
+            if sentence := lacks_memory(memory_on_cpu(config, "sft")):
+                warn(sentence)
+            examples = read_examples(config, "sft.train_files", config.sft.train_files)
+            held_out = read_examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
+            steps = training_steps(config, examples)
+            with watchdog.watch(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
+                resume = to_resume(trainer, warn)
+                plan = SftPlan(config, steps, resume, examples, held_out, examples.state_dict())
+                opened = partial(open_sft, infrastructure=infrastructure, signals=signals)
+                summary = to_the_end(plan, opened, SftRun.train, signals, infrastructure)
+        metrics = trainer.run_dir / "metrics.jsonl"
+        if metrics.exists() and (sentence := hardly_moved(read_series(metrics), config.actor.optim.lr)):
             warn(sentence)
-        examples = read_examples(config, "sft.train_files", config.sft.train_files)
-        held_out = read_examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
-        steps = training_steps(config, examples)
-        with watched(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
-            summary = _trained(config, examples, held_out, steps, signals, infrastructure)
-    metrics = trainer.run_dir / "metrics.jsonl"
-    if metrics.exists() and (sentence := hardly_moved(read_series(metrics), config.actor.optim.lr)):
-        warn(sentence)
-    write_summary(trainer.run_dir / "summary.json", summary)
-    return summary
+        write_summary(trainer.run_dir / "summary.json", summary)
+        return summary
 
 
 def training_steps(config: Config, examples: SftExamples) -> int:
@@ -122,133 +125,127 @@ def hardly_moved(series: Series, lr: float) -> str:
     )
 
 
-@dataclass
-class Progress:
-    """What one start of the ranks has come to."""
+@dataclass(frozen=True)
+class SftPlan(Plan):
+    """Of `megarl sft`."""
 
-    resumed: Checkpoint | None  # where it began
-    finished_steps: int = 0
-    saver: Saver | None = None
-
-    @property
-    def last_save(self) -> Checkpoint | None:
-        return (self.saver.last if self.saver else None) or self.resumed
+    examples: SftExamples
+    held_out: SftExamples | None
+    fresh: Mapping[str, Any]  # the state of the examples before any was used
 
 
-def _trained(
-    config: Config,
-    examples: SftExamples,
-    held_out: SftExamples | None,
-    num_steps: int,
-    signals: Signals,
-    infrastructure: Infrastructure,
-) -> dict[str, Any]:
-    """The summary of the training, which begins at the newest save that is whole."""
-    trainer, first_examples = config.trainer, examples.state_dict()
-    resumed = find(trainer.resume_mode, trainer.run_dir / "checkpoints", warn, verify=trainer.verify_resume)
-    while True:
-        examples.load_state_dict(first_examples)
-        progress = Progress(resumed)
-        try:
-            return _train(config, examples, held_out, num_steps, progress, signals, infrastructure)
-        except (RankError, NodeLost) as error:
-            if signals.ends:
-                raise
-            infrastructure.forgive(error, progress.finished_steps)
-            resumed = progress.last_save
-        except Damaged as error:
-            assert resumed is not None, "a run that resumes from nothing finds nothing damaged"
-            resumed = save_before(resumed, error, trainer, warn)
+@dataclass(kw_only=True)
+class SftRun(Attempt):
+    """From the start, or from the save that is resumed, to the exported model."""
+
+    plan: SftPlan
+    actor: Actor
+    trackers: Trackers
+    timer: Timer
+    state: dict[str, Any]  # that a checkpoint holds
+    began: float  # by time.monotonic(), less the time of the runs that this one continues
+
+    def train(self) -> dict[str, Any]:
+        """All steps, each with what is due after it; returns the summary."""
+        plan, trainer, signals = self.plan, self.plan.config.trainer, self.signals
+        signals.is_patient = True
+        if plan.first_step == 0 and trainer.val_before_train:
+            self._evaluate(0)
+        self.timer.start()  # the startup does not count as part of the first step
+        for step in range(plan.first_step, plan.num_steps):
+            self.between_steps(step, partial(self._save, step))
+            self._step(step)
+            ends = signals.ends  # one that comes later waits for the next step
+            if self.times.due(step + 1):
+                self._save(step + 1)
+            self.saver.poll()
+            if ends:
+                self.end(step + 1)
+            if step + 1 == plan.num_steps or due(step + 1, trainer.test_freq):
+                self._evaluate(step + 1)
+        self.finish_saves()
+        self.trackers.stage("writing the model")
+        hf = plan.folder / "hf"
+        kept(hf, lambda: self.actor.export(hf))
+        wall_s = round(time.monotonic() - self.began, 1)
+        summary = {"steps": plan.num_steps, "loss": self.state["loss"], "wall_s": wall_s}
+        return summary | ({"val_loss": self.state.get("val_loss")} if plan.held_out is not None else {})
+
+    def _step(self, step: int) -> None:
+        """One optimizer step; without metrics of the loss if it was skipped."""
+        timer = self.timer
+        self.bad_numbers.begin(step + 1)
+        with profiled(self.plan.config.trainer.profile, [self.actor.group], self.plan.folder, step + 1, timer):
+            with timer("update"):
+                batch = supervised(self.plan.examples.take(self.plan.config.sft.batch_size))
+                _, stats = self.actor.update(batch, seed=step)
+                numbers = finalise(stats)
+            metrics = {ours: numbers[name] for ours, name in METRICS.items() if name in numbers}
+            metrics |= timer.finish(num_tokens=batch.num_tokens)
+        self.finished_steps = step + 1
+        self.trackers.log(step + 1, metrics | self.bad_numbers.metrics)
+        self.state["loss"] = metrics.get("sft/loss", self.state["loss"])
+        self.state["spikes"] = spikes_of({"actor": self.actor})
+
+    def _save(self, step: int) -> None:
+        with self.timer("save_checkpoint"):
+            self.saver.start(step)
+        now = {"examples": self.plan.examples.state_dict(), "wall_s": time.monotonic() - self.began}
+        self.saver.describe(self.state | now)
+
+    def _evaluate(self, step: int) -> None:
+        if self.plan.held_out is None:
+            return
+        self.trackers.stage("testing")
+        began = time.monotonic()
+        self.state["val_loss"] = loss_of(self.actor, self.plan.held_out, self.plan.config.sft.batch_size)
+        times = {"timing_s/testing": time.monotonic() - began}
+        self.trackers.log(step, {VAL_LOSS: self.state["val_loss"]} | times)
+        self.timer.start()
 
 
-def _train(
-    config: Config,
-    examples: SftExamples,
-    held_out: SftExamples | None,
-    num_steps: int,
-    progress: Progress,
-    signals: Signals,
-    infrastructure: Infrastructure,
-) -> dict[str, Any]:
-    """From the start, or from the save that is resumed, to the exported model; returns the summary."""
-    folder, first_step, resumed = config.trainer.run_dir, 0, progress.resumed
-    state: dict[str, Any] = {"loss": None, "wall_s": 0.0}
-    folder.mkdir(parents=True, exist_ok=True)
-    if resumed is not None:
-        first_step, state = resumed.step, dict(_state_of(resumed))
-        progress.finished_steps = first_step
-        announce(resumed, config, num_steps)
-        examples.load_state_dict(state["examples"])
-    write_text(folder / "config.yaml", to_yaml(config))
-    (folder / "summary.json").unlink(missing_ok=True)  # only a finished run has one
-    trackers = start_trackers(config, num_steps, first_step if resumed else None)
-    began = time.monotonic() - state["wall_s"]
-    try:
+@contextmanager
+def open_sft(plan: SftPlan, infrastructure: Infrastructure, signals: Signals) -> Iterator[SftRun]:
+    """Start the ranks, and restore the save at which the training begins."""
+    config, resume, folder = plan.config, plan.resume, plan.folder
+    state: dict[str, Any] = dict(_state_of(resume)) if resume else {"loss": None, "wall_s": 0.0, "examples": plan.fresh}
+    with ExitStack() as stack:
+        if resume is not None:
+            announce(resume, config, plan.num_steps)
+        plan.examples.load_state_dict(state["examples"])
+        (folder / "summary.json").unlink(missing_ok=True)  # only a finished run has one
+        bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
+        trackers = open_trackers(plan, stack)
+        began = time.monotonic() - state["wall_s"]
         trackers.stage("starting ranks")
-        with make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes) as group:
-            actor = _actor(config, group, num_steps, resumed)
-            check_profile(config.trainer.profile, num_steps, [group])
-            saver = _saver(config, actor, resumed)
-            progress.saver = saver
-            times = SaveTimes(config.trainer, signals, first_step=first_step, num_steps=num_steps)
-            bad_numbers = BadNumbers(config.trainer.on_nonfinite, folder)
-            watch({"actor": actor}, bad_numbers, config, resumed)
-            timer, signals.is_patient = Timer(on_stage=trackers.stage), True
-
-            def evaluate(step: int) -> None:
-                if held_out is not None:
-                    trackers.stage("testing")
-                    begun = time.monotonic()
-                    state["val_loss"] = loss_of(actor, held_out, config.sft.batch_size)
-                    trackers.log(step, {VAL_LOSS: state["val_loss"], "timing_s/testing": time.monotonic() - begun})
-                    timer.start()
-
-            if first_step == 0 and config.trainer.val_before_train:
-                evaluate(0)
-            for step in range(first_step, num_steps):
-                bad_numbers.begin(step + 1)
-                try:
-                    with profiled(config.trainer.profile, [group], folder, step + 1, timer):
-                        metrics = _step(step, actor, examples, config.sft.batch_size, timer)
-                except BadNumber:
-                    saver.settle()
-                    raise
-                progress.finished_steps = step + 1
-                trackers.log(step + 1, metrics | bad_numbers.metrics)
-                state["loss"] = metrics.get("sft/loss", state["loss"])
-                state["spikes"] = spikes_of({"actor": actor})
-                ends = signals.ends  # one that comes later waits for the next step
-                if times.due(step + 1):
-                    with timer("save_checkpoint"):
-                        saver.start(step + 1)
-                    saver.describe(state | {"examples": examples.state_dict(), "wall_s": time.monotonic() - began})
-                saver.poll()
-                if not ends and (step + 1 == num_steps or due(step + 1, config.trainer.test_freq)):
-                    evaluate(step + 1)
-                if ends:
-                    saver.finish()
-                    signals.end(saved(step + 1, saver.last or resumed))
-            saver.finish()
-            trackers.stage("writing the model")
-            actor.export(folder / "hf")
-    except BaseException as error:
-        trackers.close(error)
-        raise
-    trackers.close()
-    summary = {"steps": num_steps, "loss": state["loss"], "wall_s": round(time.monotonic() - began, 1)}
-    return summary | ({"val_loss": state.get("val_loss")} if held_out is not None else {})
-
-
-def _saver(config: Config, actor: Actor, resumed: Checkpoint | None) -> Saver:
-    return Saver(
-        config.trainer.run_dir / "checkpoints",
-        {"actor": actor},
-        Retention.of(config),
-        in_background=config.trainer.async_save,
-        limit_s=config.trainer.call_timeout_s,
-        warn=warn,
-        origin=resumed.origin if resumed else None,
-    )
+        group = make_group(config, config.actor, "ranks_0", nodes=infrastructure.nodes)
+        stack.enter_context(group).start()
+        limits = config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu
+        packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
+        update = Update(ActorLoss("reinforce"), prompts_per_step=config.sft.batch_size)
+        actor = Actor("actor", group, packing, update_settings=update)
+        settings = LoadSettings(
+            config.model.dtype,
+            optim=optim_settings(config.actor, plan.num_steps),
+            engine=engine_settings(config.actor),
+            reads_weights=resume is None,
+        )
+        actor.load(model_folder(config.model.path), settings)
+        check_profile(config.trainer.profile, plan.num_steps, [group])
+        yield SftRun(
+            plan=plan,
+            infrastructure=infrastructure,
+            signals=signals,
+            bad_numbers=bad_numbers,
+            saver=take_up(plan, {"actor": actor}, bad_numbers, stack),
+            times=SaveTimes(config.trainer, signals, first_step=plan.first_step, num_steps=plan.num_steps),
+            finished_steps=plan.first_step,
+            actor=actor,
+            trackers=trackers,
+            timer=Timer(on_stage=trackers.stage),
+            state=state,
+            began=began,
+        )
 
 
 @torch.inference_mode()
@@ -262,37 +259,26 @@ def loss_of(actor: Actor, examples: SftExamples, batch_size: int) -> float:
     return total / count
 
 
-def due(step: int, every: int) -> bool:
-    """Whether something is done after this step, counted from 1; `every` below 1: never."""
-    return every > 0 and step % every == 0
-
-
-def _step(step: int, actor: Actor, examples: SftExamples, batch_size: int, timer: Timer) -> dict[str, float]:
-    """One optimizer step; returns its metrics, without those of the loss if it was skipped."""
-    with timer("update"):
-        batch = supervised(examples.take(batch_size))
-        _, stats = actor.update(batch, seed=step)
-        numbers = finalise(stats)
-    metrics = {ours: numbers[name] for ours, name in METRICS.items() if name in numbers}
-    return metrics | timer.finish(num_tokens=batch.num_tokens)
-
-
 def read_examples(config: Config, key: str, files: Sequence[str]) -> SftExamples:
-    """The examples of these files, of which a line says what became of the rows."""
+    """The examples of these files; prints a line on what became of the rows."""
     sft = config.sft
+    settings = RowSettings(
+        sft.max_length,
+        prompt_key=sft.prompt_key,
+        max_row_bytes=config.data.max_row_bytes,
+        seed=config.data.seed,
+        overlong=sft.overlong_rows,
+        system_prompt=config.data.system_prompt,
+        template=config.data.apply_chat_template_kwargs,
+        num_ids=num_token_ids(config),
+    )
     found = SftExamples(
         files,
         load_tokenizer(model_folder(config.model.tokenizer_path)),
-        prompt_key=sft.prompt_key,
+        settings,
         response_key=sft.response_key,
-        max_length=sft.max_length,
-        seed=config.data.seed,
-        overlong=sft.overlong_rows,
         answers=sft.answers,
-        system_prompt=config.data.system_prompt,
-        template=config.data.apply_chat_template_kwargs,
         stop_ids=stop_ids(model_folder(config.model.path)),
-        num_ids=num_token_ids(config),
     )
     sentences().print(f"{key}=[{', '.join(files)}]: {found.said}")
     if found.strange_ends:
@@ -301,24 +287,6 @@ def read_examples(config: Config, key: str, files: Sequence[str]) -> SftExamples
             f"model.path={config.model.path} do not stop; eos_token_id of its generation_config.json says where they do"
         )
     return found
-
-
-def _actor(config: Config, group: Group, num_steps: int, resumed: Checkpoint | None) -> Actor:
-    """The model on its ranks, which are started, with the weights and the optimizer of `resumed`."""
-    limits = config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu
-    packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
-    actor = Actor("actor", group, packing, update_settings=_update(config))
-    group.start()
-    actor.load(
-        model_folder(config.model.path),
-        dtype=config.model.dtype,
-        optim=optim_settings(config.actor, num_steps),
-        engine=engine_settings(config.actor),
-        reads_weights=resumed is None,
-    )
-    if resumed is not None:
-        restore(resumed, {"actor": actor}, verify=config.trainer.verify_resume)
-    return actor
 
 
 def _state_of(resumed: Checkpoint) -> dict[str, Any]:
@@ -339,12 +307,7 @@ def supervised(batch: Batch) -> Batch:
     return replace(batch, per_sequence={"group": groups}).with_columns(advantages=ones, old_log_probs=zeros)
 
 
-def _update(config: Config) -> Update:
-    return Update(loss=ActorLoss("reinforce"), prompts_per_step=config.sft.batch_size)
-
-
 def main(config: Config) -> int:
     """`megarl sft`."""
     sft(config)
-    sentences().print(f"results: {config.trainer.run_dir.resolve()}")
-    return 0
+    return report_results(config)

@@ -15,23 +15,22 @@ import torch
 from torch import Tensor
 
 from megarl.algo.distillation import NO_LOG_PROB
-from megarl.batch import Batch, Stat, Stats
 from megarl.config import Config
 from megarl.config.names import NO_ADVANTAGES
-from megarl.config.schema.teachers import Distill
+from megarl.config.schema.roles import Distill
 from megarl.config.settings import show
 from megarl.config.validate.models import config_of_folder
 from megarl.data.chat import load_tokenizer
 from megarl.group import Group
-from megarl.plugins import user_function
-from megarl.roles.handles import Packing
-from megarl.roles.teacher import Teacher
+from megarl.plugins.load import user_function
+from megarl.roles.frozen import Teacher
+from megarl.roles.settings import Packing
 from megarl.roles.teacher_servers import TeacherServers
-from megarl.sample import Prompt, Sample
+from megarl.samples.batch import Batch, Stat, Stats
+from megarl.samples.sample import Prompt, Sample
 from megarl.servers.supervisor import Servers
 from megarl.trainer.build import model_folder
-from megarl.trainer.collectors import look_after
-from megarl.trainer.servers.teacher_servers import key_of_servers
+from megarl.trainer.servers.make_servers import REQUESTS_OF_TEACHERS, key_of_servers, look_after
 
 T = TypeVar("T")
 Route = Callable[[Prompt], str | None]  # the name of a prompt's teacher
@@ -188,10 +187,10 @@ def _make_teacher(
 ) -> Teacher | TeacherServers:
     keys = config.teachers[name]
     if f"teachers.{name}" in config.teachers_on_ranks:
-        limits = keys.log_prob_max_token_len_per_gpu, keys.log_prob_micro_batch_size_per_gpu
+        limits = keys.ppo_max_token_len_per_gpu, keys.ppo_micro_batch_size_per_gpu
         packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
         return Teacher(f"teachers.{name}", group_of(keys), packing, config.rollout.temperature)
-    concurrency, timeout_s = keys.server.concurrency, config.rollout.request_timeout_s
+    concurrency, timeout_s = REQUESTS_OF_TEACHERS, config.rollout.request_timeout_s
     if keys.server.urls:
         return TeacherServers(lambda: keys.server.urls, key_of_servers(config, name), concurrency, timeout_s)
     return TeacherServers(

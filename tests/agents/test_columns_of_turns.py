@@ -13,11 +13,11 @@ from routing_server import ROUTES, RoutingServer, entry
 from megarl.agents.answer import hermes
 from megarl.agents.session import Policy, Session
 from megarl.data.batch import make_batch
-from megarl.ragged import COUNTS, gathered
-from megarl.rollout.engine_support import EngineSupport
+from megarl.rollout.engine_columns import EngineSupport
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import EngineColumn
-from megarl.sample import SUPPORT, Prompt, Row, Sample
+from megarl.samples.ragged import COUNTS, gathered
+from megarl.samples.sample import SUPPORT, Prompt, Row, Sample
 
 PARAMS = SamplingParams(top_p=0.9, top_k=20, max_new_tokens=3)
 
@@ -26,8 +26,8 @@ async def episode(
     server: Handler, column: EngineColumn, params: SamplingParams, prompts: Sequence[list[int]], **how: int
 ) -> tuple[Row, ...]:
     """A turn, a second one behind it, and a third one behind the first."""
-    async with pool_of(server, columns=[column]) as (pool, *_):
-        policy = Policy("policy", tokenizer_of("qwen3"), template_of("qwen3"), pool, params, hermes, 100, **how)
+    async with pool_of(server, columns=[column], **how) as (pool, *_):
+        policy = Policy("policy", tokenizer_of("qwen3"), template_of("qwen3"), pool, params, hermes, 100)
         session = Session("0-1/0", policy)
         (first,) = await session.continue_ids(prompts[0], 1, None)
         for behind in prompts[1:]:

@@ -7,8 +7,8 @@ from chat_templates import STYLES, template_of, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.agents.conversation import HISTORIES, Asked, Conversation
-from megarl.sample import Completion, VersionSpan
+from megarl.agents.conversation import HISTORIES, Conversation, RenderedPrompt
+from megarl.samples.sample import Completion, VersionSpan
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
@@ -221,10 +221,10 @@ def test_an_answer_that_the_model_did_not_give_is_only_rendered():
 
 def test_requests_of_ids_grow_the_same_tree():
     conversation = Conversation(template_of("chatml"))
-    first = conversation.add(Asked([5, 6]), completion([7, 8]))
-    conversation.add(Asked([5, 6, 7, 8, 9]), completion([10, 11], number=1))
-    conversation.add(Asked([5, 6, 7, 8]), completion([9, 10], number=2))  # goes on at once
-    conversation.add(Asked([5, 6, 7]), completion([8], number=3))  # not from the end of an answer
+    first = conversation.add(RenderedPrompt([5, 6]), completion([7, 8]))
+    conversation.add(RenderedPrompt([5, 6, 7, 8, 9]), completion([10, 11], number=1))
+    conversation.add(RenderedPrompt([5, 6, 7, 8]), completion([9, 10], number=2))  # goes on at once
+    conversation.add(RenderedPrompt([5, 6, 7]), completion([8], number=3))  # not from the end of an answer
     assert [turn.parent for turn in conversation.turns] == [None, first, first, None]
     rows = conversation.rows()
     assert [row.token_ids for row in rows] == [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10], [5, 6, 7, 8]]

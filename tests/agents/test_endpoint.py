@@ -12,7 +12,7 @@ from agent_endpoint import CALL, TOKEN, Scripted, endpoint_of
 from chat_templates import tokenizer_of, with_bos
 from fake_servers import broken
 
-from megarl.rollout.pieces import write
+from megarl.rollout.continuation import generate_completion
 from megarl.rollout.protocol import SamplingParams
 
 FUNCTION = {
@@ -301,7 +301,7 @@ async def test_no_error_names_the_key_of_a_path(monkeypatch, caplog):
         raise OSError("no luck")
 
     async with speaking("hi") as (ask, session, endpoint, _):
-        monkeypatch.setattr("megarl.agents.chat_completions.read_chat", fail)
+        monkeypatch.setattr("megarl.agents.chat_completions.read", fail)
         for path, status in (("/v1/nothing", 404), ("/v1/chat/completions", 500)):
             reply = await ask(f"/s/{session.key}{path}", chat())
             assert reply.status_code == status and session.key not in reply.text
@@ -398,12 +398,12 @@ async def test_closing_a_session_ends_its_running_request_and_records_nothing():
 
 async def test_an_answer_that_ends_as_the_session_is_closed_is_not_recorded(monkeypatch):
     async def written(*args, **options):
-        completion = await write(*args, **options)
+        completion = await generate_completion(*args, **options)
         asyncio.get_running_loop().call_soon(endpoint.close, session)  # before anybody else hears of it
         return completion
 
     async with speaking("hi") as (ask, session, endpoint, _):
-        monkeypatch.setattr("megarl.agents.session.write", written)
+        monkeypatch.setattr("megarl.agents.session.generate_completion", written)
         assert (await ask("/v1/chat/completions", chat())).status_code == 410
         assert not session.conversation.turns
 

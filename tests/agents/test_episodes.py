@@ -12,15 +12,16 @@ from agent_episodes import PARAMS, stage_of
 from chat_templates import tokenizer_of
 from fake_servers import Writer, broken
 from pools import until
+from states import held, trusted
 
-from megarl.agents.conversation import Asked
+from megarl.agents.conversation import RenderedPrompt
 from megarl.agents.episodes import EpisodeError
-from megarl.agents.limit_errors import is_refusal
+from megarl.agents.process import is_refusal
 from megarl.agents.refusals import OverLimit
 from megarl.agents.session import Session
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pool.slots import Slots
-from megarl.sample import REWARD_ERROR, Completion, LostRollout, Sample, VersionSpan
+from megarl.samples.sample import REWARD_ERROR, Completion, LostRollout, Sample, VersionSpan
 
 ONE_TURN = "async def episode(chat, prompt):\n    await chat(chat.messages)\n    return 1.0\n"
 CALCULATOR = """
@@ -263,19 +264,19 @@ async def test_a_row_that_another_answer_extends_first_leaves_no_room_twice():
 
         def add(prompt_ids, num):
             completion = Completion([7] * num, [-1.0] * num, "stop", (VersionSpan(0, 0, num),))
-            return conversation.add(Asked(prompt_ids), completion)
+            return conversation.add(RenderedPrompt(prompt_ids), completion)
 
         add([5] * 10, 20)
         shared = [5] * 10 + [7] * 20
         first, _ = session._room([*shared, 1], 1, 4)
-        session._asked[first] += 1
+        session._pending[first] += 1
         other, _ = session._room([*shared, 2], 1, 4)
-        session._asked[other] += 1
+        session._pending[other] += 1
         assert (first.row, other.row) == (0, None)
         add([*shared, 2], 4)
-        session._asked -= Counter([other])
+        session._pending -= Counter([other])
         _, room = session._room([3], 1, None)
-        session._asked -= Counter([first])
+        session._pending -= Counter([first])
         add([*shared, 1], 4)
         add([3], room)
         assert conversation.num_tokens == sum(len(row.token_ids) for row in conversation.rows()) <= 100
@@ -440,14 +441,14 @@ async def test_time_without_servers_and_without_a_slot_is_not_the_agents():
             assert stage.episodes.counters()["agent/timeouts"] == 0
 
     async def hold(stage):
-        stage.pool.hold(stage.url)
+        stage.pool.update(held(stage.url))
 
     async def take_the_only_slot(stage):
         stage.pool.slots = Slots(1)
         await stage.pool.slots.take()
 
     async with asyncio.TaskGroup() as both:
-        both.create_task(waits(hold, lambda stage: stage.pool.trust(stage.url, 7)))
+        both.create_task(waits(hold, lambda stage: stage.pool.update(trusted(stage.url, 7))))
         both.create_task(waits(take_the_only_slot, lambda stage: stage.pool.slots.give_back()))
 
 

@@ -13,11 +13,12 @@ import pytest
 from agent_episodes import HTTP, stage_of
 from pools import until
 
-from megarl.agents.process import Job
+from megarl.agents.process import _END, AgentProgram
 from megarl.agents.process import _main as process_main
+from megarl.io.environment import start_fork_server
+from megarl.io.job_signals import ASKS
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import LostRollout, Prompt
-from megarl.sandbox.environment import start_fork_server
+from megarl.samples.sample import LostRollout, Prompt
 
 
 def pids_of(file):
@@ -114,6 +115,30 @@ async def test_a_process_that_takes_too_long_ends_with_what_it_started(tmp_path)
     wait_until_gone([away])
 
 
+async def test_signal_tree_an_episode_goes_on_and_its_programs_have_the_usual_effects(tmp_path):
+    code = f"""
+        import os, subprocess, time
+
+        def episode(base_url, prompt):
+            say(base_url, "hi")
+            with open("{tmp_path}/pids", "w") as file:
+                print(os.getpid(), file=file)
+            while not os.path.exists("{tmp_path}/go"):
+                time.sleep(0.02)
+            program = subprocess.Popen(["sleep", "600"])
+            program.terminate()
+            return {{"score": 1.0, "code": program.wait()}}
+    """
+    async with stage_of(code, "yes") as stage:
+        task = asyncio.create_task(stage.group())
+        await until(lambda: pids_of(tmp_path / "pids"))
+        for number in ASKS:
+            os.kill(pids_of(tmp_path / "pids")[0], number)
+        (tmp_path / "go").touch()
+        (sample,) = await task
+        assert (sample.reward, sample.reward_extra["code"]) == (1.0, -signal.SIGTERM)
+
+
 PROGRAM = """
 import os, subprocess, sys, time
 
@@ -196,9 +221,9 @@ def end_late(connection, job, folder):
     set_handler = signal.signal
 
     def late(number, handler):
-        if number == signal.SIGTERM and handler is signal.SIG_IGN:
+        if number == _END and handler is signal.SIG_IGN:
             signal.signal = set_handler
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), _END)
         return set_handler(number, handler)
 
     signal.signal = late
@@ -217,7 +242,7 @@ def test_a_signal_at_the_end_of_an_episode_keeps_no_process_of_it(tmp_path):
     """
     (tmp_path / "agent.py").write_text(textwrap.dedent(code))
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    job = Job(f"{tmp_path}/agent.py:episode")
+    job = AgentProgram(f"{tmp_path}/agent.py:episode")
     process = multiprocessing.get_context("fork").Process(target=end_late, args=(theirs, job, tmp_path))
     process.start()
     process.join(60)

@@ -2,7 +2,7 @@
 
 import json
 
-from megarl.agents.transcript import FIRST, LAST, MAX_TEXT, transcript
+from megarl.agents.episodes import FIRST_MESSAGES, LAST_MESSAGES, MAX_TEXT, transcript
 
 
 def test_a_conversation_by_hand() -> None:
@@ -30,10 +30,10 @@ def test_a_conversation_by_hand() -> None:
 def test_a_long_conversation_and_long_texts_lose_their_middles() -> None:
     messages = [{"role": "tool", "content": f"{number} " + "x" * 10 * MAX_TEXT} for number in range(100)]
     found = transcript(messages)
-    assert len(found) == FIRST + 1 + LAST
-    assert found[FIRST] == {"role": "left out", "text": f"{100 - FIRST - LAST} messages"}
-    assert found[FIRST - 1]["text"].startswith(f"{FIRST - 1} x")
-    assert found[FIRST + 1]["text"].startswith(f"{100 - LAST} x")
+    assert len(found) == FIRST_MESSAGES + 1 + LAST_MESSAGES
+    assert found[FIRST_MESSAGES] == {"role": "left out", "text": f"{100 - FIRST_MESSAGES - LAST_MESSAGES} messages"}
+    assert found[FIRST_MESSAGES - 1]["text"].startswith(f"{FIRST_MESSAGES - 1} x")
+    assert found[FIRST_MESSAGES + 1]["text"].startswith(f"{100 - LAST_MESSAGES} x")
     assert all(len(each["text"]) < MAX_TEXT + 100 for each in found)
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo import ActorLoss, CriticLoss, NonFiniteError, token_weights
-from megarl.batch import Batch
+from megarl.algo.rehearsal import rehearse
+from megarl.samples.batch import Batch
 
 D = torch.float64
 INPUTS = ("log_probs", "entropy", "full_kl")
@@ -311,7 +312,7 @@ def test_columns_and_entropy_follow_the_settings():
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused_at_once(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
-        ActorLoss(**settings)
+        rehearse(ActorLoss(**settings))
 
 
 def test_a_range_of_values_below_zero_is_refused():

@@ -18,8 +18,9 @@ from megarl.algo import (
     register_policy_loss,
     step_columns,
 )
+from megarl.algo.rehearsal import rehearse
 from megarl.algo.segments import count_segments, segment_mean
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 PLUGIN = """
 import torch
@@ -58,7 +59,7 @@ def test_a_users_file_adds_a_loss_an_estimator_and_a_kl(tables, tmp_path):
     assert batch.columns["advantages"].tolist() == [1.5]
     assert kl_estimate("cube", torch.tensor([2.0]), torch.tensor([0.0])).tolist() == [8.0]
     with pytest.raises(ValueError, match=r"actor.clip_ratio_low=0.1: the policy loss asymmetric has no such clip"):
-        ActorLoss("asymmetric", clip_low=0.1)
+        rehearse(ActorLoss("asymmetric", clip_low=0.1))
 
 
 @pytest.mark.parametrize("detached", [False, True])
@@ -72,7 +73,7 @@ def test_a_loss_that_mixes_tokens_says_so_when_it_is_registered(tables, detached
 
     register_policy_loss("forgetful")(of_sequence)
     with pytest.raises(ValueError, match="policy loss forgetful: a token's loss depends on the others of its sequence"):
-        ActorLoss("forgetful")
+        rehearse(ActorLoss("forgetful"))
     register_policy_loss("told", per_sequence=True)(of_sequence)
     assert ActorLoss("told").per_sequence
 
@@ -92,7 +93,7 @@ def test_what_a_loss_may_return(tables, returned, sentence):
         return returned(-log_probs)
 
     with pytest.raises(ValueError, match=sentence):
-        ActorLoss("mine")
+        rehearse(ActorLoss("mine"))
 
 
 def test_a_loss_that_is_not_finite_says_so(tables):
@@ -140,9 +141,9 @@ def test_a_selection_has_to_fit(tables):
         return -log_probs, {}
 
     with pytest.raises(ValueError, match=r"numbers: its selection has shape \(2,\) and type torch.float32, expected"):
-        ActorLoss("numbers")
+        rehearse(ActorLoss("numbers"))
     with pytest.raises(ValueError, match=r"lonely: it takes `selected`, expected register_policy_loss\(..., select="):
-        ActorLoss("lonely")
+        rehearse(ActorLoss("lonely"))
 
 
 LOSS_ORDER = "(log_probs, old_log_probs, advantages, mask, segment_ids), hyperparameters after *"
@@ -199,7 +200,7 @@ def test_a_kl_that_gives_one_number_is_refused_before_the_run(tables):
     with pytest.raises(
         ValueError, match=r"KL estimator mean: it returns shape \(\), expected one number a token, \(2,\)"
     ):
-        ActorLoss(use_kl_loss=True, kl_loss_type="mean")
+        rehearse(ActorLoss(use_kl_loss=True, kl_loss_type="mean"))
 
 
 def test_an_estimator_that_gives_one_number_a_sample_is_refused(tables):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.algo.correction import Correction, correct, leave_out_old
 from megarl.algo.finite import NonFiniteError
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 LN2, NAN = math.log(2), math.nan
 

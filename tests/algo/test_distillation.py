@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megarl.algo import ActorLoss, NonFiniteError
 from megarl.algo.distillation import Distillation
 from megarl.algo.divergences import DIVERGENCES, TAIL, make_divergence, with_tail
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 D = torch.float64
 NAMES = tuple(DIVERGENCES)  # of_probabilities has a definition of each

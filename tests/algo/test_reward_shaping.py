@@ -4,8 +4,8 @@ from algo_reference import Packed, packs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.reward_shaping import is_informative, overlong_filter, overlong_penalty
-from megarl.batch import Batch
+from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
+from megarl.samples.batch import Batch
 
 
 def batch_of(lengths, mask, **rows) -> Batch:
@@ -60,11 +60,6 @@ def test_the_filter_takes_truncated_samples_out_and_leaves_the_rest_as_it_was():
     assert stats["reward/overlong_filtered"].result() == pytest.approx(1 / 3)
     again, _ = overlong_filter(batch.with_columns(keep=torch.tensor([1.0, 0, 1, 1, 1])))
     assert again.columns["keep"].tolist() == [1, 0, 0, 0, 1]
-
-
-def test_a_group_teaches_where_its_scores_differ():
-    assert is_informative([1.0, 0.0, 1.0])
-    assert not any(is_informative(scores) for scores in ([0.5, 0.5, 0.5], [1.0], []))
 
 
 def test_the_lengths_of_the_rows_of_a_sample_add_up():

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megarl.algo import POLICY_LOSSES, ActorLoss, CriticLoss, step_columns
 from megarl.algo.correction import Correction, correct, leave_out_old
+from megarl.algo.documented.losses import DocumentedLoss
 from megarl.algo.registry import PolicyLoss
-from megarl.algo.verl_compat.losses import DocumentedLoss
-from megarl.batch import Batch, Stats, merge_stats
+from megarl.samples.batch import Batch, Stats, merge_stats
 
 LENGTHS = [5, 0, 1, 9, 3, 7, 2, 4, 6, 1]
 GROUPS = [0, 0, 0, 1, 2, 2, 2, 2, 5, 5]

@@ -7,7 +7,7 @@ import torch
 
 from megarl.algo import ActorLoss, CriticLoss, step_columns
 from megarl.algo.step_columns import rollout_weights
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 NAN = math.nan
 

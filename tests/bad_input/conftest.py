@@ -23,7 +23,7 @@ def cases(request: pytest.FixtureRequest, record_property: Callable[[str, object
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a model that nobody changes."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "good", **SHAPE)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "good", SHAPE)
 
 
 @pytest.fixture

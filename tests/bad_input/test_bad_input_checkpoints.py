@@ -8,7 +8,7 @@ import pytest
 from bad_input import Cases, read_refusal
 from saved_runs import save_steps
 
-from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
+from megarl.trainer.checkpoint.checkpoint import MANIFEST, Damaged, faults_in, read_manifest
 
 OTHERS: tuple[Any, ...] = (None, 3, "a", [], {}, {"a": 1})
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.examples.tiny import tiny_tokenizer
-from megarl.data.prompts import Prompts
+from megarl.data.prompts import Prompts, RowSettings
 from megarl.data.sft import SftExamples
 
 GOOD = {"prompt": "1+1=", "ground_truth": "2", "response": "2"}
@@ -50,8 +50,8 @@ def readers() -> tuple[Reader, Reader]:
     """Of prompts and of examples."""
     tokenizer = tiny_tokenizer()
     return (
-        lambda file: Prompts(str(file), tokenizer, max_prompt_length=32).visit(0),
-        lambda file: SftExamples(str(file), tokenizer, max_length=64).take(1),
+        lambda file: Prompts(str(file), tokenizer, RowSettings(32)).visit(0),
+        lambda file: SftExamples(str(file), tokenizer, RowSettings(64)).take(1),
     )
 
 
@@ -121,7 +121,7 @@ def test_bad_input_equal_rows_and_ids_are_prompts_of_their_own(cases: Cases, tmp
     for extra in ({}, {"id": 1}, {"uid": "0-0"}, {"uid": None}):
         cases.add()
         file.write_text(f"{json.dumps(GOOD | extra)}\n" * 3)
-        prompts = Prompts(str(file), tiny_tokenizer(), max_prompt_length=32)
+        prompts = Prompts(str(file), tiny_tokenizer(), RowSettings(32))
         assert len({prompts.visit(number).uid for number in range(3)}) == 3
 
 
@@ -187,10 +187,10 @@ def test_bad_input_a_saved_position_is_not_used_with_fewer_rows(cases: Cases, tm
     file, tokenizer = tmp_path / "rows.jsonl", tiny_tokenizer()
     line = f"{json.dumps(GOOD)}\n"
     file.write_text(line * 5)
-    state = SftExamples(str(file), tokenizer, max_length=64).state_dict()
+    state = SftExamples(str(file), tokenizer, RowSettings(64)).state_dict()
     for number in range(1, 5):
         cases.add()
         file.write_text(line * number)
         with pytest.raises(ValueError, match="belongs to other data") as caught:
-            SftExamples(str(file), tokenizer, max_length=64).load_state_dict(state)
+            SftExamples(str(file), tokenizer, RowSettings(64)).load_state_dict(state)
         read_refusal(caught.value)

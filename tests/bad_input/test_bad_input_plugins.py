@@ -8,7 +8,7 @@ from bad_input import Cases, read_refusal
 from config_helpers import tables_kept
 
 from megarl.algo import POLICY_LOSSES
-from megarl.plugins import load_plugins, user_function
+from megarl.plugins.load import load_plugins, user_function
 
 FILES = {
     "syntax": b"def f(:\n",

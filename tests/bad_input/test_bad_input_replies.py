@@ -124,5 +124,5 @@ def test_bad_input_what_a_server_says_of_itself(
         read_refusal(ValueError(str(error)), server.url)
         assert not server.is_there()
         return
-    assert 1 <= len(server.nature.coordinates) <= 4096
-    assert all(0 <= c.ep_rank < c.ep and 0 <= c.attn_rank < c.attn for c in server.nature.coordinates)
+    assert 1 <= len(server.capabilities.layout.coordinates) <= 4096
+    assert all(0 <= c.ep_rank < c.ep and 0 <= c.attn_rank < c.attn for c in server.capabilities.layout.coordinates)

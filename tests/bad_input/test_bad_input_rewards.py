@@ -16,7 +16,7 @@ from megarl.rewards import load_reward
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.binary(max_size=4)
 ODD = st.sampled_from(

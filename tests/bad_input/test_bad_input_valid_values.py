@@ -18,9 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config import ConfigError, layout_names, load_config, preset_names, read_yaml, recipe_names, to_yaml
-from megarl.config.keys import entry_groups, entry_types, general, groups, leaf_types, mapping_of, type_of
+from megarl.config.keys import entry_groups, entry_types, general, groups, mapping_of, schema_keys, type_of
 from megarl.config.settings import show
-from megarl.config.validate.values import CHOICES, OPEN_CHOICES, RANGES
 
 TEACHER = "t"
 ALL_KEYS = [
@@ -38,12 +37,12 @@ MAPPINGS: tuple[dict[str, Any], ...] = ({}, {"a": 1.0}, {"a": 0.5, "b": 2.0}, {"
 def values(key: str) -> list[Any]:
     """Those that the key allows, as a file or a command line has them; null where it may be."""
     name = general(key)
-    kind = (leaf_types() | entry_types())[name]
+    kind = schema_keys()[name].kind
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    choices = CHOICES.get(name) or OPEN_CHOICES.get(name)
+    choices = schema_keys()[name].record.choices.names
     found: list[Any] = list(choices or ())
     if not choices:
-        allowed: Callable[[Any], bool] = RANGES[name][0] if name in RANGES else lambda value: True
+        allowed: Callable[[Any], bool] = limits.test if (limits := schema_keys()[name].range) else lambda value: True
         found = [value for one in kinds for value in of_type(one) if allowed(value)]
     return [*found, None] if NoneType in kinds else found
 

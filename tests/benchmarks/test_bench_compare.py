@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import compare, main
-from page import Result, numbers, slug
+
+from benchmarks.common.page import Result, numbers, slug
+from benchmarks.compare import compare, main
 
 
 def said(ratios: dict[str, float], **fields: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from bench_gpu_parts import PARTS_OF_A_STEP
+
+from benchmarks.step.bench_gpu_parts import PARTS_OF_A_STEP
 
 
 def measured(part: str, job: str = "dense") -> list[dict[str, Any]]:

@@ -2,15 +2,15 @@
 
 from argparse import Namespace
 
-import bench_logprobs
 import pytest
 import torch
-from logprobs_report import Row, Setting, markdown, ratios
-from logprobs_ways import BOTH, Way, plain
 from rich.console import Console
-from tensor_memory import TensorMemory
 
-SETTING = Setting("A CPU", "Python 3", "2026-01-02", "0.1 before, 0.2 after", 32, "float32", 2, 1, 64, "none")
+from benchmarks.common.tensor_memory import TensorMemory
+from benchmarks.logprobs import bench_logprobs
+from benchmarks.logprobs.report import Row, ratios
+from benchmarks.logprobs.ways import BOTH, Way, plain
+
 PLAIN = Way("plain", BOTH, plain)
 
 
@@ -49,9 +49,11 @@ def test_rows_are_compared_with_the_plain_one_of_their_size() -> None:
         Row(99, 20, "torch", "log_probs").with_times([(1.0, 1.0)], 500_000),
         Row(99, 20, "plain", "log_probs").with_note("not run: it is large"),
     ]
-    page = markdown(SETTING, rows)
-    assert "| 10 | 20 | plain | log_probs | 1.000 | 3.000 | 4.000 | 3.000-5.000 | 2 | 0 | 1.00 | 1.000 |" in page
-    assert "| 10 | 20 | torch | log_probs | 1.000 | 1.000 | 2.000 | 2.000-2.000 | 0 | 0 | 0.50 | 0.250 |" in page
-    assert "| 99 | 20 | torch | log_probs | 1.000 | 1.000 | 2.000 | 2.000-2.000 | 0 | 0 |  |  |" in page
-    assert "| 99 | 20 | plain | log_probs | not run: it is large |" in page
+    first, torch_way, alone, left_out = (row.cells(rows) for row in rows)
+    keys = ("forward", "backward", "fastest", "slowest", "peak_bytes", "logits_bytes", "time / plain", "memory / plain")
+    assert [first[key] for key in keys] == [1.0, 3.0, 3.0, 5.0, 2_000_000, 800, 1.0, 1.0]
+    assert [torch_way[key] for key in keys] == [1.0, 1.0, 2.0, 2.0, 500_000, 800, 0.5, 0.25]
+    assert (alone["time / plain"], alone["memory / plain"]) == (None, None)
+    size = {"num_tokens": 99, "vocab_size": 20}
+    assert left_out == size | {"way": "plain", "columns": "log_probs", "note": "not run: it is large"}
     assert ratios(rows) == {"time_plain_over_torch": 2.0, "memory_plain_over_torch": 4.0}

@@ -4,17 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import bench_packing
-import packing_ways
-import page
 import pytest
 import torch
-from bench_packing import ANSWERS, SHARED, WORK, cost_of, measure_shared, measures, ratios, saved
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_ways import WAYS, Task, largest_differencing
 
-from megarl.batch import Batch
+from benchmarks.common import page
+from benchmarks.packing import bench_packing, ways
+from benchmarks.packing.bench_packing import ANSWERS, SHARED, WORK, cost_of, measure_shared, measures, ratios, saved
+from benchmarks.packing.ways import WAYS, Task, largest_differencing
+from megarl.samples.batch import Batch
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
@@ -42,7 +41,7 @@ def test_the_textbooks_case_of_largest_differencing() -> None:
 
 
 def test_first_fit_is_the_first_that_fits_and_not_the_last_or_the_best() -> None:
-    assert packing_ways.first_fit(task([2, 7, 1, 5], num_ranks=1, max_tokens=8)) == [[[0, 2, 3], [1]]]
+    assert ways.first_fit(task([2, 7, 1, 5], num_ranks=1, max_tokens=8)) == [[[0, 2, 3], [1]]]
 
 
 def test_measures_by_hand() -> None:

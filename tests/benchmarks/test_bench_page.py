@@ -7,12 +7,12 @@ import re
 import subprocess
 from pathlib import Path
 
-import machine
-import page
 import pytest
 import torch
-from machine import commit, copy_bandwidth, hardware, matmul_rate, slug, versions
-from page import Result, arguments, cell, markdown, numbers, ratios_of, run, save
+
+from benchmarks.common import machine, page
+from benchmarks.common.machine import commit, copy_bandwidth, hardware, matmul_rate, slug, versions
+from benchmarks.common.page import Result, arguments, cell, markdown, numbers, ratios_of, run, save
 
 
 def result() -> Result:
@@ -58,14 +58,14 @@ def test_of_rounds_the_median_counts_and_every_row_says_of_which_it_is() -> None
     def work(_: argparse.Namespace) -> Result:
         return Result("step", "cpu", {}, [{"way": "ours"}], next(ratios))
 
-    options = page.with_rounds(arguments(argparse.ArgumentParser())).parse_args([])
+    options = page.with_rounds(arguments("What it measures.")).parse_args([])
     found = page.in_rounds(work)(options)
     assert found is not None
     assert found.ratios == {"a": 2.0}, "b is missing in a round"
     assert found.rows == [{"round": at, "way": "ours"} for at in (1, 2, 3)]
     assert found.notes == ["a: 3, 1, 2"]
     ratios = iter([{"a": 3.0}])
-    options = page.with_rounds(arguments(argparse.ArgumentParser())).parse_args(["--quick"])
+    options = page.with_rounds(arguments("What it measures.")).parse_args(["--quick"])
     assert page.in_rounds(work)(options).ratios == {"a": 3.0}
 
 
@@ -84,7 +84,7 @@ def test_cells_keep_four_digits() -> None:
 
 
 def test_a_script_ends_with_one_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = arguments(argparse.ArgumentParser())
+    parser = arguments("What it measures.")
     assert run(lambda options: result(), parser, ["--device", "cpu", "--json", "--out", str(tmp_path)]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(last.items())[-1] == ("step_vs_megatron", 0.975)
@@ -118,7 +118,7 @@ def test_what_goes_wrong_is_one_sentence(
         raise fault
 
     words = ["--device", "cpu" if fault else "cuda", "--out", str(tmp_path / "new")]
-    assert run(fails, arguments(argparse.ArgumentParser()), words) == 2
+    assert run(fails, arguments("What it measures."), words) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {told}") and said.count("\n") == 1
 

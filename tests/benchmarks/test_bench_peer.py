@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import bench_peer
-import page
 import pytest
-from bench_peer import WAYS, Way, megarl_command, pins, ratios, read_megarl, read_trl, run_side
-from page import Result
-from peer_task import Work, forward_flops
 
+from benchmarks.common import page
+from benchmarks.common.page import Result
+from benchmarks.peer import bench_peer
+from benchmarks.peer.bench_peer import WAYS, Way, megarl_command, pins, ratios, read_megarl, read_trl, run_side
+from benchmarks.peer.task import Work, forward_flops
 from megarl.config import load_config
 
 WORK = Work("/work", new_tokens=16, iterations=4, warmup=1, threads=2)
@@ -155,7 +155,7 @@ def test_the_environment_is_what_the_pins_say() -> None:
 
 
 def test_trl_is_told_all_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the process: it writes what peer_trl.py would."""
+    """A stand-in for the process: it writes what trl_side.py would."""
     work = Work(str(tmp_path), new_tokens=16, iterations=2, warmup=1, threads=2)
     told: dict[str, Any] = {}
 

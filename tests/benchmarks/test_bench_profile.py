@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bench_profile import (
+
+from benchmarks.quickstart.bench_profile import (
     BINS,
     Reading,
     Sampled,

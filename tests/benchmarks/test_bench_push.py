@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import bench_push
 import pytest
-from push_matrix import SIZES, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
-from push_report import Row
 from safetensors import safe_open
+
+from benchmarks.push import bench_push
+from benchmarks.push.matrix import SIZES, ServerSet, by_servers, cpu_cases, gpu_cases, quick_cases, useful_bytes
+from benchmarks.push.report import PHASES, Row
 
 URL = "http://127.0.0.1:1"
 
@@ -47,9 +48,11 @@ def test_ranks_of_a_server_share_what_is_cut_and_each_need_the_rest(model: Path)
 def test_numbers_are_medians_of_the_pushes_after_the_first() -> None:
     found = row(told(9.0), told(4.0), told(1.0), told(2.0))
     assert (found.first, found.first_join, found.seconds, found.median) == (9.0, 0.5, [4.0, 1.0, 2.0], 2.0)
-    of_push = ["1000.0 MB", "9.000", "0.500", "2.000", "1.000-4.000", "0.50 GB/s"]
-    assert found.rates(copy=10e9) == [*of_push, "5.00%", "0.67 GB/s"]
-    assert [float(each) for each in found.seconds_of_phases()] == [0, 0, 1, 0, 0.5, 0, 0.5, 0, 0]
+    cells = found.cells(copy=10e9)
+    assert (cells["first_s"], cells["first_join_s"], cells["push_s"]) == (9.0, 0.5, 2.0)
+    assert (cells["fastest"], cells["slowest"], cells["of_copy"]) == (1.0, 4.0, 0.05)
+    assert cells["moved_bytes_per_s"] == pytest.approx(10**9 / 1.5)
+    assert [cells[name] for name in (*PHASES, "other")] == [0, 0, 1, 0, 0.5, 0, 0.5, 0, 0]
     assert found.note == ""
 
 
@@ -57,7 +60,7 @@ def test_the_ratios_are_shares_of_a_copys_speed() -> None:
     rows = [row(told(9.0), told(1.0)), row(told(9.0), told(4.0)), row(note="no")]
     rows += [row(told(9.0, "shared"), told(2.0, "shared"), transport="shared")]
     assert bench_push.ratios(rows, copy=10e9) == {"hf_gathered_of_copy": 0.0625, "hf_shared_of_copy": 0.05}
-    assert rows[0].said(10e9)["push_s"] == 1.0 and rows[2].said(10e9)["note"] == "no"
+    assert rows[0].cells(10e9)["push_s"] == 1.0 and rows[2].cells(10e9)["note"] == "no"
 
 
 def test_what_failed_or_went_another_way_is_said() -> None:

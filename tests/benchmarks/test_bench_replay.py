@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import bench_replay
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.batch import Batch
+from benchmarks.logprobs import bench_replay
+from megarl.samples.batch import Batch
 
 
 def test_gaps_are_those_of_tokens_that_the_server_wrote() -> None:

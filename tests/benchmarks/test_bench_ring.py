@@ -5,17 +5,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import bench_ring
 import pytest
-import ring_dry
-from ring_job import make_ring, quickstart_numbers
-from ring_model import write_model
-from ring_report import Peak, between_steps, lost_share, shares_of_peak, stage_rows, tokens_per_second
-from ring_suite import suite
 
+from benchmarks.ring import bench_ring, dry_run
+from benchmarks.ring.job import make_ring, quickstart_numbers
+from benchmarks.ring.model import write_model
+from benchmarks.ring.report import Peak, between_steps, lost_share, shares_of_peak, stage_rows, tokens_per_second
+from benchmarks.ring.suite import suite
+from megarl.arch.layout import RANDOM_WEIGHTS
 from megarl.config import load_config, model_config
-from megarl.layout import RANDOM_WEIGHTS
-from megarl.plan.time.flops import forward_flops, shape_of
+from megarl.plan.count import forward_flops, shape_of
 from megarl.weights.hf.load import load_hf
 
 
@@ -101,7 +100,7 @@ def test_a_dry_run_builds_predicts_and_says_what_to_type(tmp_path: Path, capsys:
     assert bench_ring.main(["--device", "cpu", "--dry-run", "--json", "--work", str(tmp_path), *words]) == 0
     out = capsys.readouterr().out
     said = json.loads(out.splitlines()[-1])
-    assert list(said)[-5:] == list(ring_dry.LAST)
+    assert list(said)[-5:] == list(dry_run.LAST)
     assert [stage["stage"] for stage in said["ranks"]] == [0, 1]
     assert said["fits"] is True and said["num_gpus"] == 8
-    assert said["commands"][0].startswith("node 0: python benchmarks/bench_ring.py") and said["commands"][0] in out
+    assert said["commands"][0].startswith("node 0: python benchmarks/ring/bench_ring.py") and said["commands"][0] in out

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 
-from bench_rollout import Timed, ratio, take_turns
-from rollout_clients import NUM_LENGTHS, Request, lengths, requests
+from benchmarks.rollout.bench_rollout import Timed, ratio, take_turns
+from benchmarks.rollout.clients import NUM_LENGTHS, Request, lengths, requests
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_spread_around_it() -> None:

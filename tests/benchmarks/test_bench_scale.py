@@ -7,15 +7,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from bench_scale import MEMORY, SIMULATED, _say
-from page import Result
-from scale_costs import ARGUMENTS, hollow_call
-from scale_hollow import Machines
-from scale_model import Costs, Tree, Way, call
 
+from benchmarks.common.page import Result
+from benchmarks.scale.bench_scale import MEMORY, SIMULATED, _say
+from benchmarks.scale.costs import ARGUMENTS, hollow_call
+from benchmarks.scale.hollow import Machines
+from benchmarks.scale.simulation import Costs, Tree, Way, call
+from megarl.arch.layout import Layout
 from megarl.group import Group
-from megarl.layout import Layout
-from megarl.machines import Nodes
+from megarl.machines.nodes import Nodes
 from megarl.servers.server_process import free_ports
 
 FREE = Way(0.0)

@@ -4,13 +4,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import bench_step
-import machine
 import pytest
 import torch
 import torch.distributed as dist
-from bench_step import SIZES, WIDE, check_alike, head_share, lengths_of, model_config, step_flops
-from step_loops import make_work
+
+from benchmarks.common import machine
+from benchmarks.step import bench_step
+from benchmarks.step.bench_step import SIZES, WIDE, check_alike, head_share, lengths_of, model_config, step_flops
+from benchmarks.step.loops import make_work
 
 
 def options(**given: Any) -> Namespace:

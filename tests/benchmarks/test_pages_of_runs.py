@@ -5,15 +5,13 @@ import subprocess
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
-import bench_distill
-import chaos_page
 import pytest
-import quickstart_losses
-import tests_page
-from bench_distill import first_near, near_for_good
-from page import run
-from quickstart_losses import RUNS, picture, results, written
 
+from benchmarks.common import page
+from benchmarks.quickstart import bench_distill, bench_losses
+from benchmarks.quickstart.bench_distill import first_near, near_for_good
+from benchmarks.quickstart.bench_losses import RUNS, result
+from benchmarks.test_pages import chaos_page, tests_page
 from megarl.config import load_config, to_yaml
 from megarl.trainer.algorithm import make_algorithm
 
@@ -58,8 +56,8 @@ def test_the_page_has_both_and_the_iterations_of_what_came_near(tmp_path: Path) 
 
 
 def test_each_run_has_a_loss_and_an_estimator_of_its_own() -> None:
-    all_words = [quickstart_losses.words(name)[1:] for name in RUNS]
-    configs = [load_config([*words, *quickstart_losses.QUICK])[0] for words in all_words]
+    all_words = [bench_losses.words(name)[1:] for name in RUNS]
+    configs = [load_config([*words, *bench_losses.QUICK])[0] for words in all_words]
     assert {config.trainer.total_training_steps for config in configs} == {6}
     assert len({make_algorithm(config).actor.loss.policy_loss for config in configs}) == len(RUNS)
     assert len({config.algorithm.adv_estimator for config in configs}) == len(RUNS)
@@ -70,17 +68,17 @@ def test_the_picture_and_the_page_show_every_run(tmp_path: Path) -> None:
     for rank, name in enumerate(RUNS):
         folder = tmp_path / name
         folder.mkdir()
-        config, _ = load_config(quickstart_losses.words(name)[1:])
+        config, _ = load_config(bench_losses.words(name)[1:])
         (folder / "config.yaml").write_text(to_yaml(config))
         write_rows(folder, [{"step": step, "val/score": 0.4 + 0.01 * (step - rank)} for step in (0, 30, 60)])
         (folder / "summary.json").write_text(json.dumps({**numbers, "pushes": 61, "pushes_verified": 61}))
-    picture(tmp_path, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    rows = results(tmp_path)
-    assert [row["run"] for row in rows] == list(RUNS) and rows[0]["accuracy_after"] == 0.95
-    text = written(rows, "curves.png")
-    assert "| cispo | rloo | 0.400 | 0.950 | 0.950 | 61 of 61 |" in text
-    assert text.count("61 of 61") == len(RUNS) and "![accuracy](curves.png)" in text
+    found = result(tmp_path)
+    assert [row["run"] for row in found.rows] == list(RUNS) and found.ratios["accuracy_quickstart"] == 0.95
+    files = page.save(found, tmp_path / "out")
+    text, picture = files[1].read_text(), files[2]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert "| cispo_rloo | cispo | rloo | 0.4 | 0.95 | 0.95 | 61 | 61 |" in text
+    assert f"![accuracy]({picture.name})" in text
 
 
 # ---- faults, and the tests
@@ -149,5 +147,5 @@ def test_a_page_is_made_of_tests_that_came_to_their_end(
         if is_made:
             assert tests_page.work(parser().parse_args(["-m", "long"])) is not None
         else:
-            assert run(tests_page.work, parser(), ["-m", "long", "--out", str(tmp_path)]) == 2
+            assert page.run(tests_page.work, parser(), ["-m", "long", "--out", str(tmp_path)]) == 2
     assert asked == [["-m", "long"]]

@@ -1,8 +1,9 @@
 """Servers in virtual time: times, versions and kept tokens that can be followed by hand."""
 
 import numpy as np
-from virtual_rollout import Trace, VirtualCollectors, VirtualPrompts, lognormal_trace
 
+from benchmarks.async_training.lengths import Trace, lognormal_trace
+from benchmarks.async_training.virtual_rollout import VirtualCollectors, VirtualPrompts
 from megarl.rollout.protocol import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=1000, sampling_seed=7)

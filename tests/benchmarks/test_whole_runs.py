@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import async_trace
-import bench_ring
 import pytest
-from bench_peer import WAYS, run_side
-from peer_task import Work
-from push_plan import plan_cost
+
+from benchmarks.async_training import loopback
+from benchmarks.peer.bench_peer import WAYS, run_side
+from benchmarks.peer.task import Work
+from benchmarks.push.plan_cost import plan_cost
+from benchmarks.ring import bench_ring
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--device", "cpu", "--quick", "--json"]
@@ -22,7 +23,7 @@ Check = Callable[[dict[str, Any]], None]
 
 
 def check_trace(said: dict[str, Any]) -> None:
-    sizes = async_trace.QUICK
+    sizes = loopback.QUICK
     assert said["lost"] == said["doubled"] == 0 and math.isfinite(said["trace_ratio"])
     for row in said["rows"]:
         assert row["completions"] == sizes.steps * sizes.prompts * sizes.n
@@ -84,9 +85,9 @@ RUNS += [pytest.param(name, *run, marks=pytest.mark.long, id=name) for name, run
 def test_a_script_prints_its_figures_last_and_writes_its_page(
     name: str, words: str, last: str, check: Check, tmp_path: Path
 ) -> None:
-    script, out = name.split()[0], tmp_path / "out"
-    command = [sys.executable, str(ROOT / f"benchmarks/bench_{script}.py"), *QUICK, "--out", str(out), *words.split()]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    (script,), out = (ROOT / "benchmarks").glob(f"*/bench_{name.split()[0]}.py"), tmp_path / "out"
+    command = [sys.executable, str(script), *QUICK, "--out", str(out), *words.split()]
+    variables = os.environ | {"PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

@@ -13,7 +13,7 @@ import psutil
 from programs import runs
 from ring_cases import lines
 
-from megarl.metrics.trackers.status import read_status
+from megarl.metrics.reading.status import read_status
 from megarl.servers.server_process import free_ports
 
 PARTS = Path(__file__).parent / "parts"

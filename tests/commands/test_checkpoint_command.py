@@ -10,9 +10,9 @@ from saved_runs import Shard, flip, save, save_steps, saver_of
 
 from megarl.cli import main
 from megarl.config import to_yaml
-from megarl.durable_files import SUMS, write_sums
-from megarl.trainer.checkpoint.manifest import MANIFEST
-from megarl.trainer.owner import OWNER, owned
+from megarl.io.durable_files import SUMS, write_sums
+from megarl.trainer.checkpoint.checkpoint import MANIFEST
+from megarl.trainer.run_lock import OWNER, owned
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.commands.new import COPIES
+from megarl.commands.new import COPIES, TASKS
 from megarl.config import load_config
-from megarl.tasks import TASKS
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megarl.commands.this_machine import first_host, placed
+from megarl.commands.this_machine import described_place, first_host, placed
 from megarl.config import Config
 
 SLURM = {"SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_STEP_NUM_NODES": "2"}
@@ -33,6 +33,15 @@ def test_the_environment_tells_the_number_and_the_first_machine(
     environment: Mapping[str, str], wanted: tuple[int, str]
 ) -> None:
     assert place(environment) == wanted
+
+
+def test_for_people_it_says_what_it_reads_and_whether_the_settings_fit() -> None:
+    """Also with trainer.nnodes=1, where a run reads nothing."""
+    found, mend = described_place(Config(), SLURM)
+    assert found.startswith("machine 1 of 2, the driver at gpu007 (SLURM_NODEID=1, SLURM_STEP_NODELIST=gpu[007-008], ")
+    assert mend == "trainer.nnodes=2, or one process alone"
+    alone = "machine 0 of 1, the driver at 127.0.0.1 (no variable of a scheduler)"
+    assert described_place(Config(), {}) == (alone, "")
 
 
 def test_what_the_settings_say_counts() -> None:

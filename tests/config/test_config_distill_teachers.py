@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, DENSE, load, refusal
 from refusal_table import Block, blocks
 
-from megarl.config import from_yaml, load_config, resolved, to_yaml
+from megarl.config import ConfigError, from_yaml, load_config, resolved, to_yaml
 from megarl.config.keys import general, mapping_of, type_of
 
 MATH, CODE = "teachers.math.model.path=a", "teachers.code.model.path=b"
@@ -18,7 +18,7 @@ def test_an_entry_is_made_by_its_first_key_and_has_every_default() -> None:
     config = load(MATH, "actor.strategy=megatron", "trainer.n_gpus_per_node=2")
     (name, teacher) = next(iter(config.teachers.items()))
     assert (name, teacher.model.path, teacher.coef, teacher.data_sources) == ("math", "a", 1.0, [])
-    assert (teacher.strategy, teacher.num_ranks, teacher.log_prob_max_token_len_per_gpu) == ("megatron", 2, 16384)
+    assert (teacher.strategy, teacher.num_ranks, teacher.ppo_max_token_len_per_gpu) == ("megatron", 2, 16384)
     assert load().teachers == {}
 
 
@@ -32,6 +32,15 @@ def test_entries_are_set_by_words_by_files_and_at_once(tmp_path: Path) -> None:
     }
     assert load("teachers={math:{model:{path:a},coef:0.5}}").teachers["math"].coef == 0.5
     assert load(f"recipe={file}", "teachers={}").teachers == {}
+    assert load(f"recipe={file}", "teachers={}", CODE).teachers.keys() == {"code"}
+
+
+@pytest.mark.parametrize("name", ["a|b", "a\\nb", "[x]", "@", "-"])
+def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "taught.yaml"
+    file.write_text(f'teachers:\n  "{name}":\n    model: {{path: a}}\n')
+    with pytest.raises(ConfigError, match="^teachers.*: expected a name of letters, digits, _ and -$"):
+        load(f"recipe={file}", "distill.coef=1.0")
 
 
 def test_a_teacher_follows_the_actor_unless_its_own_layout_is_set() -> None:
@@ -47,11 +56,9 @@ def test_a_teacher_follows_the_actor_unless_its_own_layout_is_set() -> None:
 
 def test_micro_batches_of_a_teacher_are_its_own_or_the_actor_s() -> None:
     config = load(
-        MATH, "actor.ppo_max_token_len_per_gpu=4096", CODE, OF_CODE, "teachers.code.log_prob_micro_batch_size=2"
+        MATH, "actor.ppo_max_token_len_per_gpu=4096", CODE, OF_CODE, "teachers.code.ppo_micro_batch_size_per_gpu=2"
     )
-    cuts = {
-        n: (t.log_prob_micro_batch_size_per_gpu, t.log_prob_max_token_len_per_gpu) for n, t in config.teachers.items()
-    }
+    cuts = {n: (t.ppo_micro_batch_size_per_gpu, t.ppo_max_token_len_per_gpu) for n, t in config.teachers.items()}
     assert cuts == {"math": (None, 4096), "code": (2, None)}
 
 

@@ -3,7 +3,7 @@
 import pytest
 from config_helpers import load
 
-from megarl.config.idle import idle
+from megarl.config.validate.algorithms import idle
 
 GRPO = ("algorithm.adv_estimator=grpo", "rollout.n=4", "data.train_batch_size=8")
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import Config, ConfigError, load_config, resolved
-from megarl.config.suggest import divisors, nearest_numbers
-from megarl.config.validate.layouts import failing_roles, layout_faults
+from megarl.config.validate.layouts import divisors, failing_roles, layout_faults, nearest_numbers
 
 ON_8 = ("trainer.n_gpus_per_node=8", "rollout.n=2")
 ACTOR = "actor.megatron"
@@ -74,8 +73,6 @@ cp=5 | cp=5: tp*pp*cp = 1*1*5 = 5 does not divide 8 ranks of the actor
 tp=2 ep=8 | ep=8: ep*etp*pp = 8*2*1 = 16 does not divide 8 ranks of the actor
 data.train_batch_size=3 | actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8 data-parallel ranks of the actor \
 busy; expected at least 4; nearest: tp=2, or
-actor.ppo_micro_batch_size=12 | actor.ppo_micro_batch_size=12: expected a multiple of the 8 data-parallel ranks of the \
-actor, as 8 or 16; nearest: tp=2, or
 @dense pp=4 recompute_granularity=full recompute_method=uniform recompute_num_layers=2 | recompute_num_layers=2: \
 recompute_method=uniform cuts the 3 layers of a stage; expected 3 or 1
 pp=2 actor.strategy=fsdp | pp=2: actor.strategy=fsdp has no pipeline; expected 1; nearest: pp=1

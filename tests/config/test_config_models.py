@@ -7,8 +7,8 @@ import pytest
 from config_helpers import DENSE, load, refusal
 from huggingface_hub import constants
 
+from megarl.arch.layout import RANDOM_WEIGHTS
 from megarl.config import ConfigError, from_yaml, load_config, model_config, to_yaml
-from megarl.layout import RANDOM_WEIGHTS
 
 
 def folder(path: Path, **numbers: object) -> str:
@@ -29,7 +29,7 @@ def test_a_model_of_random_weights_is_for_the_benchmark_only(tmp_path: Path, com
     there = folder(tmp_path / "m", **{RANDOM_WEIGHTS: True})
     words = (f"model.path={there}", "data.val_files=[b.jsonl]", "rollout.engine=sglang")
     assert refusal(*words, command=command) == (
-        f"model.path={there}: its weights are random, for benchmarks/bench_ring.py only; expected a model"
+        f"model.path={there}: its weights are random, for benchmarks/ring/bench_ring.py only; expected a model"
     )
     for flags in ("[--load-format,dummy]", '["--load-format=dummy"]'):
         load(*words, f"rollout.sglang.args={flags}", command=command)

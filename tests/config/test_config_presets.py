@@ -1,11 +1,12 @@
 """The words `model` and `layout`: what a preset lays under recipes, files and the command line."""
 
+import re
 from pathlib import Path
 
 import pytest
 from config_helpers import BASE, refusal
 
-from megarl.config import layout_names, load_config, preset_names, to_yaml
+from megarl.config import config_dir, layout_names, load_config, preset_names, to_yaml
 from megarl.config.presets import find
 
 PRESET = """
@@ -95,12 +96,10 @@ def test_a_preset_lays_itself_over_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    files = {"qwen3_8b": Path("a"), "llama3_8b": Path("b")}
-    assert find("model", "qwen3_8b", files, "a path") == Path("a")
-    with pytest.raises(
-        ValueError, match=r"^model=qwen3_8: did you mean qwen3_8b\? expected one of qwen3_8b, llama3_8b, or"
-    ):
-        find("model", "qwen3_8", files, "a path")
+    assert find("model", "qwen3_8b") == config_dir() / "model/qwen3_8b.yaml"
+    wanted = f"did you mean qwen3_8b? expected one of {', '.join(preset_names())}, or the path of a YAML file"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'model=qwen3_8: {wanted}')}$"):
+        find("model", "qwen3_8")
 
 
 def test_the_written_configuration_of_a_run_with_a_preset_is_a_recipe(preset: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from config_helpers import BASE, load, refusal, refusals
 from refusal_table import JUDGE, Block, blocks
 
 from megarl.config import ConfigError, load_config, names
-from megarl.config.validate.values import CHOICES, OPEN_CHOICES
+from megarl.config.keys import schema_keys
 
 TYPES = """
 rollout.n=many | expected an integer
@@ -58,7 +58,7 @@ algorithm.overlong_buffer.enable=true | algorithm.overlong_buffer.len=null | exp
 with reward.fn=model reward.model.path=m actor.lora.rank=4 algorithm.filter_groups.enable=true rollout.n=2
 reward.model.engine=megatron | algorithm.filter_groups compares rewards .. expected reward.model.engine=server
 reward.model.engine=megatron data.val_files=b.jsonl | there is no other reward to .. expected reward.model.engine=server
-reward.model.url=http://a:1 | has no effect, because reward.model.engine=megatron asks no server
+reward.model.url=http://a:1 | has no effect, because reward.model.engine=megatron
 ref.model.path=r | has no effect, because actor.use_kl_loss and algorithm.use_kl_in_reward are both
 actor.clip_ratio_c=on | expected a number above 1, null or off
 algorithm.gamma=nan | expected a number from 0 to 1
@@ -84,6 +84,7 @@ trainer.spike_sigma=0 | expected a number above 0
 trainer.node_rank=2 | expected less than trainer.nnodes=2
 trainer.master_addr='' | expected the address of machine 0, where the others find the run
 trainer.master_port=0 | expected 1 to 65535
+trainer.ports=80-90 | expected two ports from 1024 on, such as 41000-41999
 trainer.max_restarts=-1 | expected a number of at least 0
 actor.megatron.use_distributed_optimizer=true | Megatron shards adamw only; expected false with sgd
 trainer.logger=[console,slack] | slack is none of console,
@@ -141,7 +142,7 @@ trainer.profile.memory=true trainer.device=cpu | trainer.device=cpu has no .. ex
 with reward.weights.bleu=2
 reward.fn=[math,exact] | reward.weights.bleu | expected one of the rewards math, exact
 algorithm.policy_loss_fn=dro | expected a value in algorithm.policy_loss_args.beta, it has no default
-trainer.profile.tool=nvtx | has no effect, because trainer.profile.steps=[]: nothing is profiled
+trainer.profile.tool=nvtx | has no effect, because trainer.profile.steps=[]
 
 with reward.weights.math=nan
 reward.fn=[math,exact] | reward.weights={math: nan} | expected finite numbers
@@ -164,7 +165,7 @@ with @judge reward.fn=[judge,model] reward.model.path=m
 reward.judge.read='json:' | expected json:FIELD, or a regular expression with one group, which holds the number
 reward.model.url=h | expected http://HOST:PORT or https://HOST
 
-actor.ppo_micro_batch_size=2 actor.ppo_max_token_len_per_gpu=4096 | and actor.ppo_max .. expected only one of them
+actor.ppo_micro_batch_size_per_gpu=2 actor.ppo_max_token_len_per_gpu=4096 | expected only one of them
 
 with reward.audit=gsm8k reward.weights.gsm8k=2
 reward.fn=[math,exact] | reward.weights.gsm8k | expected one of the rewards math, exact
@@ -176,7 +177,7 @@ agent.max_tokens=1024 | expected more than data.max_prompt_length=1024, which an
 agent.timeout_s=0 | expected a number above 0
 trainer.check_export=true data.val_files=[v] | expected false, because transformers' generation runs no agents
 algorithm.overlong_buffer.enable=true | expected false, because episodes have several answers
-agent.args={b:1} | has no effect, because agent.command has no keyword arguments
+agent.args={b:1} | has no effect, because agent.command=[a]
 
 with agent.fn=agent.py:episode agent.max_tokens=3000
 actor.ppo_max_token_len_per_gpu=2000 | expected room for one sequence, at least agent.max_tokens = 3000
@@ -185,7 +186,7 @@ agent.fn=gone.py:episode | expected a file that exists, as path/to/file.py:funct
 reward.fn=nowhere/a.py:f | expected a file that exists, as path/to/file.py:function
 
 agent.fn=agent.py | expected path/to/file.py:function, package.module:function, tools:..., verifiers:...
-reward.fn=model | reward.model.path=null | the reward model needs it, for its tokenizer at least
+reward.fn=model | reward.model.path= | the reward model needs it, for its tokenizer at least
 
 agent.max_turns=3 | has no effect, because agent.fn=null and agent.command=[]: completions are plain
 reward.audit=math reward.fn=math | expected a reward that is not trained, and reward.fn has this one
@@ -254,7 +255,8 @@ def test_what_cannot_be_is_refused_with_key_value_and_what_is_expected(block: Bl
 
 
 def test_a_name_that_is_no_choice_of_its_key_is_refused_with_those_that_are() -> None:
-    choices = {key.replace("NAME", "math"): allowed for key, allowed in (CHOICES | OPEN_CHOICES).items()}
+    choices = {key.replace("NAME", "math"): known.record.choices.names for key, known in schema_keys().items()}
+    choices = {key: allowed for key, allowed in choices.items() if allowed}
     told = refusals("teachers.math.model.path=a", *(f"{key}=no_such_name" for key in choices))
     assert len(told) == len(choices)
     for key, allowed in choices.items():

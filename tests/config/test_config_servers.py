@@ -7,12 +7,11 @@ import pytest
 from config_helpers import BASE, DENSE, EXPERTS, load, refusal, refusals
 from refusal_table import Block, blocks
 
+from megarl.arch.layout import ModelNumbers
+from megarl.arch.sglang_options import TRIED, options_of
 from megarl.config import ConfigError, load_config
 from megarl.config.placement import gpu_seats, placements
-from megarl.config.server_options import options_of
-from megarl.config.tried import TRIED
 from megarl.config.validate.servers import EP, TP, server_misfits
-from megarl.layout import ModelNumbers
 
 SGLANG = ("rollout.engine=sglang", "trainer.n_gpus_per_node=8")
 
@@ -36,8 +35,8 @@ actor.lora.rank=4 | rollout.quantization=fp8 | servers of adapters .. expected n
 with rollout.engine=sglang trainer.n_gpus_per_node=8 rollout.tensor_model_parallel_size=2 @dense rollout.n=1
 rollout.expert_parallel_size=2 | the model has no experts; expected 1; nearest: rollout.expert_parallel_size=1
 rollout.attention_dp=2 actor.lora.rank=4 actor.lora.push=adapter | servers of adapters .. expected 1, or push=merged
-rollout.order=prompts | has no effect, because rollout.ahead=0, so an iteration waits for all that was
-rollout.max_age=1 | has no effect, because rollout.ahead=0, so an iteration waits for all that was
+rollout.order=prompts | has no effect, because rollout.ahead=0 and rollout.turn_s=null
+rollout.max_age=1 | has no effect, because rollout.ahead=0 and rollout.turn_s=null
 rollout.urls=['http://a:x'] | http://a:x is no server; expected http://host:port
 
 with rollout.engine=sglang trainer.n_gpus_per_node=8 rollout.tensor_model_parallel_size=4 @experts

@@ -45,7 +45,7 @@ MAY_CHANGE = {
     *(f"{role}.megatron.expert_model_parallel_size" for role in ("actor", "critic", "ref")),
     *("algorithm.policy_loss_fn", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
     *("rollout.bucket_bytes", "reward.num_workers", "trainer.async_save", "trainer.share_prefixes"),
-    *("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu", "ref.log_prob_max_token_len_per_gpu"),
+    *("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu", "ref.ppo_max_token_len_per_gpu"),
 }
 
 

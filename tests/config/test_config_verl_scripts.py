@@ -13,7 +13,7 @@ from megarl.config import load_config
 from megarl.config.keys import is_free, is_reference
 from megarl.config.validate.values import value_of
 from megarl.rewards import load_reward
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.samples.sample import Completion, Prompt, VersionSpan
 
 NINE_OF_TEN = 0.9
 # What a script leaves out, and verl takes although an estimator of groups then has nothing to compare.

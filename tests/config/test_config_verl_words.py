@@ -128,7 +128,7 @@ actor.fsdp_config.offload_policy=True | actor.megatron.optimizer_offload | true
 actor.use_dynamic_bsz=True actor.ppo_micro_batch_size_per_gpu=4 | actor.ppo_max_token_len_per_gpu | 16384
 critic.use_dynamic_bsz=True critic.ppo_micro_batch_size_per_gpu=4 | critic.ppo_max_token_len_per_gpu | 32768
 actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=9000 ref.log_prob_micro_batch_size_per_gpu=4 | \
-ref.log_prob_max_token_len_per_gpu | 9000
+ref.ppo_max_token_len_per_gpu | 9000
 rollout.quantization=null | rollout.quantization | none
 reward.fn=math reward_model.num_workers=8 | reward.num_workers | 8
 data.train_max_samples=9 | data.train_max_samples | 9
@@ -195,7 +195,7 @@ actor.optim.lr_warmup_steps=10 | lr_warmup_steps=10: actor.optim.lr_warmup_steps
 actor.policy_loss.loss_mode=sapo actor.loss_agg_mode=token-mean | verl's loss sapo reads no other
 actor.policy_loss.loss_mode=gspo actor.clip_ratio_c=10 | clip_ratio_c=10: the loss gspo has no such clip
 actor.tau_pos=2 | actor.tau_pos=2: the loss ppo does not read it
-actor.clip_ratio=0.1 | has no effect, because actor.clip_ratio_low and actor.clip_ratio_high are both set
+actor.clip_ratio=0.1 | has no effect, because actor.clip_ratio_low=0.2 and actor.clip_ratio_high=0.2
 hybrid_engine=False rollout.n_gpus_per_node=2 | n_gpus_per_node=2: rollout.num_servers=1, on the GPUs of this machine \
 after
 --config-name=ppo_megatron_trainer.yaml | --config-name=ppo_megatron_trainer.yaml: verl's file \

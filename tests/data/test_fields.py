@@ -1,15 +1,18 @@
 """Rows of files, and the prompts and examples that their fields say."""
 
 import json
+import re
+import subprocess
+import sys
+from time import process_time
 
 import datasets
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from megarl.data import FILE_KINDS
 from megarl.data.fields import example_of, is_learnt, question_of
-from megarl.data.readers import Record, content_digest, read_rows
+from megarl.data.readers import FILE_KINDS, Record, content_digest, read_parquet, read_rows
 
 CHAT = [{"role": "user", "content": "hi"}]
 WITH_ANSWER = [*CHAT, {"role": "assistant", "content": "hello"}]
@@ -37,7 +40,14 @@ VERL = {"reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {
 @pytest.mark.parametrize(
     ("fields", "keys", "text", "truth", "source", "extra"),
     [
-        ({"prompt": "1+=", "ground_truth": "2", "data_source": "s", "n": 3}, {}, "1+=", "2", "s", {"n": 3}),
+        (
+            {"prompt": "1+=", "ground_truth": "2", "data_source": "数\u3000学", "n": 3},
+            {},
+            "1+=",
+            "2",
+            "数\u3000学",
+            {"n": 3},
+        ),
         ({"q": "1+1=", "a": 2, "prompt": "kept"}, RENAMED, "1+1=", 2, "", {"prompt": "kept"}),  # a number stays one
         ({"prompt": CHAT, "images": None}, {}, CHAT, None, "", {"images": None}),  # as in a file of mixed rows
         ({"messages": CHAT}, {}, CHAT, None, "", {}),
@@ -106,7 +116,7 @@ def test_nulls_that_arrow_puts_into_objects_are_no_arguments(tmp_path):
     ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     keys = {"prompt_key": "prompt", "response_key": "response", "has_chat_template": True}
-    found = [example_of(row, **keys) for row in read_rows(str(tmp_path / "a.parquet"), FILE_KINDS)]
+    found = [example_of(row, **keys) for row in read_rows(str(tmp_path / "a.parquet"))]
     assert [one.behind[0]["tool_calls"][0]["function"]["arguments"] for one in found] == [
         {"a": {"at": 1}},
         {"b": {"at": 1}},
@@ -228,7 +238,7 @@ def jsonl(tmp_path):
 
 
 def test_jsonl_rows_know_their_line_and_empty_lines_are_skipped(jsonl):
-    rows = read_rows(str(jsonl), FILE_KINDS)
+    rows = read_rows(str(jsonl))
     assert [row.fields for row in rows] == ROWS
     assert [row.where for row in rows] == [f"{jsonl}:1", f"{jsonl}:3"]
 
@@ -236,7 +246,7 @@ def test_jsonl_rows_know_their_line_and_empty_lines_are_skipped(jsonl):
 def test_several_files_are_read_in_order(jsonl, tmp_path):
     other = tmp_path / "b.jsonl"
     other.write_text('{"prompt": "9"}\n')
-    rows = read_rows([str(other), str(jsonl)], FILE_KINDS)
+    rows = read_rows([str(other), str(jsonl)])
     assert [row.fields["prompt"] for row in rows] == ["9", "1+1=", "1+2="]
 
 
@@ -245,7 +255,7 @@ def test_parquet_and_datasets_folder_give_the_same_rows(tmp_path):
     dataset.to_parquet(tmp_path / "a.parquet")
     dataset.save_to_disk(tmp_path / "folder")
     for name in ("a.parquet", "folder"):
-        rows = read_rows(str(tmp_path / name), FILE_KINDS)
+        rows = read_rows(str(tmp_path / name))
         assert [row.fields for row in rows] == ROWS
         assert rows[1].where == f"{tmp_path / name}:2"
 
@@ -261,7 +271,7 @@ def write_nested(path, num_rows, size):
 
 def test_rows_of_a_nested_parquet_file_come_in_order_whatever_the_batches(tmp_path):
     write_nested(tmp_path / "a.parquet", 600, 3)
-    rows = read_rows(str(tmp_path / "a.parquet"), FILE_KINDS)
+    rows = read_rows(str(tmp_path / "a.parquet"))
     assert [row.fields["prompt"] for row in rows] == [str(i) for i in range(600)]
     assert rows[-1] == (f"{tmp_path}/a.parquet:600", {"prompt": "599", "reward_model": {"ground_truth": ["xxx"]}}, True)
 
@@ -290,17 +300,17 @@ def test_nested_rows_of_more_than_two_gigabytes_are_read(tmp_path, num_rows, siz
 def test_a_bad_file_is_named_in_one_sentence(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence):
-        read_rows(str(tmp_path / name), FILE_KINDS)
+        read_rows(str(tmp_path / name))
 
 
 def test_a_missing_file_and_a_wrong_folder_are_named(tmp_path):
     with pytest.raises(ValueError, match="gone.jsonl: no such file or folder"):
-        read_rows(str(tmp_path / "gone.jsonl"), FILE_KINDS)
+        read_rows(str(tmp_path / "gone.jsonl"))
     with pytest.raises(ValueError, match="not a folder of `datasets.save_to_disk`"):
-        read_rows(str(tmp_path), FILE_KINDS)
+        read_rows(str(tmp_path))
     datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
     with pytest.raises(ValueError, match=r"a folder of several splits; name one of them \(train\)"):
-        read_rows(str(tmp_path / "both"), FILE_KINDS)
+        read_rows(str(tmp_path / "both"))
 
 
 def test_the_digest_follows_the_content_and_not_the_name(jsonl, tmp_path):
@@ -310,3 +320,64 @@ def test_the_digest_follows_the_content_and_not_the_name(jsonl, tmp_path):
     copy.write_bytes(jsonl.read_bytes() + b" ")
     assert content_digest(str(copy)) != content_digest(str(jsonl))
     assert content_digest(str(tmp_path)) == content_digest(str(tmp_path))
+
+
+def test_a_row_of_more_bytes_than_a_row_may_have_is_named(tmp_path):
+    """Before it is made: also where a parquet file holds its text once, and names it many times."""
+    rows = [{"prompt": "1", "tags": ["a"]}] * 300 + [{"prompt": "2" * 1000, "tags": ["b" * 100] * 20}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "a")
+    for name in ("a.jsonl", "a.parquet", "a"):
+        read = read_rows(str(tmp_path / name), 10_000)
+        assert [row.fields for row in read] == rows
+        assert read[-1].where.endswith(f"{name}:301")
+        words = f"^{tmp_path / name}:301: the row has more than 2,000 bytes; expected .* a higher data.max_row_bytes$"
+        with pytest.raises(ValueError, match=words):
+            read_rows(str(tmp_path / name), 2000)
+
+
+def test_maps_and_many_texts_of_a_parquet_file_are_read(tmp_path):
+    """In a time that grows with the number of rows: a batch looks at the values of its own rows alone."""
+    number = pa.array([3, 4, None]).dictionary_encode()
+    one = pa.array([[("k", ["v"])], [], None], pa.map_(pa.string(), pa.list_(pa.string())))
+    parquet.write_table(pa.table({"number": number, "map": one, "text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    read = [row.fields for row in read_rows(str(tmp_path / "a.parquet"))]
+    assert [row["map"] for row in read] == [[("k", ["v"])], [], None]
+    assert [(row["number"], row["text"]) for row in read] == [(3, "a"), (4, None), (None, "b")]
+    parquet.write_table(pa.table({"text": [f"{i:>20}" for i in range(100_000)]}), tmp_path / "b.parquet")
+    begin = process_time()
+    assert sum(1 for _ in read_parquet(tmp_path / "b.parquet")) == 100_000
+    assert process_time() - begin < 3
+
+
+BOMBS = """
+import resource, sys
+import megarl.data.readers, pyarrow.parquet, pyarrow.compute
+from megarl.data.readers import FILE_KINDS
+import psutil
+free = psutil.Process().memory_info().vms + int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_AS, (free, free))
+try:
+    megarl.data.readers.read_rows(sys.argv[1])
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "text", "words"),
+    [
+        (100_000, "a" * 20_000, r"a.parquet:\d+: the rows to here take [\d,]+ bytes of memory, and [\d,]+ were free; "),
+        (300, "a" * 20_000_000, r"a.parquet:1: the row has more than 16,777,216 bytes; expected a shorter one"),
+    ],
+)
+def test_a_small_file_that_becomes_large_is_a_sentence(tmp_path, rows, text, words):
+    """A dictionary with one text and a row for each time that it is named, in 400 MB of memory."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"prompt": column}), file, store_schema=False)
+    assert file.stat().st_size < 2_000_000 < 400_000_000 < rows * len(text)
+    read = [sys.executable, "-c", BOMBS, str(file), "400000000"]
+    done = subprocess.run(read, capture_output=True, text=True, check=True, timeout=120)
+    assert re.fullmatch(rf"{tmp_path}/{words}.*\n", done.stdout), done.stdout

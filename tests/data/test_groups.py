@@ -19,10 +19,19 @@ from safetensors.numpy import load_file
 from several_rows import groups_of_rows
 
 from megarl.data import groups as module
-from megarl.data.exact_json import KIND, check_writable, from_json, to_json
-from megarl.data.groups import FORMAT, LINES, TENSORS, load_groups, save_groups
+from megarl.data.groups import (
+    FORMAT,
+    KIND,
+    LINES,
+    TENSORS,
+    check_writable,
+    from_json,
+    load_groups,
+    save_groups,
+    to_json,
+)
 from megarl.rollout.wire_columns import COLUMN_DTYPES
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.samples.sample import Completion, Prompt, Sample, VersionSpan
 
 # What an engine's float32 becomes in JSON, any float64; JSON has one NaN, so rewards have no other.
 NUMBERS: dict[str, st.SearchStrategy[float]] = {"float32": st.floats(width=32), "float64": st.floats()}

@@ -1,4 +1,4 @@
-"""Plans of micro-batches; common prefixes by hand and against a slow reference, and families that share them."""
+"""Plans of micro-batches; common prefixes by hand and against a slow reference, and groups that share them."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from several_rows import groups_of_rows
 
-from megarl.batch import Batch
 from megarl.data.batch import make_batch
 from megarl.data.packing import RankPlan, plan, unpack
-from megarl.data.prefix_tree import CommonPrefixes, PrefixTree, families
-from megarl.layout import MIN_SHARED
-from megarl.sample import TEACHER_IDS
+from megarl.data.prefix_tree import MIN_SHARED, CommonPrefixes, PrefixTree, prefix_groups
+from megarl.samples.batch import Batch
+from megarl.samples.sample import TEACHER_IDS
 
 LENGTHS = st.lists(st.integers(1, 100), max_size=60)
 
@@ -240,11 +239,11 @@ def test_each_token_is_predicted_by_a_place_that_sees_what_stands_before_it(rows
 @given(rows=ROWS)
 def test_a_tree_needs_no_more_places_than_families_say(rows: list[list[int]]) -> None:
     batch = batch_of(rows)
-    made = families(batch, 1, max_tokens=None, max_sequences=None, hidden_size=4)
-    assert sorted(i for family in made for i in family.members) == list(range(len(rows)))
-    for family in made:
-        assert tree_of(batch.select(family.members)).num_places <= family.size
-    assert sum(family.cost for family in made) <= sum(n * (48 + n) for n in map(len, rows))
+    made = prefix_groups(batch, 1, max_tokens=None, max_sequences=None, hidden_size=4)
+    assert sorted(i for group in made for i in group.members) == list(range(len(rows)))
+    for group in made:
+        assert tree_of(batch.select(group.members)).num_places <= group.size
+    assert sum(group.cost for group in made) <= sum(n * (48 + n) for n in map(len, rows))
 
 
 @given(rows=ROWS, ranks=st.integers(1, 3), slack=st.integers(0, 20), count=st.none() | st.integers(1, 4))
@@ -252,7 +251,7 @@ def test_a_plan_of_families_keeps_its_limits(rows: list[list[int]], ranks: int, 
     batch, lengths = batch_of(rows), [len(row) for row in rows]
     tokens = max(lengths) + slack if count is None else None
     how = {"max_tokens": tokens, "max_sequences": count}
-    plans = plan(lengths, ranks, hidden_size=4, families=families(batch, ranks, hidden_size=4, **how), **how)
+    plans = plan(lengths, ranks, hidden_size=4, groups=prefix_groups(batch, ranks, hidden_size=4, **how), **how)
     assert sorted(i for rank in plans for i in rank.indices) == list(range(len(rows)))
     for members in (members for rank in plans for members in rank.micro_batches if members):
         assert count is None or len(members) <= count
@@ -263,8 +262,8 @@ def test_the_answers_to_a_prompt_are_packed_together_and_cut_only_for_balance() 
     batch = words(*(f"{prompt * 8}{answer}" for answer in "wxyz" for prompt in "ab"))
 
     def members(max_tokens: int | None, num_ranks: int) -> list[list[int]]:
-        made = families(batch, num_ranks, max_tokens=max_tokens, max_sequences=None, hidden_size=64)
-        return [family.members for family in made]
+        made = prefix_groups(batch, num_ranks, max_tokens=max_tokens, max_sequences=None, hidden_size=64)
+        return [group.members for group in made]
 
     assert members(None, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert members(12, 1) == [[0, 2], [4, 6], [1, 3], [5, 7]], "9 places, and 3 more for each further answer"
@@ -273,8 +272,8 @@ def test_the_answers_to_a_prompt_are_packed_together_and_cut_only_for_balance() 
 
 def test_samples_of_several_rows_stay_whole() -> None:
     batch = Batch(torch.tensor([1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 9]), torch.tensor([5, 5, 1]), rows=torch.tensor([2, 1]))
-    made = families(batch, 1, max_tokens=None, max_sequences=None, hidden_size=4)
-    assert [(family.members, family.size) for family in made] == [([0], 8), ([1], 1)]
+    made = prefix_groups(batch, 1, max_tokens=None, max_sequences=None, hidden_size=4)
+    assert [(group.members, group.size) for group in made] == [([0], 8), ([1], 1)]
 
 
 def test_the_order_of_rows_is_that_of_their_tokens() -> None:

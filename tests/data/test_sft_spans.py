@@ -8,6 +8,7 @@ from tokenizers import AddedToken
 
 from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.data.fields import Example
+from megarl.data.prompts import RowSettings
 from megarl.data.sft import SftExamples
 from megarl.data.sft_spans import Answers
 from megarl.data.template import ChatTemplate
@@ -63,11 +64,12 @@ WITH_REASONING = {
 }
 
 
-def examples_of(name, folder, *rows, **settings):
+def examples_of(name, folder, *rows, answers="all", stop_ids=None, **settings):
     file, tokenizer = folder / "rows.jsonl", tokenizer_of(name)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stops = tokenizer.convert_tokens_to_ids(list(STYLES[name].stops))
-    return SftExamples(str(file), tokenizer, **{"max_length": 999, "shuffle": False, "stop_ids": stops} | settings)
+    stops = tokenizer.convert_tokens_to_ids(list(STYLES[name].stops)) if stop_ids is None else stop_ids
+    read = RowSettings(**{"max_length": 999, "shuffle": False} | settings)
+    return SftExamples(str(file), tokenizer, read, answers=answers, stop_ids=stops)
 
 
 def spans(name, examples):
@@ -163,7 +165,7 @@ def test_sft_spans_open_the_reasoning_once_where_header_and_answer_do(content, t
     )
     file, tokenizer = tmp_path / "rows.jsonl", byte_tokenizer(template)
     file.write_text(json.dumps({"messages": [ASKED, {**FIRST, "content": content}]}))
-    batch = SftExamples(str(file), tokenizer, max_length=999).take(1)
+    batch = SftExamples(str(file), tokenizer, RowSettings(999)).take(1)
     assert tokenizer.decode(batch.tokens).endswith("assistant\n<think>\nso\n</think>\n\n15<|im_end|>")
     assert tokenizer.decode(batch.tokens[batch.columns["response_mask"].bool()]) == "so\n</think>\n\n15<|im_end|>"
 
@@ -213,7 +215,7 @@ def test_sft_spans_hold_no_header_of_a_template_that_always_writes_one(tmp_path)
     file.write_text(json.dumps({"messages": [ASKED, FIRST, AGAIN, SECOND]}))
     for eos in ("<|im_end|>", "</s>"):
         tokenizer = byte_tokenizer(template, eos)
-        batch = SftExamples(str(file), tokenizer, max_length=999).take(1)
+        batch = SftExamples(str(file), tokenizer, RowSettings(999)).take(1)
         learnt = tokenizer.decode(batch.tokens[batch.columns["response_mask"].bool()])
         assert learnt == "it is 15<|im_end|>ünd 16<|im_end|>"
 
@@ -292,7 +294,7 @@ def test_sft_spans_end_where_a_server_ends_or_the_end_is_told(tmp_path):
         ("{% for m in messages %}{{ m.role + ': ' + m.content + ';' }}{% endfor %}", "assistant: it is 15;</s>", []),
     ):
         tokenizer = byte_tokenizer(template, "</s>")
-        examples = SftExamples(str(file), tokenizer, max_length=999)
+        examples = SftExamples(str(file), tokenizer, RowSettings(999))
         batch = examples.take(1)
         mask = batch.columns["response_mask"].bool()
         assert (tokenizer.decode(batch.tokens[mask]), examples.strange_ends) == (learnt, ends)
@@ -305,7 +307,7 @@ def test_sft_spans_divide_what_would_be_one_token_of_prompt_and_answer(tmp_path)
     assert len(tokenizer.encode("user")) == 1
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"messages": [{**ASKED, "content": "us"}, {**FIRST, "content": "er"}]}))
-    batch = SftExamples(str(file), tokenizer, max_length=9).take(1)
+    batch = SftExamples(str(file), tokenizer, RowSettings(9)).take(1)
     assert tokenizer.convert_ids_to_tokens(batch.tokens.tolist()) == ["us", "e", "r", "</s>"]
     assert batch.columns["response_mask"].tolist() == [0, 1, 1, 1]
 
@@ -350,7 +352,7 @@ def test_sft_spans_refuse_all_rows_that_the_template_refuses_with_the_first(tmp_
 def test_sft_spans_of_strings_have_one_beginning_and_one_end(tmp_path):
     file, tokenizer = tmp_path / "rows.jsonl", tiny_tokenizer()
     file.write_text(json.dumps({"prompt": "1+1=", "response": "2<eos>"}))
-    batch = SftExamples(str(file), tokenizer, max_length=9).take(1)
+    batch = SftExamples(str(file), tokenizer, RowSettings(9)).take(1)
     assert tokenizer.decode(batch.tokens.tolist()) == "1+1=2<eos>"
 
 
@@ -358,8 +360,8 @@ def test_sft_spans_have_no_id_that_the_model_does_not_have(tmp_path):
     file, tokenizer = tmp_path / "rows.jsonl", tiny_tokenizer()
     file.write_text(json.dumps({"prompt": "1+1=", "response": "2"}))
     size = max(tokenizer.encode("1+1=2<eos>")) + 1
-    assert len(SftExamples(str(file), tokenizer, max_length=9, num_ids=size)) == 1
+    assert len(SftExamples(str(file), tokenizer, RowSettings(9, num_ids=size))) == 1
     with pytest.raises(
         ValueError, match=rf"rows.jsonl:1: it holds the token .*, and the model has {size - 1} \(vocab_s"
     ):
-        SftExamples(str(file), tokenizer, max_length=9, num_ids=size - 1)
+        SftExamples(str(file), tokenizer, RowSettings(9, num_ids=size - 1))

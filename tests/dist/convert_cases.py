@@ -13,14 +13,14 @@ from shards_cases import Trained
 from spawn import Ranks
 from torch import Tensor
 
-from megarl.convert.worker import Worker
-from megarl.group import RankError, Reply
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
+from megarl.group import GroupSettings, RankError, Reply
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.roles.worker import Worker
 from megarl.weights.hf.load import load_hf
 
 held: dict[str, Worker] = {}  # of this process
@@ -47,8 +47,8 @@ class PoolGroup:
         self.ranks = ranks
         self.asked: list[tuple[int, Layout]] = []
 
-    def __call__(self, name: str, num_ranks: int, layout: Layout, **_: Any) -> Self:
-        assert name == "ranks"
+    def __call__(self, name: str, num_ranks: int, layout: Layout, settings: GroupSettings, **_: Any) -> Self:
+        assert (name, settings.device) == ("ranks", "cpu")
         self.asked.append((num_ranks, layout))
         return self
 
@@ -70,6 +70,9 @@ class PoolGroup:
             if kind != "ok":
                 raise RankError(f"rank {rank}: {kind}: {found}", "all of it")
         return [Reply(found, {}) for _, found in answers]
+
+    def call_each(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        return [reply.result for reply in self.call(method, arguments)]
 
     def call_leader(self, method: str, arguments: dict[str, Any]) -> Reply:
         return self.call(method, arguments)[0]

@@ -10,25 +10,25 @@ from parity_cases import make_step
 from peft_folder import load_peft, peft_settings
 from torch import Tensor
 
-from megarl.batch import Batch, LossOutput
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
-from megarl.mcore.checkpoint.adapters import identity
+from megarl.mcore.checkpoint.checkpoint import adapter_identity
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
+from megarl.mcore.training.step import Gradient, Outputs, backward, forward_only, train_step
+from megarl.samples.batch import Batch, LossOutput
 from megarl.weights.hf.adapter import adapter_tensors, save_peft
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
 # With eps=1 the update is smooth in the gradient: the rounding of a small one is not divided by its size.
-OPTIM = OptimSettings("adamw", lr=0.1, eps=1.0, weight_decay=0.1, decay_style="linear", decay_steps=20)
+OPTIM = OptimSettings("adamw", lr=0.1, eps=1.0, weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=20)
 
 
 def likelihood_loss(batch: Batch, columns: dict[str, Tensor]) -> LossOutput:
@@ -64,14 +64,16 @@ class Lora:
         return {name: torch.cat([c["log_probs"] for c in found])} if self.where.is_reporter else {}
 
     def step(self) -> float:
+        return train_step(self.optimizer, self._backward).grad_norm
+
+    def _backward(self) -> Gradient:
         how = {"num_tokens": self.batch.num_tokens, "device": CPU}
-        return train_step(self.wrapped, self.optimizer, self.micros, self.outputs, likelihood_loss, **how).grad_norm
+        return backward(self.wrapped, self.micros, self.outputs, likelihood_loss, **how)
 
     def gradients(self) -> dict[str, Tensor]:
         """PEFT's name -> whole gradient."""
         self.optimizer.zero_grad()
-        how = {"num_tokens": self.batch.num_tokens, "device": CPU}
-        backward(self.wrapped, self.micros, self.outputs, likelihood_loss, **how)
+        self._backward()
         held = {p: p.data for _, linear in adapted(self.model) for p in linear.lora.parameters()}
         for param in held:
             param.data = param.main_grad.clone()
@@ -100,7 +102,7 @@ def one_layout(folder: str, out: str, layout: Layout) -> dict[str, Any]:
     adapter = f"{folder} adapter"
     lora = Lora(folder, peft_settings(adapter, read_hf_config(folder)), layout)
     try:
-        found: dict[str, Any] = {"initial": lora.adapters(), "identity": identity(lora.model)}
+        found: dict[str, Any] = {"initial": lora.adapters(), "identity": adapter_identity(lora.model)}
         load_peft(lora.model, lora.hf, adapter)
         lora.trainable()
         found |= {"loaded": lora.adapters(), "columns": lora.columns("before"), "indices": lora.indices}

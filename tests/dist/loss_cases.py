@@ -23,15 +23,15 @@ from megarl.algo import (
     register_policy_loss,
     step_columns,
 )
-from megarl.batch import Batch, LossOutput, Stats
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
 from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Columns, Outputs, backward, forward_only
+from megarl.samples.batch import Batch, LossOutput, Stats
 from megarl.weights.hf.load import load_hf
 
 NORMALIZED = "token"

@@ -20,13 +20,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch, MicroBatch
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import make_groups
 from megarl.mcore.training.step import Outputs, forward_only
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.protocol import tensor_digest
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.servers.launch import TOKEN_VARIABLE
 from megarl.servers.nccl import VARIABLES, paired_variables
 from megarl.servers.supervisor import free_ports
@@ -38,10 +37,12 @@ from megarl.weights.push import servers as push_servers
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.push import Canary, Pusher
 from megarl.weights.push.report import PushError
-from megarl.weights.push.servers import Nature, Server, Spent
+from megarl.weights.push.servers import Server, ServerCapabilities
+from megarl.weights.push.settings import PushSettings
 from megarl.weights.push.shared import payload, shared_buffer
 from megarl.weights.reshard import exchange
 from megarl.weights.reshard.plan import Plan
+from megarl.weights.verify.digests import digest
 
 
 class HFServer:
@@ -119,9 +120,9 @@ def connect(urls: list[str], transport: str, settings: dict[str, Any]) -> None:
     """From now on pushes go to these servers by this way."""
     if "pusher" in _held:
         _held["pusher"].close()
-    token = settings.pop("token", TOKEN)
-    settings = {"timeout_s": 60, "bucket_bytes": 4096, "source_folder": _held["folder"]} | settings
-    _held["pusher"] = Pusher(urls, token, _held["config"], transport=transport, **settings)
+    folder = settings.pop("source_folder", _held["folder"])
+    settings = {"token": TOKEN, "timeout_s": 60, "bucket_bytes": 4096, "transport": transport} | settings
+    _held["pusher"] = Pusher(PushSettings(urls, **settings), _held["config"], source_folder=folder)
 
 
 def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +136,8 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
     name, _, argument = fault.partition(" ")
     with ExitStack() as stack:
         if (mode := how.pop("pause_mode", None)) is not None:
-            stack.enter_context(mock.patch.object(_held["pusher"], "_pause_mode", mode))
+            settings = replace(_held["pusher"]._settings, pause_mode=mode)
+            stack.enter_context(mock.patch.object(_held["pusher"], "_settings", settings))
         for patch in FAULTS[name](argument) if fault else ():
             stack.enter_context(patch)
         try:
@@ -144,7 +146,7 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
             report, error = raised.report, str(raised)
     expected, sizes = {}, []
     for name, tensor in () if bare else hf_tensors(_held["model"], _held["config"]):
-        expected[name] = tensor_digest(tensor)
+        expected[name] = digest(tensor)
         sizes.append(tensor.numel())
     return {"report": report, "error": error, "expected": expected, "sizes": sizes}
 
@@ -198,7 +200,7 @@ def _corrupt_in_flight(url: str) -> list[Any]:
 def _corrupt_in_server(argument: str) -> list[Any]:
     """Flip a bit of a tensor (k_proj) in a server after all has been sent and before it is asked what it holds."""
     url, _, name = argument.partition(" ")
-    corrupted, look = name or K_PROJ, Server.look
+    corrupted, read_checksums = name or K_PROJ, Server.read_checksums
 
     def corrupt(self: Server) -> Any:
         if self.url == url and not _held.get("corrupted"):
@@ -208,12 +210,14 @@ def _corrupt_in_server(argument: str) -> list[Any]:
             buffer.copy_(wrong.reshape(-1).view(torch.uint8))
             buffer[0] ^= 1
             bad = Bucket([corrupted], [tuple(wrong.shape)], wrong.dtype, buffer, True)
-            self.engine.update_from_tensor([payload(bad) for _ in self.nature.coordinates], flush_cache=False)
-        return look(self)
+            self.engine.update_from_tensor(
+                [payload(bad) for _ in range(self.capabilities.layout.tp)], flush_cache=False
+            )
+        return read_checksums(self)
 
     _held["tensors"] = {name: tensor.clone() for name, tensor in hf_tensors(_held["model"], _held["config"])}
     _held["corrupted"] = False
-    return [mock.patch.object(Server, "look", corrupt)]
+    return [mock.patch.object(Server, "read_checksums", corrupt)]
 
 
 def _drop_bucket(url: str) -> list[Any]:
@@ -235,7 +239,7 @@ def _drop_mapped(number: str) -> list[Any]:
 
     def maybe(self: Server, **arguments: Any) -> Any:
         calls[self.url] = calls.get(self.url, -1) + 1
-        return Spent(0.0, 0.0) if calls[self.url] == int(number) else map_(self, **arguments)
+        return 0.0 if calls[self.url] == int(number) else map_(self, **arguments)
 
     return [mock.patch.object(Server, "map", maybe)]
 
@@ -302,8 +306,8 @@ def _describe_otherwise(rank: str) -> list[Any]:
 
 def _not_plain(_: str) -> list[Any]:
     """Servers say that they hold quantized weights, so that nobody computes what their checksums must be."""
-    read = Nature.read
-    return [mock.patch.object(Nature, "read", lambda *args: replace(read(*args), is_plain=False))]
+    read = ServerCapabilities.read
+    return [mock.patch.object(ServerCapabilities, "read", lambda *args: replace(read(*args), is_plain=False))]
 
 
 def _full_disk(argument: str) -> list[Any]:

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from chunks import gradients
 from torch import Tensor
 
-from megarl.batch import Batch, LossOutput
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
+from megarl.arch.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from megarl.data.packing import plan
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.router_replay import add_router_replay
 from megarl.mcore.training.step import Outputs, backward, forward_only
-from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
+from megarl.samples.batch import Batch, LossOutput
 from megarl.weights.hf.load import load_hf
 
 TEMPERATURE = 0.8

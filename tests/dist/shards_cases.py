@@ -1,6 +1,7 @@
 """What the ranks of test_shards.py run: save under one layout, load under others, and take one more step."""
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,24 +14,26 @@ from chunks import parameters, weights
 from parity_cases import LOSSES, make_step
 from torch import nn
 
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.checkpoint.held import held_optimizer, held_weights
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import Outputs, train_step
+from megarl.mcore.training.step import Outputs, backward, train_step
 from megarl.weights.hf.load import load_hf
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {
-    "adamw": OptimSettings("adamw", lr=1e-2, weight_decay=0.1, decay_style="linear", decay_steps=10),
+    "adamw": OptimSettings("adamw", lr=1e-2, weight_decay=0.1, lr_decay_style="linear", lr_decay_steps=10),
     # With eps=1 the update is smooth in the gradient: the rounding of a small one is not divided by its size.
-    "smooth adamw": OptimSettings("adamw", lr=1.0, eps=1.0, weight_decay=0.0, decay_style="linear", decay_steps=10),
-    "sgd": OptimSettings("sgd", lr=1e-2, momentum=0.9, decay_style="linear", decay_steps=10),
+    "smooth adamw": OptimSettings(
+        "adamw", lr=1.0, eps=1.0, weight_decay=0.0, lr_decay_style="linear", lr_decay_steps=10
+    ),
+    "sgd": OptimSettings("sgd", lr=1e-2, momentum=0.9, lr_decay_style="linear", lr_decay_steps=10),
 }
 LAYOUTS = {
     "tp2": Layout(tp=2),
@@ -70,7 +73,8 @@ class Trained:
         micros = micro_batches(batch.select(part.indices).keep_columns(*loss.columns), part.micro_sizes)
         names = ("log_probs", "entropy") if self.role == "actor" else ("values",)
         outputs = Outputs(self.layout, self.hf["vocab_size"], names=names)
-        return train_step(self.model, self.optimizer, micros, outputs, loss, num_tokens=batch.num_tokens, device=CPU).lr
+        how = {"num_tokens": batch.num_tokens, "device": CPU}
+        return train_step(self.optimizer, partial(backward, self.model, micros, outputs, loss, **how)).lr
 
     def weights(self) -> dict[str, torch.Tensor]:
         return weights(self.model, self.hf, self.role)

@@ -10,20 +10,19 @@ from torch import Tensor
 
 from megarl.algo import ActorLoss
 from megarl.algo.distillation import Distillation
-from megarl.batch import Batch, MicroBatch
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.packing import RankPlan, plan
-from megarl.data.prefix_tree import families
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
+from megarl.data.prefix_tree import prefix_groups
 from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import HIDDEN, TOP_K, Outputs, backward, forward_only
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.weights.hf.adapter import adapter_tensors
-from megarl.weights.hf.head import read_heads
-from megarl.weights.hf.load import load_hf
+from megarl.weights.hf.load import load_hf, read_heads
 
 CPU = torch.device("cpu")
 TEMPERATURE, BETA = 0.8, 0.3
@@ -35,7 +34,7 @@ def packed(
     """This replica's sequences, with these columns."""
     how: dict[str, Any] = {"max_tokens": 24}
     if shares_prefixes:
-        how["families"] = families(batch, where.num_replicas, max_sequences=None, hidden_size=32, **how)
+        how["groups"] = prefix_groups(batch, where.num_replicas, max_sequences=None, hidden_size=32, **how)
     part = plan(batch.lengths.tolist(), where.num_replicas, **how)[where.replica]
     own = batch.select(part.indices).keep_columns(*columns)
     return part, micro_batches(own, part.micro_sizes, shares_prefixes=shares_prefixes)

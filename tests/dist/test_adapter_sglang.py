@@ -16,16 +16,17 @@ from spawn import run_ranks
 from tiny_server import TOKEN
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Batch, MicroBatch
+from megarl.arch.layout import Layout
+from megarl.arch.projections import projections_of
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout
+from megarl.io.http_calls import Caller
 from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.step import forward_only
-from megarl.network.http_calls import Caller
-from megarl.projections import projections_of
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import Route
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 from megarl.weights.hf.adapter import peft_config
@@ -33,6 +34,7 @@ from megarl.weights.hf.export import save_hf
 from megarl.weights.push import adapter_push
 from megarl.weights.push.adapter_push import AdapterPusher, Encoded, give_adapter
 from megarl.weights.push.report import PushError
+from megarl.weights.push.settings import PushSettings
 from megarl.weights.push.shared import payload, shared_buffer
 from megarl.weights.verify.canary import Canary
 
@@ -56,7 +58,8 @@ def push_twice(folder: str, url: str, token: str, out: str, prompt: list[int]) -
 
     Caller.call = counted  # type: ignore[method-assign]
     lora = Lora(folder, LoraSettings(RANK, ALPHA), Layout(tp=1, pp=2))
-    pusher = AdapterPusher([url], token, lora.hf, base_model=folder, keep=2, life="a life", timeout_s=60)
+    settings = PushSettings((url,), token, timeout_s=60, adapters_kept=2)
+    pusher = AdapterPusher(settings, lora.hf, base_model=folder, life="a life")
     micro = MicroBatch(Batch(torch.tensor(prompt), torch.tensor([len(prompt)])))
     found: dict[str, Any] = {"columns": {}, "adapters": [], "sizes": sizes}
     for version in (1, 2):
@@ -97,8 +100,8 @@ PROMPT = list(range(10, 30))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every size divides by 64: SGLang's CPU path pads others over two ranks, and its adapters know of no padding."""
-    shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128}
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "base", seed=1, **shape)
+    sizes = TinySizes(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "base", sizes, seed=1)
 
 
 @pytest.fixture(scope="module")

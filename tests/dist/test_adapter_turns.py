@@ -79,6 +79,7 @@ class Rank:
 def turns(folder: str, layout: dict[str, Any], engine: dict[str, Any], out: str) -> dict[str, Any]:
     """Both runs on one base, in turns; then each of them alone, and what the base says by itself."""
     found: dict[str, Any] = {}
+    Path(out).mkdir(parents=True, exist_ok=True)
     rank = Rank(folder, layout, engine)
     rank.load("first", lora=RUNS["first"])
     rank.load("second", base="first", lora=RUNS["second"])

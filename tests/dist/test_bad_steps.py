@@ -19,15 +19,16 @@ from parity_cases import make_step
 from rank_answers import Answers
 from spawn import Ranks
 
-from megarl.batch import Batch
+from megarl.arch.layout import Layout
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.data.packing import plan
-from megarl.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.gradient_check import Limits, agreed, first_bad_gradient, first_bad_weight
 from megarl.mcore.training.wrappers import FsdpOptimizer
+from megarl.samples.batch import Batch
 
 pytestmark = pytest.mark.dist
 
@@ -168,6 +169,7 @@ class Cut:
 # summed their gradients, so both have it; experts are rank 1's own.
 ALONE = Cut([SAMPLE, of_last(SPLIT), NORM, Bad("limits", Limits(loss=-1e9))], placed=(0,))
 NONE = replace(ALONE, engine=ExecutionOptions("none"))
+SIZES = TinySizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
 CUTS: dict[str, Cut] = {
     "dp2": replace(ALONE, placed=(1,)),
     "pp2": Cut(
@@ -187,7 +189,7 @@ FAST = ("none", "dp2")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     where: Path = tmp_path_factory.mktemp("model")
-    write_tiny_model(where, seed=1, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
+    write_tiny_model(where, SIZES, seed=1)
     return str(where)
 
 
@@ -195,7 +197,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def found(one_rank: Ranks, two_ranks: Ranks, folder: str) -> Answers:
     """Each case, and by the name of it and " without" the one without a bad step."""
     moe = f"{folder}_moe"
-    write_tiny_model(moe, seed=1, family="qwen3_moe", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
+    write_tiny_model(moe, SIZES, seed=1, family="qwen3_moe")
     groups = []
     slow = [name for name in CUTS if name not in FAST]
     for ranks, names in ((one_rank, ["none"]), (two_ranks, FAST[1:]), (two_ranks, slow)):

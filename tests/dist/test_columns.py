@@ -10,15 +10,15 @@ import torch
 from spawn import Ranks, run_ranks
 from torch import Tensor
 
-from megarl.batch import Batch
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
 from megarl.group.follow import share_payload
-from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.packed_rows import in_whole_turns, make_row, micro_batches
 from megarl.processes.connection import from_bytes, to_bytes
-from megarl.roles.columns import payload
+from megarl.roles.handles import payload
 from megarl.roles.worker import Worker, _unpack
+from megarl.samples.batch import Batch
 
 pytestmark = pytest.mark.dist
 

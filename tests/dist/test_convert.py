@@ -13,18 +13,19 @@ from convert_cases import PoolGroup, save_adapters, save_checkpoint, save_torch_
 from parity_compare import assert_same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_disk import small_disk
 from spawn import Ranks
 from tiny_models import write_model, write_packed
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl import cli
+from megarl.arch.layout import Layout
+from megarl.commands.convert import convert as convert_module
+from megarl.commands.convert.convert import Ranks as ConvertRanks
 from megarl.config import Config, to_yaml
-from megarl.convert import convert as convert_module
-from megarl.convert.ranks import Ranks as ConvertRanks
-from megarl.durable_files import SUMS
-from megarl.layout import Layout
-from megarl.rank_files import facts_under
-from megarl.trainer.checkpoint.manifest import read_manifest, write_manifest
+from megarl.io.durable_files import SUMS
+from megarl.io.rank_files import facts_under
+from megarl.trainer.checkpoint.checkpoint import read_manifest, write_manifest
 
 pytestmark = pytest.mark.dist
 
@@ -283,16 +284,6 @@ def test_each_stage_says_what_it_did(pool: PoolGroup, model: Path, tmp_path: Pat
     assert said[-1] == f"done: {tmp_path}/megatron"
 
 
-def test_a_step_is_a_part_of_the_work(pool: PoolGroup, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen = []
-    call = PoolGroup.call
-    monkeypatch.setattr("megarl.convert.ranks.STEP_BYTES", 10_000)
-    monkeypatch.setattr(PoolGroup, "call", lambda g, m, a: seen.append((m, a)) or call(g, m, a))
-    convert(model, tmp_path / "megatron", "tp=2")
-    steps = [a for m, a in seen if m == "go_on"]
-    assert len(steps) > 5, "the driver hears of the reading as it goes"
-
-
 def test_a_flipped_bit_in_a_weight_file_is_named_and_so_are_shards_that_were_cut(
     megatron: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,7 +323,7 @@ def test_a_conversion_that_fails_its_check_leaves_nothing(
 
 
 def test_a_layout_that_cannot_be_is_refused(model: Path) -> None:
-    """The others are in tests/test_layout.py."""
+    """The others are in tests/arch/test_layout.py."""
     with pytest.raises(
         ValueError, match="pipeline_model_parallel_size=3 does not divide the model's num_hidden_layers"
     ):
@@ -382,6 +373,19 @@ def test_what_cannot_be_converted_is_one_sentence_and_leaves_nothing(
     said = capsys.readouterr().err
     assert said.startswith("error: ") and words in said and said.count("\n") == 1
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.full
+def test_full_disk_ends_a_conversion_in_a_sentence_with_the_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is room for the tensors, as was asked before, and not for what is beside them."""
+    pages = -(-sum(tensor.nbytes for tensor in weights(model).values()) // 4096)
+    with small_disk(tmp_path / "disk", f"{4 * pages}k") as disk:
+        assert cli.main(["convert", f"from={model}", f"to={disk}/new", "tp=2"]) == 1
+        assert not any(disk.iterdir())
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"error: {disk}/new.partial: .*No space left on device.* bytes free.\n", said), said
 
 
 @pytest.mark.full

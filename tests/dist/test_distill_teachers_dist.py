@@ -19,11 +19,11 @@ from tiny_models import write_model
 from transformers import AutoModelForCausalLM
 
 from megarl.algo.distillation import NO_LOG_PROB
-from megarl.batch import Batch, merge_stats
-from megarl.hf_server.names import hub_tensors
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
+from megarl.hf_server.model import hub_tensors
 from megarl.mcore.models.lora import LoraSettings
-from megarl.weights.hf.head import read_head
+from megarl.samples.batch import Batch, merge_stats
+from megarl.weights.hf.load import read_head
 
 pytestmark = pytest.mark.dist
 

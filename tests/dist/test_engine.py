@@ -14,12 +14,13 @@ from rank_answers import Answers
 from spawn import Ranks
 from tiny_models import tiny_model
 
+from megarl.arch.layout import Layout
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.models.execution import ExecutionOptions
 
 pytestmark = pytest.mark.dist
-SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SHAPE = TinySizes(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn=48)
 SHARDED = Layout(use_distributed_optimizer=True)
 UNIFORM = ExecutionOptions(recompute_granularity="full", recompute_num_layers=1, recompute_method="uniform")
 OVERLAP = ExecutionOptions(overlap_grad_reduce=True)
@@ -115,9 +116,9 @@ ON_FOUR |= {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
-    write_tiny_model(root / "dense", seed=1, **SHAPE)
+    write_tiny_model(root / "dense", SHAPE, seed=1)
     tiny_model("qwen3_moe", tied=True, num_hidden_layers=2).save_pretrained(root / "experts")
-    write_tiny_model(root / "untied dense", seed=1, tied=False, **SHAPE)
+    write_tiny_model(root / "untied dense", SHAPE, seed=1, tied=False)
     tiny_model("qwen3_moe", tied=False, num_hidden_layers=2).save_pretrained(root / "untied experts")
     return {folder.name: str(folder) for folder in root.iterdir()}
 

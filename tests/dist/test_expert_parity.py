@@ -14,7 +14,7 @@ from parity_compare import GRADIENT_TOLERANCE, assert_same_after, assert_same_gr
 from safetensors.torch import load_file
 from tiny_models import write_model
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
 

@@ -14,12 +14,12 @@ from spawn import Ranks, run_ranks
 from tiny_models import FAMILIES, write_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.batch import Batch, MicroBatch
-from megarl.hf_config import read_config
-from megarl.layout import Layout
+from megarl.arch.hf_config import read_config
+from megarl.arch.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.step import Outputs, forward_only
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.hf.load import load_hf

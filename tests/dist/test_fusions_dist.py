@@ -8,7 +8,7 @@ from spawn import Ranks
 from tiny_models import tiny_model
 from torch import Tensor
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.models import model as model_module
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups

@@ -11,7 +11,7 @@ from spawn import Ranks
 from torch import Tensor
 
 from megarl.algo.divergences import make_divergence
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.logprobs import fused
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks

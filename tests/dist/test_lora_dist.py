@@ -18,10 +18,10 @@ from tiny_models import read_config, write_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.hf_server.names import hub_tensors
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
+from megarl.arch.projections import ALL, projections_of
+from megarl.hf_server.model import hub_tensors
 from megarl.mcore.models.lora import LoraSettings
-from megarl.projections import ALL, projections_of
 from megarl.weights.hf.adapter import adapter_table, module_names, peft_config
 from megarl.weights.mapping.families import stacks_for
 from megarl.weights.mapping.stacks import joined, places
@@ -221,7 +221,8 @@ def test_log_probs_and_gradients_are_those_of_a_dense_model(found: Answers, root
 @pytest.mark.parametrize("case", OTHERS)
 def test_log_probs_gradients_and_a_step_do_not_depend_on_the_layout(found: Answers, case: str) -> None:
     expected, got = found[one_of(case)], found[case]
-    assert_same_columns(got, expected, LENGTHS)
+    # Adam divides each entry of a gradient by its own size at first: rounding of a tiny one becomes a whole step.
+    assert_same_columns(got, expected, LENGTHS, of_after=5e-5)
     if "sharded" not in case:  # where each rank has the gradient of its own share of the parameters only
         gradients, wanted = got[0]["gradients"], expected[0]["gradients"]
         assert_same_gradients(gradients, wanted)

@@ -18,7 +18,7 @@ from rank_answers import Answers
 from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.batch import Batch, merge_stats
+from megarl.samples.batch import Batch, merge_stats
 
 pytestmark = pytest.mark.dist
 

@@ -11,15 +11,15 @@ from spawn import Ranks
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
-from megarl.batch import Batch, LossOutput, MicroBatch
-from megarl.hf_config import completed
-from megarl.layout import Layout
-from megarl.mcore.logprobs.logprobs import NAMES
+from megarl.arch.hf_config import completed
+from megarl.arch.layout import Layout
+from megarl.mcore.logprobs.fused import NAMES
 from megarl.mcore.models.model import Model, build_model, output_weight, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.optimizer import wrap_for_training
 from megarl.mcore.training.packed_rows import make_row
 from megarl.mcore.training.step import Outputs, backward, forward_only
+from megarl.samples.batch import Batch, LossOutput, MicroBatch
 
 pytestmark = pytest.mark.dist
 

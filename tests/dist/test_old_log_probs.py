@@ -15,16 +15,17 @@ from torch import Tensor
 
 from megarl.algo.segments import clean
 from megarl.config import layout_of, load_config
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.group import Reply
 from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups
-from megarl.mcore.training.step import train_step
-from megarl.metrics.stats import finalise
-from megarl.metrics.timer import Timer
+from megarl.mcore.training.step import backward
+from megarl.metrics.computing.stats import finalise
+from megarl.metrics.computing.timer import Timer
 from megarl.roles import worker as worker_module
 from megarl.roles.worker import Worker
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.samples.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.train import learn
 from megarl.trainer.algorithm import make_algorithm
 from megarl.trainer.roles import load_roles, make_roles
@@ -64,9 +65,9 @@ def iterate(folder: str, words: Sequence[str]) -> dict[str, Any]:
         found: dict[str, Any] = {"stats": [], "stages": [], "old": [], "losses": []}
         for step in range(NUM_STEPS):
             timer = Timer()
-            with mock.patch.object(worker_module, "train_step", side_effect=train_step) as steps:
+            with mock.patch.object(worker_module, "backward", side_effect=backward) as steps:
                 batch, stats = learn(step, answered(step), roles, algorithm, timer)
-            found["losses"] += [call.args[4] for call in steps.call_args_list]
+            found["losses"] += [call.args[3] for call in steps.call_args_list]
             assert batch is not None
             found["stats"].append(finalise(stats))
             found["stages"].append([name for name, *_ in timer.stages])
@@ -146,7 +147,9 @@ def marked(names: Iterable[str]) -> list[Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where: Path = tmp_path_factory.mktemp("model")
-    return write_tiny_model(where / "tiny", seed=1, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
+    return write_tiny_model(
+        where / "tiny", TinySizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48), seed=1
+    )
 
 
 def both(ranks: Ranks, folder: Path, words: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -6,9 +6,9 @@ from parity_cases import Case, Found, Table
 from parity_compare import assert_same_after, assert_same_gradient
 from tiny_models import write_model
 
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.megatron_fields import FUSIONS, OPTIMIZER, TRANSFORMER, TRIED, WRAPPER
+from megarl.arch.layout import Layout
+from megarl.arch.megatron_fields import FUSIONS, OPTIMIZER, TRANSFORMER, TRIED, WRAPPER
+from megarl.mcore.models.execution import ExecutionOptions
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 

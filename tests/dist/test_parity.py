@@ -10,15 +10,16 @@ from parity_cases import Case, Found, Table, make_step, with_support
 from parity_compare import assert_same_after, assert_same_columns, assert_same_gradient, assert_same_stats, by_row
 from transformers import AutoModelForCausalLM
 
+from megarl.arch.layout import Layout
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.ragged import COUNTS, gathered
-from megarl.sample import SUPPORT
+from megarl.mcore.models.execution import ExecutionOptions
+from megarl.samples.ragged import COUNTS, gathered
+from megarl.samples.sample import SUPPORT
 
 pytestmark = pytest.mark.dist
 
-SHAPE = {"hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SHAPE = TinySizes(hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 SHALLOW: dict[int, dict[str, Layout]] = {
     2: {
@@ -93,15 +94,15 @@ def every(worlds: dict[int, dict[str, Layout]], roles: tuple[str, ...] = ROLES) 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "shallow", seed=1, layers=4, **SHAPE)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "shallow", replace(SHAPE, layers=4), seed=1)
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     root = tmp_path_factory.mktemp("models")
-    deep = str(write_tiny_model(root / "deep", seed=1, layers=8, **SHAPE))
-    untied = str(write_tiny_model(root / "untied", seed=1, layers=4, tied=False, **SHAPE))
-    untied_deep = str(write_tiny_model(root / "untied deep", seed=1, layers=8, tied=False, **SHAPE))
+    deep = str(write_tiny_model(root / "deep", replace(SHAPE, layers=8), seed=1))
+    untied = str(write_tiny_model(root / "untied", replace(SHAPE, layers=4), seed=1, tied=False))
+    untied_deep = str(write_tiny_model(root / "untied deep", replace(SHAPE, layers=8), seed=1, tied=False))
     one, adam = cases({"one": Layout()}), Case("actor", optim="adamw", num_steps=3)
     one["one/whole"] = Case("actor", max_tokens=4096, num_steps=3)
     narrowed = cases({"narrowed one": Layout()}, ACTORS, narrowed=True)

@@ -53,7 +53,7 @@ def _send(plan: Plan, rank: int, message_bytes: int, link: Link) -> list[str]:
 
 
 def _send_all(messages: list[Message], params: Params, link: Link) -> list[str]:
-    sent = send([(link, message) for message in messages], params)
+    sent = send([(link, message) for message in messages], params.__getitem__)
     assert not sent.errors
     return compare(messages, [each.hexdigest() for each in sent.hashes.get(link, ())], link)
 

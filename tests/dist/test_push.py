@@ -11,7 +11,7 @@ from push_cases import K_PROJ, O_PROJ, HFServer, build, connect, push, ranks_tha
 from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 
 pytestmark = pytest.mark.dist
 

@@ -9,7 +9,7 @@ from push_cases import HFServer, build, connect, push
 from spawn import Ranks
 from tiny_models import write_model
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
 

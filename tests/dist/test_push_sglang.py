@@ -17,14 +17,16 @@ from spawn import Ranks
 from tiny_models import write_model
 from tiny_server import CURRENT, sglang_of
 
+from megarl.arch.layout import Layout
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout
 from megarl.mcore.setup import destroy_groups
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.pieces import write
+from megarl.rollout.continuation import generate_completion
 from megarl.rollout.pool import sender
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import PAUSE_MODES, Reply, SamplingParams, parse_replies
+from megarl.rollout.settings import GenerationSettings
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 from megarl.trainer.servers.abilities import dp_ranks_of
@@ -85,7 +87,7 @@ class Running:
 def make_model(case: Case, folder: Path) -> Path:
     if case.family == LATENT:  # the one shape of it that SGLang serves without a GPU
         more = {"moe_intermediate_size": 64} if case.tp > 1 else {}
-        return write_tiny_model(folder / "model", family=case.family, layers=2, tied=False, **more)
+        return write_tiny_model(folder / "model", TinySizes(layers=2), family=case.family, tied=False, **more)
     return write_model(folder, case.family, tied=case.tied, **SIZES, **MORE.get(case.family, {}))
 
 
@@ -219,13 +221,15 @@ def test_pieces_of_a_session_find_their_prefix(running: Running, monkeypatch: py
     told = {running.url: running.engine.server_info()}
     assert dp_ranks_of(told) == running.case.attention_dp
 
+    settings = GenerationSettings(timeout_s=120, piece_tokens=4, dp_ranks=dp_ranks_of(told))
+
     async def ask() -> None:
-        async with EnginePool([running.url], TOKEN, timeout_s=120, dp_ranks=dp_ranks_of(told)) as pool:
+        async with EnginePool([running.url], TOKEN, settings) as pool:
             for number in range(2):
-                with pool.session(1) as (url, affinity):
+                with pool.session(1) as affinity:
                     params = SamplingParams(max_new_tokens=16, ignore_eos=True)
                     prompt = [5 + number, *range(6, 30)]
-                    await write(pool, prompt, params, prefer=url, affinity=affinity, piece_tokens=4)
+                    await generate_completion(pool, prompt, params, affinity=affinity)
 
     asyncio.run(ask())
     later = [(asked, found) for asked, found in seen if asked > 25]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen2Config, Qwen3Config
 
-from megarl.group import Group
-from megarl.layout import Layout
-from megarl.roles.handles import Packing
-from megarl.roles.reward_model import RewardModel
+from megarl.arch.layout import Layout
+from megarl.group import Group, GroupSettings
+from megarl.roles.frozen import RewardModel
+from megarl.roles.settings import Packing
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
@@ -38,7 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     logs = tmp_path_factory.mktemp("logs")
-    with Group(request.param, 2, LAYOUTS[request.param], log_dir=logs, device="cpu", start_timeout_s=300) as ranks:
+    settings = GroupSettings(device="cpu", start_timeout_s=300)
+    with Group(request.param, 2, LAYOUTS[request.param], settings, log_dir=logs) as ranks:
         ranks.start()
         yield ranks
 

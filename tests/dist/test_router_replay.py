@@ -18,11 +18,11 @@ from tiny_models import read_config, write_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Batch
-from megarl.hf_server.names import hub_tensors
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.routed_experts import ROUTED_EXPERTS
+from megarl.arch.layout import Layout
+from megarl.arch.routed_experts import ROUTED_EXPERTS
+from megarl.hf_server.model import hub_tensors
+from megarl.mcore.models.execution import ExecutionOptions
+from megarl.samples.batch import Batch
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
 

@@ -19,14 +19,15 @@ from spawn import Ranks
 from tiny_models import read_config
 from tiny_server import CURRENT, TOKEN, sglang_of
 
+from megarl.arch.routed_experts import ROUTED_EXPERTS, RoutedExperts
 from megarl.data.batch import make_batch
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.rollout.engine_routes import EngineRoutes
-from megarl.rollout.pieces import write
+from megarl.rollout.continuation import generate_completion
+from megarl.rollout.engine_columns import EngineRoutes
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
-from megarl.routed_experts import ROUTED_EXPERTS, RoutedExperts
-from megarl.sample import Completion, Prompt, Sample
+from megarl.rollout.settings import GenerationSettings
+from megarl.samples.sample import Completion, Prompt, Sample
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 
@@ -102,10 +103,13 @@ def completions(served: Served, num_tokens: int, piece_tokens: int, *, twice: bo
     """Of each prompt one; `twice`: the second time, when the prompts are in the prefix cache."""
     params = SamplingParams(TEMPERATURE, max_new_tokens=num_tokens, sampling_seed=3, ignore_eos=True)
 
+    columns = (EngineRoutes(served.of),)
+    settings = GenerationSettings(timeout_s=LIMIT_S, piece_tokens=piece_tokens, columns=columns)
+
     async def all_of_them() -> list[Completion]:
-        async with EnginePool([served.url], TOKEN, timeout_s=LIMIT_S, columns=[EngineRoutes(served.of)]) as pool:
+        async with EnginePool([served.url], TOKEN, settings) as pool:
             for _ in range(1 + twice):
-                tasks = [write(pool, prompt, params, piece_tokens=piece_tokens) for prompt in PROMPTS]
+                tasks = [generate_completion(pool, prompt, params) for prompt in PROMPTS]
                 found = await asyncio.gather(*tasks)
             return found
 

@@ -1,6 +1,7 @@
 """A checkpoint written under one layout goes on under another as if nothing had happened."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ from rank_answers import Answers
 from shards_cases import OPTIMIZERS, run_cases, run_others
 from spawn import Ranks
 
+from megarl.arch.layout import Layout, padded_vocab_size
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout, padded_vocab_size
+from megarl.plan.host import saved_bytes
 from megarl.plan.job import Role
-from megarl.plan.memory.host import saved_bytes
 
 pytestmark = pytest.mark.dist
-SHAPE = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SHAPE = TinySizes(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn=48)
 # name: optimizer, type, role, saved under, loaded under, steps before
 CASES: dict[str, Any] = {
     "plain": ("adamw", "float32", "actor", "tp2", ["tp2", "dp2"], 2),
@@ -53,8 +55,9 @@ PAIRS = [
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A model, one with experts, and where checkpoints are."""
     root = tmp_path_factory.mktemp("models")
-    write_tiny_model(root / "dense", seed=1, **SHAPE)
-    write_tiny_model(root / "experts", family="qwen3_moe", seed=1, moe_intermediate_size=24, **SHAPE | {"layers": 2})
+    write_tiny_model(root / "dense", SHAPE, seed=1)
+    write_tiny_model(root / "experts", replace(SHAPE, layers=2), family="qwen3_moe", seed=1, moe_intermediate_size=24)
+    (root / "checkpoints").mkdir()
     return [str(root / name) for name in ("dense", "experts", "checkpoints")]
 
 

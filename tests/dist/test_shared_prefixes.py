@@ -17,9 +17,9 @@ from teacher_cases import student_gradients, teacher_columns
 from tiny_models import write_model
 
 from megarl.algo import POLICY_LOSSES
-from megarl.batch import Batch
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
+from megarl.arch.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions
+from megarl.samples.batch import Batch
 
 pytestmark = pytest.mark.dist
 
@@ -127,7 +127,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_columns_gradient_statistics_and_steps_are_those_of_rows_apart(found: Found, name: str) -> None:
     one, got, apart = CASES[name][2], found[name], found[apart_name(name)]
     if one.policy_loss is None:  # else its rows are in another order
-        assert_same_columns(got, apart, make_alike_step(4).lengths)
+        # Attention over a tree adds in another order, and gates of experts enlarge the difference.
+        assert_same_columns(got, apart, make_alike_step(4).lengths, 1e-5)
     assert_same_stats(got, apart)
     if not is_sharded(one):
         assert_same_gradient(got[0]["gradient"], apart[0]["gradient"], IN_FLOAT32)

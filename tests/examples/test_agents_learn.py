@@ -4,10 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
-from megarl.metrics.jsonl import Series, read_series
+from examples import calculator, guessing_game
+from megarl.config import load_config
+from megarl.metrics.reading.jsonl import Series, read_series
+from megarl.trainer.recipes import cold_start
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -23,6 +28,22 @@ def run(name: str, *words: str) -> tuple[Series, dict[str, float]]:
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+@pytest.mark.parametrize(("name", "example"), [("calculator", calculator), ("guessing_game", guessing_game)])
+def test_the_preparation_writes_the_task_and_a_model_that_has_its_words(
+    name: str, example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it but the training, from the model that it wrote."""
+    trained = []
+    monkeypatch.setattr(cold_start, "sft", trained.append)
+    Path("examples").symlink_to(EXAMPLES)
+    config, _ = load_config([f"recipe=examples/{name}.yaml"])
+    example.prepare(config)
+    (training,) = trained
+    assert [Path(file).is_file() for file in (*config.data.train_files, *training.sft.train_files)] == [True, True]
+    tokenizer = AutoTokenizer.from_pretrained(training.model.path)
+    assert {len(tokenizer.encode(word)) for word in example.WORDS} == {1}
 
 
 @pytest.mark.long

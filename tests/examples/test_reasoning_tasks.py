@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import load_config
 from megarl.data.examples.tiny import tiny_tokenizer
-from megarl.data.prompts import Prompts
+from megarl.data.prompts import Prompts, RowSettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Says of each task how the right answer, a wrong one, and none are scored.
@@ -32,7 +32,7 @@ def test_the_rows_are_read_and_scored_by_their_own_task() -> None:
     python = os.environ["MEGARL_VERIFIERS_PYTHON"]
     script = str(EXAMPLES / "reasoning_tasks.py")
     subprocess.run([python, script, "data", "chain_sum", "spell_backward", "--train", "2", "--test", "1"], check=True)
-    prompts = Prompts("data/train.jsonl", tiny_tokenizer(), max_prompt_length=1024, shuffle=False).all()
+    prompts = Prompts("data/train.jsonl", tiny_tokenizer(), RowSettings(1024, shuffle=False)).all()
     assert [prompt.data_source for prompt in prompts] == ["chain_sum"] * 2 + ["spell_backward"] * 2
     assert all(set(prompt.extra) == {"question", "metadata"} and prompt.ground_truth for prompt in prompts)
     said = subprocess.run([python, "-c", SCORES, str(EXAMPLES)], check=True, stdout=subprocess.PIPE).stdout

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from step_cases import write_families
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.setup import destroy_groups, make_groups
 
 

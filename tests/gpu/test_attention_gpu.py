@@ -8,7 +8,7 @@ from attention_cases import KINDS, errors
 from megatron.core.extensions import transformer_engine as te
 
 from megarl.mcore.models.attention import SDPAttention
-from megarl.mcore.training.execution import has_transformer_engine
+from megarl.mcore.models.execution import has_transformer_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 NEEDS_TE = pytest.mark.skipif(not has_transformer_engine(), reason="Transformer-Engine is not installed")

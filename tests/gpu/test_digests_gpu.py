@@ -4,13 +4,13 @@ import pytest
 import torch
 from words_cases import all_cases
 
-from megarl.weights.verify import digests, words_triton
+from megarl.weights.verify import digests, weight_hash_triton
 
 pytestmark = pytest.mark.gpu
 
 
 def test_the_kernel_hashes_as_torchs_operations_do() -> None:
-    assert digests._gpu_tile_sums is words_triton.tile_sums
+    assert digests._gpu_tile_sums is weight_hash_triton.tile_sums
     for sizes, (by_kernel, by_torch) in all_cases("cuda").items():
         assert by_kernel == by_torch, sizes
 

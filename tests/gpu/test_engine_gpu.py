@@ -9,9 +9,10 @@ import torch
 from engine_cases import Case, run
 from torch import Tensor
 
+from megarl.arch.layout import Layout
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.training.host_memory import HostMemory
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ ENGINES = {
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, seed=1, hidden=128, layers=4, heads=2, kv_heads=2, head_dim=64, ffn=256)
+    write_tiny_model(folder, TinySizes(hidden=128, layers=4, heads=2, kv_heads=2, head_dim=64, ffn=256), seed=1)
     return Case(str(folder))
 
 

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from tiny_server import TOKEN, make_model
 from wire import parse_completions
 
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body
-from megarl.sample import Completion
+from megarl.samples.sample import Completion
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 from megarl.weights.push.buckets import Bucket
@@ -23,7 +24,7 @@ from megarl.weights.verify.digests import digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 PROMPT = [5, 9, 3, 20, 7, 7, 12, 30, 2, 4]
-BIG = {"hidden": 1024, "layers": 4, "heads": 16, "kv_heads": 16, "head_dim": 64, "ffn": 4096}
+BIG = TinySizes(hidden=1024, layers=4, heads=16, kv_heads=16, head_dim=64, ffn=4096)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_weights_in_another_process_gpu_memory_are_what_it_then_holds(
 
 def test_sleep_gives_the_memory_back_and_a_push_wakes_it(tmp_path: Path) -> None:
     """67 million parameters; weights and KV cache leave the GPU, and after a push it says what it said before."""
-    write_tiny_model(tmp_path / "big", seed=1, **BIG)
+    write_tiny_model(tmp_path / "big", BIG, seed=1)
     launch = EngineLaunch("hf", str(tmp_path / "big"), device="cuda", first_gpu=0, memory_fraction=0.2)
     with Servers([launch], TOKEN, tmp_path / "logs") as servers:
         servers.start()

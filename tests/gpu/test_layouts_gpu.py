@@ -1,5 +1,6 @@
 """On several GPUs: Transformer-Engine's layers in bfloat16, as recipes run them, under the layouts of recipes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import torch
 from parity_cases import Case, Found, Table
 from step_cases import ALL_EXPERTS, SHAPE, gradient_error
 
+from megarl.arch.layout import Layout
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.layout import Layout
-from megarl.mcore.training.execution import has_transformer_engine
+from megarl.mcore.models.execution import has_transformer_engine
 
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
@@ -34,13 +35,13 @@ pytestmark = [
 
 
 # Experts have a fifth of the squared norm: without those of one of two ranks it would be 5 % smaller.
-SETTINGS: dict[str, Any] = {**SHAPE, "layers": 4, "initializer_range": 0.1}
+SIZES = replace(SHAPE, layers=4)
 WIDE_EXPERTS: dict[str, Any] = {**ALL_EXPERTS, "moe_intermediate_size": 512}
 
 
 def write_family(folder: Path, family: str) -> str:
     experts = WIDE_EXPERTS if family == "qwen3_moe" else {}
-    return str(write_tiny_model(folder, family=family, tied=False, seed=1, **SETTINGS, **experts))
+    return str(write_tiny_model(folder, SIZES, family=family, tied=False, seed=1, initializer_range=0.1, **experts))
 
 
 def cases_of(family: str) -> dict[str, Case]:

@@ -7,15 +7,14 @@ import pytest
 import torch
 from divergence_plain import plain_divergence
 from logprobs_plain import ALL, fused_columns, masked_columns, plain_columns, total
-from tensor_memory import peak_bytes
 from torch import Tensor
 from triton_cases import all_cases, compare
 
+from benchmarks.common.tensor_memory import peak_bytes
 from megarl.algo.divergences import make_divergence
 from megarl.mcore.logprobs import fused, fused_torch, fused_triton
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
-from megarl.mcore.logprobs.fused import Job
-from megarl.mcore.logprobs.logprobs import keep_hidden
+from megarl.mcore.logprobs.fused import Job, keep_hidden
 from megarl.mcore.logprobs.main_grad import _adds_widely, add_product_
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks

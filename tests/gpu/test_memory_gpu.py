@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_plan_memory import gpu_cases
-from memory_ranks import PARTS, measure
+
+from benchmarks.plan.bench_plan_memory import gpu_cases
+from benchmarks.plan.memory_ranks import PARTS, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("world")]
 

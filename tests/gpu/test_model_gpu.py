@@ -7,12 +7,12 @@ import torch
 from tiny_models import read_config, write_model
 from transformers import AutoModelForCausalLM
 
-from megarl.batch import Batch, MicroBatch
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions, has_transformer_engine
 from megarl.mcore.models.model import build_model
-from megarl.mcore.training.execution import ExecutionOptions, has_transformer_engine
 from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.step import Outputs, forward_only
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]

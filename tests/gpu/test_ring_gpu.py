@@ -2,12 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ring_cases import make_parts, settings, steps
+from ring_cases import SHAPE, make_parts, settings, steps
 
 from megarl.cli import main
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
@@ -26,7 +27,7 @@ ENGINES = ("hf", "sglang")
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 64: the smallest that the servers' attention kernels take."""
-    return make_parts(tmp_path_factory.mktemp("parts"), hidden=256, head_dim=64, ffn=512)
+    return make_parts(tmp_path_factory.mktemp("parts"), replace(SHAPE, hidden=256, head_dim=64, ffn=512))
 
 
 def run(parts: Path, folder: Path, name: str, engine: str, *more: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from step_cases import (
     one_step,
 )
 
-from megarl.layout import Layout
-from megarl.mcore.training.execution import has_transformer_engine
+from megarl.arch.layout import Layout
+from megarl.mcore.models.execution import has_transformer_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 NEEDS_TE = pytest.mark.skipif(not has_transformer_engine(), reason="Transformer-Engine is not installed")
@@ -62,6 +62,8 @@ def test_transformer_engine_is_as_near_to_float32_as_local_layers(
 def test_megatrons_adam_on_the_host_makes_the_same_step(
     folders: dict[str, str], dtype: str, *, is_distributed: bool
 ) -> None:
-    on_host = replace(ADAMW, override={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
+    on_host = replace(
+        ADAMW, override_optimizer_config={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    )
     layout = Layout(use_distributed_optimizer=is_distributed)
     assert_steps_by_its_gradient(one_step(folders["qwen3"], dtype, settings=on_host, layout=layout), dtype)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megarl.group.failures import GONE, Places, may_follow
+from megarl.group.failures import GONE, Places, PortsBlocked, may_follow
 from megarl.processes.ranks import Share
 
-PLACES = Places("ranks_0", [Share(0, 0, 0, 2), Share(1, 0, 2, 2)], Path("/logs"))
+PLACES = Places("ranks_0", [Share(0, 0, 0, 2), Share(1, 0, 2, 2)], Path("/logs"), lambda share: "")
 
 
 def said(kind: str, lost: str = "") -> dict[str, Any]:
@@ -27,3 +27,8 @@ def test_the_end_of_a_rank_explains_what_collectives_say_and_another_exception_e
     assert str(PLACES.failed("update", {1: said(following)})).startswith(
         f"group ranks_0: rank 1 failed in update: {following}"
     )
+
+
+def test_blocked_ports_have_an_error_of_their_own() -> None:
+    assert isinstance(PLACES.failed("setup", {0: said("Unreachable"), 1: said("DistStoreError")}), PortsBlocked)
+    assert not isinstance(PLACES.failed("setup", {0: said("OSError")}), PortsBlocked)

@@ -4,17 +4,24 @@ import base64
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 import torch
+from small_cgroup import small_cgroup
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -23,15 +30,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _BackendRendezvousStateHolder,
 )
 
-from megarl.group import Group, RankError
+from megarl.arch.layout import Layout
+from megarl.group import Group, GroupSettings, RankError
 from megarl.group import group as group_module
-from megarl.layout import Layout
-from megarl.network.sockets import host_store
-from megarl.processes import presence
+from megarl.io.durable_files import StorageError
+from megarl.io.sockets import listen
+from megarl.processes import watchdog
 
 pytestmark = pytest.mark.dist
 HELPERS = Path(__file__).parents[1] / "helpers"  # echo_worker
 HERE = f"machine 0, host {re.escape(socket.gethostname())}, pid [0-9]+"
+STRANGER = 65534  # user and group: nobody
 HANG_S = 60  # of the worker's `hang`
 SILENCE_S = 6.0  # three heartbeats
 
@@ -46,7 +55,8 @@ def surroundings() -> Iterator[None]:
 
 
 def make(tmp: Path, name: str, ranks: int, tp: int, **limits: float) -> Group:
-    return Group(name, ranks, Layout(tp=tp), log_dir=tmp / name, device="cpu", worker="echo_worker", **limits)
+    settings = GroupSettings(device="cpu", worker="echo_worker", **limits)
+    return Group(name, ranks, Layout(tp=tp), settings, log_dir=tmp / name)
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +82,10 @@ def test_each_replica_gets_its_tensors_and_its_reporter_answers(four: Group) -> 
 
 
 def test_a_driver_that_waits_for_ranks_shows_itself(four: Group) -> None:
-    with presence.watched(600.0):
-        presence._shown = before = time.monotonic() - 10.0  # as after ten seconds
+    with watchdog.watch(600.0):
+        watchdog._shown = before = time.monotonic() - 10.0  # as after ten seconds
         four.call("double")
-        assert presence._shown > before
+        assert watchdog._shown > before
 
 
 def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) -> None:
@@ -88,6 +98,13 @@ def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) 
     # torch's CheckpointException is no exception
     with pytest.raises(RankError, match=r"rank 1 \(.*\) failed in fail: Stop: the shelf is empty"):
         four.call("fail", {"rank": 1, "kind": "no exception"})
+
+
+def test_full_disk_of_a_rank_is_no_failure_of_it_and_words_of_its_network_are(four: Group) -> None:
+    with pytest.raises(StorageError, match=r"^group four: rank 1 \(.*\) failed in fail: RuntimeError: No space"):
+        four.call("fail", {"rank": 1, "kind": "runtime", "text": "No space left on device (os error 28)"})
+    with pytest.raises(RankError, match="DistBackendError"):
+        four.call("fail", {"rank": 1, "kind": "network", "text": "ibv_poll_cq failed with Input/output error"})
 
 
 def test_a_mistake_of_the_user_found_on_a_rank_is_a_value_error(four: Group) -> None:
@@ -128,6 +145,11 @@ class Command:
         return os.mkdir, (str(self._mark),)
 
 
+def torchs_own_store() -> TCPStore:
+    fd = listen("127.0.0.1").detach()
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+
 def poison(port: int, mark: Path) -> None:
     """What any user of this machine can do: put a pickle where torchrun's rendezvous looks for its state."""
     stranger = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
@@ -136,8 +158,8 @@ def poison(port: int, mark: Path) -> None:
 
 
 def test_torchruns_rendezvous_executes_what_a_stranger_puts_there(tmp_path: Path) -> None:
-    """So `poison` is the attack that the next test wants to fail."""
-    store = host_store("127.0.0.1")
+    """So ranks are not started by it."""
+    store = torchs_own_store()
     poison(store.port, tmp_path / "executed")
     settings = RendezvousSettings("none", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
     with pytest.raises(AttributeError):  # of what it got in the place of its state
@@ -145,26 +167,112 @@ def test_torchruns_rendezvous_executes_what_a_stranger_puts_there(tmp_path: Path
     assert (tmp_path / "executed").is_dir()
 
 
-def test_a_second_group_executes_nothing_of_a_stranger_and_its_later_calls_have_limits_of_their_own(
+# Where gloo's ranks say their addresses, in the world and in later groups.
+KEYS = [f"{first}0//{group}cpu//0/{rank}" for first in ("", "default_pg/") for group in ("", "1//") for rank in "01"]
+
+
+def overwrite(port: int, found: Path) -> None:
+    """As a client of torch's store: say something else in the place of each address of a rank."""
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+        for key in KEYS:
+            store.set(key, b"\x07" * 200)
+    except RuntimeError:
+        return  # it is no store
+    with found.open("a") as ports:
+        ports.write(f"{port}\n")
+
+
+def listening(pid: int) -> set[int]:
+    """The ports of a process, and of those that it started."""
+    parent, found = psutil.Process(pid), set[int]()
+    for process in (parent, *parent.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has ended
+            found |= {e.laddr.port for e in process.net_connections("tcp") if e.status == psutil.CONN_LISTEN}
+    return found
+
+
+def tell(pid: int, ports: Path) -> NoReturn:
+    while True:
+        with ports.open("a") as file:
+            file.write("".join(f"{port}\n" for port in listening(pid)))
+        time.sleep(0.02)
+
+
+def attack(ports: Path, found: Path) -> NoReturn:
+    """A stranger: try each port of this file, as soon as it is there."""
+    os.setgid(STRANGER)
+    os.setuid(STRANGER)
+    known: set[str] = set()
+    while True:
+        for port in set(ports.read_text().splitlines()) - known:
+            known.add(port)
+            threading.Thread(target=overwrite, args=(int(port), found), daemon=True).start()
+        time.sleep(0.002)
+
+
+@contextmanager
+def forked(run: Callable[..., NoReturn], *arguments: object) -> Iterator[int]:
+    """Calls it in another process; gives its number."""
+    if not (pid := os.fork()):
+        try:
+            run(*arguments)
+        finally:
+            os._exit(1)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@contextmanager
+def attacked(ports: Path, found: Path) -> Iterator[None]:
+    """Returns when the stranger has overwritten the keys of a store of torch's, so that the attack is one.
+
+    He is told the ports on which this test listens, because tests that run beside it have stores of torch's, too.
+    """
+    for file in (ports, found):
+        file.touch()
+        file.chmod(0o666)
+    with forked(tell, os.getpid(), ports), forked(attack, ports, found) as stranger:
+        store = torchs_own_store()
+        while str(store.port) not in found.read_text():
+            assert os.waitpid(stranger, os.WNOHANG) == (0, 0), "the stranger has ended"
+            time.sleep(0.01)
+        assert store.get(KEYS[0]) == b"\x07" * 200
+        found.write_text("")
+        yield
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be a second user")
+def test_strangers_find_no_store_and_ranks_that_start_meanwhile_have_right_gradients(tmp_path: Path) -> None:
+    common = Path(tempfile.mkdtemp())  # the stranger may enter it
+    common.chmod(0o777)
+    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    with attacked(common / "ports", common / "found"), make(tmp_path, "beset", 2, 1) as group:
+        group.start()
+        replies = group.call("gradient", {}, [{"row": row} for row in rows])
+        ours = {int(address.rpartition(":")[2]) for address in (group._home, group._store.place.address)}
+        assert not ours & listening(os.getpid()), "all ranks are in, so nobody listens any more"
+    assert str(group._store.place.address.rpartition(":")[2]) in (common / "ports").read_text(), "it was attacked"
+    assert [reply.tensors["gradient"].tolist() for reply in replies] == 2 * [[2.5, 3.5, 4.5]]
+    assert (common / "found").read_text() == ""
+    shutil.rmtree(common)
+
+
+@pytest.mark.full
+def test_two_groups_work_at_once_and_the_later_calls_of_one_have_limits_of_their_own(
     four: Group, tmp_path: Path
 ) -> None:
-    """The stranger comes before its ranks have met, and while they work."""
-    mine = psutil.Process()
-    before = {entry.laddr.port for entry in mine.net_connections("tcp")}
     with make(tmp_path, "two", 2, 1, call_timeout_s=1e6, call_factor=3.0, call_floor_s=3.0) as two:
-        found = [entry for entry in mine.net_connections("tcp") if entry.status == psutil.CONN_LISTEN]
-        ours = {int(two._home.rpartition(":")[2])}  # where the ranks call, with the group's token
-        (port,) = {entry.laddr.port for entry in found} - before - ours
-        poison(port, tmp_path / "executed")
         two.start()
-        poison(port, tmp_path / "executed")
         replies = two.call("double", {}, [{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
         assert [reply.tensors["x"].item() for reply in replies] == [2.0, 0.0]
         assert [r.result["rank"] for r in four.call("double")] == [1, 3], "both work at once"
         two.call("hang", {"rank": -1})
         with pytest.raises(RankError, match=rf"rank 0 \({HERE}\) did not end hang within 3 s; its stack is then in"):
             two.call("hang", {"rank": 0})
-    assert not (tmp_path / "executed").exists()
     assert re.search(r'File ".*echo_worker.py", line \d+ in hang', (tmp_path / "two/rank_0.log").read_text())
 
 
@@ -175,6 +283,46 @@ def test_a_killed_rank_is_noticed_while_the_others_work(tmp_path: Path) -> None:
         with pytest.raises(RankError, match=rf"group killed: rank 1 \({HERE}\) died in kill; see .*rank_1.log"):
             group.call("kill", {"rank": 1})
         assert time.monotonic() - began < HANG_S / 2
+
+
+EATEN = """
+import sys, threading
+from pathlib import Path
+from megarl.group import Group, GroupSettings, RankError
+from megarl.arch.layout import Layout
+from megarl.machines.nodes import Nodes
+from megarl.machines.agent import Agent
+with Nodes(2, 1, "127.0.0.1", 0, "a token") as nodes:
+    agent = Agent(1, f"127.0.0.1:{nodes.port}", "a token", source="127.0.0.2", workers=("echo_worker",))
+    threading.Thread(target=agent.serve).start()
+    nodes.wait(limit_s=60)
+    for name, ranks, eater, where in (("far", 2, 1, nodes), ("near", 1, 0, None)):
+        settings = GroupSettings(device="cpu", worker="echo_worker")
+        with Group(name, ranks, Layout(), settings, log_dir=Path(sys.argv[1]), nodes=where) as group:
+            group.start()
+            try:
+                group.call("eat", {"rank": eater})
+            except RankError as error:
+                print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_the_kernel_kills_for_its_cgroups_limit_is_named_with_it(tmp_path: Path) -> None:
+    """On another machine, whose agent looks, and on this one."""
+    with small_cgroup(2_000_000_000) as enter:
+        command = [sys.executable, "-c", EATEN, str(tmp_path)]
+        driver = subprocess.run(command, preexec_fn=enter, capture_output=True, text=True, timeout=300)
+    said = driver.stdout.splitlines()
+    assert len(said) == 2, driver.stdout + driver.stderr
+    for rank, kills, sentence in ((1, "0 -> 1", said[0]), (0, "1 -> 2", said[1])):
+        ended = (
+            rf"OutOfMemory group \w+: rank {rank} \(machine {rank}, .*\) died in eat, killed by SIGKILL, as the kernel "
+        )
+        ends = (
+            rf"does when memory ends \(oom_kill of this cgroup {kills}, limit 2,000 MB\); `megarl plan` .*; see \S+log"
+        )
+        assert re.fullmatch(ended + ends, sentence), sentence
 
 
 @pytest.mark.full
@@ -201,7 +349,7 @@ def test_an_end_that_is_noticed_after_the_error_that_follows_from_it_is_the_reas
 
 
 def test_ranks_that_cannot_start_are_reported_with_their_log(tmp_path: Path) -> None:
-    group = Group("none", 1, Layout(), log_dir=tmp_path, device="cpu", worker="no_such_worker")
+    group = Group("none", 1, Layout(), GroupSettings(device="cpu", worker="no_such_worker"), log_dir=tmp_path)
     with group, pytest.raises(RankError, match=r"group none: its ranks ended with status 1; see "):
         group.start()
 

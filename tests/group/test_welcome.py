@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megarl.group import Group, group
-from megarl.layout import Layout
-from megarl.processes.greeting import connect
+from megarl.arch.layout import Layout
+from megarl.group import Group, GroupSettings, group
+from megarl.processes.connection import connect
 from megarl.processes.listener import Listener
 
 
@@ -49,6 +49,6 @@ def follow(address: str, token: str, rank: int) -> None:
 def test_strangers_keep_no_rank_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "RanksProcess", Threads)
     monkeypatch.setattr(group, "Listener", partial(Listener, greeting_s=600))  # so long is a stranger waited for
-    with Group("two", 2, Layout(), log_dir=tmp_path, start_timeout_s=200) as two:
+    with Group("two", 2, Layout(), GroupSettings(start_timeout_s=200), log_dir=tmp_path) as two:
         two.start()
         assert [reply.result["replica"] for reply in two.call("where")] == [0, 1]

@@ -11,12 +11,12 @@ from agent_endpoint import Scripted
 from chat_templates import tokenizer_of
 from pools import pool_of
 
-from megarl.agents.episodes import Episodes, Settings
-from megarl.agents.process import Job
+from megarl.agents.episodes import AgentSettings, Episodes
+from megarl.agents.process import AgentProgram
 from megarl.rewards.result import RewardResult
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 PARAMS = SamplingParams(max_new_tokens=256, sampling_seed=3)
 
@@ -74,12 +74,12 @@ async def stage_of(
     if isinstance(agent, str):
         file = Path("agent.py").absolute()
         file.write_text(HTTP + textwrap.dedent(agent))
-        job = Job(f"{file}:episode", (), arguments)
+        job = AgentProgram(f"{file}:episode", (), arguments)
     else:
-        job = Job(None, tuple(agent))
+        job = AgentProgram(None, tuple(agent))
     writer = server or Scripted("qwen3", texts)
     async with (
         pool_of(writer, timeout_s=60, rest_s=0.001, retries=1) as (pool, (url,), (bodies,)),
-        Episodes(Settings(job, **settings), pool, tokenizer_of("qwen3"), scored, 0) as episodes,
+        Episodes(AgentSettings(job, **settings), pool, tokenizer_of("qwen3"), scored) as episodes,
     ):
         yield Stage(episodes, pool, writer, url, bodies, scored)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 LIMIT = 20.0
 

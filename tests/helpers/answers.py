@@ -1,6 +1,6 @@
 """Completions of which only the text matters, as rewards see them."""
 
-from megarl.sample import Completion, VersionSpan
+from megarl.samples.sample import Completion, VersionSpan
 
 
 def completion(text: str) -> Completion:

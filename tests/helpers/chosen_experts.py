@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import Completion
+from megarl.arch.routed_experts import ROUTED_EXPERTS
+from megarl.samples.sample import Completion
 
 ROUNDING = 5e-7  # of scores: engines round probabilities of a quarter or a half by up to 6e-8
 

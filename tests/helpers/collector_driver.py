@@ -12,20 +12,17 @@ import sys
 from functools import partial
 
 from megarl.rewards.scorer import Rewards
+from megarl.rollout.collector.collector import CollectorSettings
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Prompt
+from megarl.rollout.settings import GenerationSettings
+from megarl.samples.sample import Prompt
 
 if __name__ == "__main__":
     url, model, log = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
     collectors = Collectors(
-        urls=[url],
-        token="",
-        tokenizer_path=model,
-        make_scorer=partial(Rewards, ["exact"]),
-        timeout_s=200,
-        log_path=log,
+        CollectorSettings((url,), "", model, GenerationSettings(timeout_s=200), partial(Rewards, ["exact"]), log),
         warn=lambda sentence: print(sentence, file=sys.stderr),
     )
     try:

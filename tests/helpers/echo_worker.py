@@ -8,19 +8,26 @@ import signal
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megarl.group.follow import Answer, follow
 from megarl.processes.connection import Tensors
 from megarl.processes.ranks import FIRST_GPU
+from megarl.processes.store import join_world
 
-KINDS = {"value": ValueError, "runtime": RuntimeError, "no exception": type("Stop", (BaseException,), {})}
+KINDS = {
+    "value": ValueError,
+    "runtime": RuntimeError,
+    "network": dist.DistBackendError,
+    "no exception": type("Stop", (BaseException,), {}),
+}
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def setup(arguments: dict[str, Any], _: Tensors) -> Answer:
     """Replicas of `tp` ranks each; the last of a replica reports."""
-    dist.init_process_group("gloo")
+    join_world("gloo", arguments["timeout_s"])
     tp = arguments["layout"]["tp"]
     global group
     for first in range(0, WORLD, tp):
@@ -33,6 +40,14 @@ def double(arguments: dict[str, Any], tensors: Tensors) -> Answer:
     return {"rank": RANK, "said": arguments.get("say")}, {name: 2 * t for name, t in tensors.items()}
 
 
+def gradient(arguments: dict[str, Any], tensors: Tensors) -> Answer:
+    """That of the mean of a linear model's outputs, over all ranks: the mean of the rows."""
+    weights = torch.zeros(3, requires_grad=True)
+    (weights @ tensors["row"] / WORLD).backward()
+    dist.all_reduce(weights.grad)
+    return {}, {"gradient": weights.grad}
+
+
 def pid(arguments: dict[str, Any], _: Tensors) -> Answer:
     return {"pid": os.getpid()}, {}
 
@@ -43,7 +58,7 @@ def where(arguments: dict[str, Any], _: Tensors) -> Answer:
 
 def fail(arguments: dict[str, Any], _: Tensors) -> Answer:
     if arguments["rank"] == RANK:
-        raise KINDS[arguments["kind"]]("the shelf is empty")
+        raise KINDS[arguments["kind"]](arguments.get("text", "the shelf is empty"))
     time.sleep(arguments.get("others_sleep_s", 0.0))
     return {}, {}
 
@@ -90,11 +105,20 @@ def kill(arguments: dict[str, Any], _: Tensors) -> Answer:
     return {}, {}
 
 
+def eat(arguments: dict[str, Any], _: Tensors) -> Answer:
+    """Take memory until the kernel kills this rank, where its cgroup has a limit."""
+    eaten = []
+    while arguments["rank"] == RANK:
+        eaten.append(os.urandom(2**20) * 16)
+    time.sleep(60)
+    return {}, {}
+
+
 group: Any = None
 
 if __name__ == "__main__":
     follow(
-        {f.__name__: f for f in (setup, double, pid, where, fail, hang, meet, kill)},
+        {f.__name__: f for f in (setup, double, gradient, pid, where, fail, hang, meet, kill, eat)},
         lambda: group,
         lambda: dist.get_rank(group) == 0,
     )

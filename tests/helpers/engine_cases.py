@@ -13,21 +13,21 @@ from chunks import gradients, weights
 from late_copies import late_copies
 from parity_cases import LOSSES, make_step
 
-from megarl.batch import Batch, MicroBatch
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
 from megarl.mcore.checkpoint import checkpoint
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.gradient_check import Limits
 from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
-from megarl.mcore.training.step import Outputs, Step, forward_only, train_step
+from megarl.mcore.training.step import Outputs, Step, backward, forward_only, train_step
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
 
 NEVER = 1e9  # a norm at which nothing is clipped: it is summed in an order that depends on buckets
@@ -108,9 +108,9 @@ class Trained:
         return micro_batches(batch.select(part.indices).keep_columns(*LOSSES["actor"].columns), part.micro_sizes)
 
     def train(self, batch: Batch, limits: Limits | None = None) -> Step:
-        how: dict[str, Any] = {"num_tokens": batch.num_tokens, "device": self.device, "limits": limits}
-        how["before_step"] = self.moments.wait
-        return train_step(self.model, self.optimizer, self.micros(batch), self.outputs, LOSSES["actor"], **how)
+        how = {"num_tokens": batch.num_tokens, "device": self.device}
+        gradient = partial(backward, self.model, self.micros(batch), self.outputs, LOSSES["actor"], **how)
+        return train_step(self.optimizer, gradient, limits=limits, before_step=self.moments.wait)
 
     def weights(self) -> dict[str, torch.Tensor]:
         with synchronized(self.model):

@@ -13,11 +13,11 @@ from attention_cases import Heads
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from megarl.batch import Batch
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
 from megarl.mcore.models.prefix_trees import flex_tree
 from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
+from megarl.samples.batch import Batch
 
 
 @contextmanager

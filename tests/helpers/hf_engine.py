@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megarl.hf_server.calls import read_call, write_reply
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.scheduler import HFEngine
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.scheduler import HFEngine
 
 Answer = Callable[[Sequence[Mapping[str, Any]]], list[Any]]
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 from tiny_models import tiny_model
 
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
+from megarl.arch.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions
 
 TESTS = Path(__file__).parents[1]
 

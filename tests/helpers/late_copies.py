@@ -6,14 +6,14 @@ from unittest import mock
 
 from torch import Tensor
 
-from megarl.mcore.training import copies
+from megarl.mcore.training import offload
 
 NO_NUMBER = 0xFF  # as every byte it is NaN in float32 and in bfloat16
 
 
 def late_copies() -> AbstractContextManager[object]:
     """Inside this context nothing is copied before somebody waits for it."""
-    return mock.patch.object(copies, "begin", _begin)
+    return mock.patch.object(offload, "begin_copies", _begin)
 
 
 def _begin(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from megarl.rewards import load_reward, surroundings
-from megarl.sample import Completion, Prompt
+from megarl.samples.sample import Completion, Prompt
 
 BEGINS = ("", "answer", "\\boxed{", "#### ", "$")
 FILLS = ("\n", "1", "1,", "{", "(", "answer ", "\\boxed{", "$1+", "```\n", "\\frac{", "*")

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.setup import make_groups
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
+from megarl.arch.routed_experts import RoutedExperts
 from megarl.hf_server import calls, main
-from megarl.hf_server.generation.running_batch import Request
-from megarl.routed_experts import RoutedExperts
+from megarl.hf_server.running_batch import CompletionRequest
 from megarl.servers.launch import EngineLaunch, ServerCommand, hf_command
 
 _chosen = calls._routes
 
 
-def _others(row: Request, of: RoutedExperts) -> np.ndarray:
+def _others(row: CompletionRequest, of: RoutedExperts) -> np.ndarray:
     column = _chosen(row, of)
     column[1:] = (column[1:] + 1) % of.num_experts
     return column
@@ -23,7 +23,7 @@ def command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     """In the place of `hf_command`."""
     usual = hf_command(launch, folder)
     assert usual.argv[1:3] == ["-m", "megarl.hf_server.main"]
-    return ServerCommand([sys.executable, __file__, *usual.argv[3:]], usual.environment, usual.stop_signal)
+    return ServerCommand([sys.executable, __file__, *usual.argv[3:]], usual.environment)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,22 @@ from spawn import run_ranks
 
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.step_columns import step_columns
-from megarl.batch import Batch, LossOutput
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
-from megarl.data.prefix_tree import CommonPrefixes, families
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
-from megarl.mcore.logprobs import logprobs
+from megarl.data.prefix_tree import CommonPrefixes, prefix_groups
+from megarl.mcore.logprobs import fused
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora
 from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
 from megarl.mcore.training.wrappers import OneProcess
-from megarl.ragged import Ragged, names_in_batch
-from megarl.sample import SUPPORT
+from megarl.samples.batch import Batch, LossOutput
+from megarl.samples.ragged import Ragged, names_in_batch
+from megarl.samples.sample import SUPPORT
 from megarl.weights.hf.load import load_hf
 
 
@@ -48,7 +48,7 @@ class EveryColumn:
         return LossOutput((batch.columns["weight"] * token_loss).sum())
 
 
-NAMES = {"actor": ("log_probs", "entropy"), "critic": ("values",), "actor with reference": logprobs.NAMES}
+NAMES = {"actor": ("log_probs", "entropy"), "critic": ("values",), "actor with reference": fused.NAMES}
 LOSSES: dict[str, Any] = {
     "actor": ActorLoss("ppo", entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1),
     "critic": CriticLoss(0.5),
@@ -228,7 +228,7 @@ def _run_case(folder: str, case: Case) -> dict[str, Any]:
             columns_read = (*loss.columns, "response_mask", *names_in_batch(SUPPORT))
         how_packed: dict[str, Any] = {"max_tokens": case.max_tokens}
         if case.shares_prefixes:
-            how_packed["families"] = families(
+            how_packed["groups"] = prefix_groups(
                 batch, where.num_replicas, max_tokens=case.max_tokens, max_sequences=None, hidden_size=32
             )
         part = plan(batch.sample_lengths.tolist(), where.num_replicas, **how_packed)[where.replica]

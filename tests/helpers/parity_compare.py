@@ -10,7 +10,7 @@ import torch
 from spawn import DEVICE
 from torch import Tensor
 
-from megarl.batch import merge_stats
+from megarl.samples.batch import merge_stats
 
 LOOSER = 10.0 if DEVICE == "cuda" else 1.0  # a guess: not run on a GPU
 # Relative to the largest entry of a tensor: some twenty roundings.
@@ -53,15 +53,18 @@ def assert_same_after(got: dict[str, Any], expected: dict[str, Any], tolerance: 
     assert not {name: f"{e:.1e}" for name, e in errors.items() if not e < tolerance}
 
 
-def assert_same_columns(got: Ranks, expected: Ranks, lengths: Tensor, tolerance: float = TOLERANCE) -> None:
-    """`lengths`: of the rows of the batch.  One rank has them all where they are expected."""
+def assert_same_columns(
+    got: Ranks, expected: Ranks, lengths: Tensor, tolerance: float = TOLERANCE, *, of_after: float | None = None
+) -> None:
+    """`lengths`: of the rows of the batch.  One rank has them all where they are expected.  `of_after`: of "after"."""
     (reporter,) = [rank for rank in expected if rank["columns"]]
     for name in reporter["columns"]:
         whole, found = by_row(expected, name, lengths), by_row(got, name, lengths)
         assert sorted(found) == sorted(whole) == list(range(len(lengths)))
         for row, column in whole.items():
             error = (found[row] - column).abs().max().item()
-            assert error < tolerance * max(1.0, column.abs().max().item()), f"{name} of row {row}: {error:.1e}"
+            limit = of_after if of_after and name == "after" else tolerance
+            assert error < limit * max(1.0, column.abs().max().item()), f"{name} of row {row}: {error:.1e}"
 
 
 def by_row(ranks: Ranks, name: str, lengths: Tensor) -> dict[int, Tensor]:

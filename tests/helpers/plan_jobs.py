@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
+from megarl.plan.constants import Constants
 from megarl.plan.gpus import Gpu
-from megarl.plan.job import Job
-from megarl.plan.time.constants import Constants
+from megarl.plan.job import Job, Role
 
 # Numbers with few digits: 1 TFLOP/s, 1 GB/s of memory and less of everything else.
 GPU = Gpu("toy", 1e12, 10**9, 1e9, 1e8, 1e7, host_bandwidth=1e8)
@@ -40,8 +40,16 @@ FREE = replace(
 
 def job(**changes) -> Job:
     """8 prompts of one completion each, 50 + 50 tokens, all in one optimizer step."""
+    actor = Role("actor", HF, Layout(), num_ranks=1, max_tokens=100, log_prob_tokens=100)
     plain = Job(
-        hf=HF, gpu=GPU, layout=Layout(), num_ranks=1, prompts=8, prompt_tokens=50.0, response_tokens=50.0, longest=100,
-        mini_batch=8, max_tokens=100, log_prob_tokens=100, memory_fraction=0.5, overlap_grad_reduce=False,
+        GPU, actor, prompts=8, prompt_tokens=50.0, response_tokens=50.0, longest=100, mini_batch=8, memory_fraction=0.5,
+        constants=FREE,
     )  # fmt: skip
-    return replace(plain, **changes)
+    return changed(plain, **changes)
+
+
+def changed(run: Job, **changes) -> Job:
+    """With other values of its own fields, and of the actor's."""
+    own = {name: changes.pop(name) for name in Job.__dataclass_fields__.keys() & changes.keys()}
+    run = replace(run, **own)
+    return replace(run, actor=replace(run.actor, **changes))

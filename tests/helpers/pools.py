@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from fake_servers import Handler, serving
+from states import trusted
 
 from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.settings import GenerationSettings
 
 
 class Pooled(NamedTuple):
@@ -36,12 +38,11 @@ async def pool_of(
     `trusts`: each server gets no requests until it is trusted, and is so with this version at first.
     """
     options |= {"timeout_s": timeout_s, "rest_s": rest_s} | ({} if trusts is None else {"fenced": True})
-    if unfit is not None:
-        options["on_unfit"] = lambda url, reason: unfit.append((url, reason))
-    async with serving(*handlers) as (urls, seen), make(urls, "", **options) as pool:
+    on_unfit = None if unfit is None else lambda *told: unfit.append(told)
+    async with serving(*handlers) as (urls, seen), make(urls, "", GenerationSettings(**options), on_unfit) as pool:
         if trusts is not None:
             for url in urls:
-                pool.trust(url, trusts)
+                pool.update(trusted(url, trusts))
         yield Pooled(pool, urls, seen)
 
 

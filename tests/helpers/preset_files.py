@@ -6,9 +6,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from megarl.arch.hf_config import completed
+from megarl.arch.layout import KEYS, Layout
 from megarl.config import config_dir
-from megarl.hf_config import completed
-from megarl.layout import KEYS, Layout
 
 NAMES = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))
 MINIS = [name for name in NAMES if name.endswith("_mini")]

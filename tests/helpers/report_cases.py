@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, resolved, to_yaml
-from megarl.metrics.jsonl import append_lines
+from megarl.metrics.reading.jsonl import append_lines
 
 HOSTILE = "</script><script>window.struck = 1</script><img src=x onerror='window.struck = 2'>"
 

@@ -10,11 +10,12 @@ from typing import Any
 import psutil
 
 from megarl.cli import main
-from megarl.data.examples.arithmetic import write_task
+from megarl.data.examples.sizes import TinySizes
+from megarl.data.examples.tasks import Sums, write_task
 from megarl.data.examples.tiny import write_tiny_model
 
 PPO = ["actor.megatron.tensor_model_parallel_size=2", "actor.use_kl_loss=true", "actor.ppo_mini_batch_size=2"]
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
+SHAPE = TinySizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64)
 
 # A tool counts digits.  Half of the episodes change what was said before, so that they have two rows.
 CHAT = """
@@ -32,10 +33,10 @@ async def episode(chat, prompt):
 """
 
 
-def make_parts(folder: Path, **shape: Any) -> Path:
+def make_parts(folder: Path, sizes: TinySizes = SHAPE, **settings: Any) -> Path:
     """A task and a tiny model, as a user would have them."""
-    write_task(folder / "data", num_sft=0, num_test=20, low=10, high=29)
-    write_tiny_model(folder / "model", **SHAPE | shape)
+    write_task(folder / "data", Sums(num_sft=0, num_test=20, low=10, high=29))
+    write_tiny_model(folder / "model", sizes, **settings)
     # An untrained model solves nothing; this it can be scored for, so that advantages are not all 0.
     (folder / "digits.py").write_text(
         "def share_of_digits(prompt, completion):\n    return sum(map(str.isdigit, completion.text)) / 6\n"

@@ -8,8 +8,8 @@ import numpy as np
 from aiohttp import web
 from fake_servers import reply_to
 
-from megarl.rollout.engine_routes import EngineRoutes
-from megarl.routed_experts import RoutedExperts
+from megarl.arch.routed_experts import RoutedExperts
+from megarl.rollout.engine_columns import EngineRoutes
 
 OF = RoutedExperts(num_layers=3, layers=(0, 2), num_experts=300, chosen=2)  # layer 1 has no experts
 ROUTES = EngineRoutes(OF)

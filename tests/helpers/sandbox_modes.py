@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from megarl.sandbox.bubblewrap import Bubblewrap
-from megarl.sandbox.execute import Jailer, execute
-from megarl.sandbox.jail import Jail
-from megarl.sandbox.kernel import prctl
-from megarl.sandbox.layers import bubblewrap
-from megarl.sandbox.limits import Limits
-from megarl.sandbox.python import own_python, python_for_others
-from megarl.sandbox.result import Result, SandboxError
+from megarl_sandbox.bubblewrap import Bubblewrap
+from megarl_sandbox.execute import Jailer, execute
+from megarl_sandbox.jail import Jail
+from megarl_sandbox.kernel import prctl
+from megarl_sandbox.layers import bubblewrap
+from megarl_sandbox.limits import Limits
+from megarl_sandbox.program import Result, SandboxError
+from megarl_sandbox.python import own_python, python_for_others
 
 NOBODY = 61234  # not 65534, whose processes in other containers count for a limit, too
 

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from megarl.mcore.checkpoint.files import Reader, Saving, write
+from megarl.mcore.checkpoint.files import Reader, Saving, faults_of_share, write
 from megarl.mcore.checkpoint.held import Piece
-from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.roles.handles import SaveError
-from megarl.trainer.checkpoint.checkpoint import Checkpoint, Saves
-from megarl.trainer.checkpoint.retention import Retention
+from megarl.trainer.checkpoint.checkpoint import Checkpoint, Retention
 from megarl.trainer.checkpoint.saver import Saver
 
 SIZE = 64  # numbers of a role
@@ -42,24 +40,26 @@ class Shard:
         Reader(folder, 1).fill([self._piece()])
 
     def _piece(self) -> Piece:
-        return Piece("weight", (SIZE,), ((0,), (SIZE,)), self.tensor)
+        return Piece("weight", (SIZE,), ((0, SIZE),), self.tensor)
 
 
 def saver_of(
     root: Path,
-    roles: dict[str, Saves] | None = None,
+    roles: dict[str, Any] | None = None,
     *,
     keep: int = 9,
     in_background: bool = False,
     limit_s: float = 600.0,
     warn: Callable[[str], None] | None = None,
     origin: str | None = None,
+    allowed: int = 0,
     **more: Any,
 ) -> Saver:
     def unexpected(sentence: str) -> None:
         raise AssertionError(sentence)
 
-    how: dict[str, Any] = {"in_background": in_background, "limit_s": limit_s, "origin": origin}
+    how: dict[str, Any] = {"in_background": in_background, "limit_s": limit_s, "origin": origin, "allowed": allowed}
+    root.parent.mkdir(parents=True, exist_ok=True)
     return Saver(root, roles or {"actor": Shard()}, Retention(keep, **more), warn=warn or unexpected, **how)
 
 

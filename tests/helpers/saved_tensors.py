@@ -5,15 +5,15 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from memory_ranks import Case, gradients
 from torch.autograd.graph import saved_tensors_hooks
 
-from megarl.layout import Layout
+from benchmarks.plan.memory_ranks import Case, gradients
+from megarl.arch.layout import Layout
+from megarl.arch.megatron_fields import RECOMPUTED
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import wrap_for_training
-from megarl.megatron_fields import RECOMPUTED
 
 
 class Kept(saved_tensors_hooks):

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from megarl.sample import Prompt, Row, Sample, TurnSpan, VersionSpan
+from megarl.samples.sample import Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
 def random_sample(rng: random.Random, prompt: Prompt, *, rewards: bool = False, vocab_size: int = 50) -> Sample:

@@ -13,7 +13,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Self
 
-from megarl.network.sockets import host_store, interface_variables
+from megarl.io.sockets import interface_variables
+from megarl.processes.ranks import OWN_ADDRESS, STORE, STORE_TOKEN
+from megarl.processes.store import StoreHost, StorePlace, join_world
 from megarl.servers.nccl import VARIABLES
 
 DEVICE = os.environ.get("MEGARL_TEST_DEVICE", "cpu")  # | cuda
@@ -59,6 +61,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._processes:
+            self._store.close()
         self._processes = []
 
     def _start(self) -> None:
@@ -67,10 +71,10 @@ class Ranks:
         context.set_forkserver_preload(PRELOADED)
         self._results, self._calls = context.Queue(), [context.Queue() for _ in range(self._n)]
         # The meeting point stands before the ranks import torch: a port that was only looked for may be taken by then.
-        self._store = host_store("127.0.0.1")
+        self._store = StoreHost("127.0.0.1")
         # Not daemons: those may not have children, and Megatron forks the writers of a checkpoint.
         self._processes = [
-            context.Process(target=_rank, args=(rank, self._n, self._store.port, calls, self._results))
+            context.Process(target=_rank, args=(rank, self._n, self._store.place, calls, self._results))
             for rank, calls in enumerate(self._calls)
         ]
         for process in self._processes:
@@ -104,15 +108,14 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.
         return ranks.run(fn, *args, timeout_s=timeout_s)
 
 
-def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
-    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is the parent's
+def _rank(rank: int, n: int, place: StorePlace, calls: Any, results: Any) -> None:
+    env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, OWN_ADDRESS: "127.0.0.1"}
+    env |= {STORE: place.address, STORE_TOKEN: place.token}
     env |= VARIABLES  # as the ranks of a run
     os.environ.update({**interface_variables("127.0.0.1"), **{name: str(value) for name, value in env.items()}})
     if DEVICE == "cpu":  # also where there are GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
-    import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
     from megarl.mcore import cpu
@@ -123,7 +126,7 @@ def _rank(rank: int, n: int, port: int, calls: Any, results: Any) -> None:
     cpu.activate()
     if DEVICE == "cuda":
         torch.cuda.set_device(device_for(DEVICE))
-    dist.init_process_group(backend_of(DEVICE))
+    join_world(backend_of(DEVICE), 1800.0)
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank is a child"
     while parent.is_alive():

@@ -11,12 +11,13 @@ from chunks import gradients, weights
 from parity_cases import LOSSES, make_step
 from torch import Tensor
 
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import device_for
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only
@@ -28,7 +29,7 @@ ADAMW = OptimSettings("adamw", lr=0.01, eps=1e-3, weight_decay=0.1, max_grad_nor
 GRADIENT_ERROR, LOG_PROB_ERROR = 0.06, 0.005
 NUM_SEQUENCES, LAYOUT = 40, Layout()
 # Heads of 64: the smallest that the fast attention kernels take.
-SHAPE = {"hidden": 256, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 512}
+SHAPE = TinySizes(hidden=256, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=512)
 # Every token goes to every expert: rounding changes no choice.
 ALL_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def write_families(root: Path) -> dict[str, str]:
     """Family -> folder of a model of it."""
     for family, settings in FAMILIES.items():
-        write_tiny_model(root / family, family=family, tied=False, seed=1, **(SHAPE | settings))
+        write_tiny_model(root / family, SHAPE, family=family, tied=False, seed=1, **settings)
     return {family: str(root / family) for family in FAMILIES}
 
 

@@ -19,6 +19,7 @@ import psutil
 from programs import runs
 
 from megarl.cli import main
+from megarl.io import job_signals
 from megarl.metrics.trackers.status import StatusTracker
 
 Strike = tuple[int, str, str]  # step, stage, victim
@@ -28,7 +29,7 @@ VICTIMS = {  # the program
     "server": "megarl.hf_server.main",
     "collector": "run_collector",
 }
-SIGNALS = {"driver": signal.SIGKILL, "SIGUSR1": signal.SIGUSR1}  # to the driver
+ASKS = {number.name: number for number in job_signals.ASKS}
 
 
 def start(command: str, words: list[str], plan: Sequence[Strike] | None, file: Path, log: Path) -> int:
@@ -59,18 +60,16 @@ def weights(run: Path) -> dict[str, str]:
 
 
 def _strike(victim: str) -> None:
-    if victim == "SIGTERM":  # shells and schedulers send it to all processes of the driver's group
-        os.killpg(os.getpgrp(), signal.SIGTERM)
-        return
-    if victim in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[victim])
-        return
     children = psutil.Process().children(recursive=True)
-    if victim != "all":  # then the power fails
+    if victim in ASKS:  # schedulers send it to all processes of a job
+        for process in (*children, psutil.Process()):
+            process.send_signal(ASKS[victim])
+        return
+    if victim in VICTIMS:
         children = [next(child for child in children if runs(child, VICTIMS[victim]))]
-    for child in children:
+    for child in children if victim != "driver" else ():
         child.kill()
-    if victim == "all":
+    if victim in ("driver", "all"):  # all: the power fails
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -20,7 +20,7 @@ from spawn import DEVICE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
-from megarl.network.tls import trusted
+from megarl.io.tls import trusted
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, auth_headers
 from megarl.servers.launch import EngineLaunch
@@ -104,6 +104,7 @@ class Served:
     turns: Iterator[str] = field(default=iter(()))
     check: Callable[[], None] = lambda: None  # raises where a server has died
     checksums: dict[str, str] = field(default_factory=dict)  # of the first weights
+    logs: Path = field(default_factory=Path)  # the folder of their logs
 
     @property
     def url(self) -> str:
@@ -217,6 +218,10 @@ def running(variant: Variant, model_path: str, log_dir: Path) -> Iterator[Server
         yield servers
 
 
+def _check(servers: Servers) -> None:
+    assert not [str(server.process.died()) for server in servers._servers if not server.process.alive]
+
+
 @contextmanager
 def served_by(servers: Servers, variant: Variant, model_path: str, other_path: str, log_dir: Path) -> Iterator[Served]:
     """As many of these servers as the variant has, and its router."""
@@ -237,6 +242,7 @@ def served_by(servers: Servers, variant: Variant, model_path: str, other_path: s
             engine,
             variant,
             turns=itertools.cycle(generate_urls),
-            check=servers.check,
+            check=lambda: _check(servers),
             checksums=engine.checksums(),
+            logs=log_dir,
         )

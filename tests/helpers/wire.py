@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.protocol import parse_replies
-from megarl.sample import Completion
+from megarl.samples.sample import Completion
 
 
 def column_on_the_wire(column: np.ndarray) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.weights.verify import digests, words_triton
+from megarl.weights.verify import digests, weight_hash_triton
 
 # Bytes of the updates of one hash: ends within words and tiles, many tiles, a tile filled by several updates.
 CASES = ([4], [7], [32768], [32772], [3, 32768 * 2 + 5], [100, 200, 32768, 32768 * 3 + 2], [32768, 32768, 12])
@@ -23,9 +23,9 @@ def both(sizes: list[int], device: str = "cpu") -> list[str]:
     g = torch.Generator().manual_seed(sum(sizes))
     pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=g).to(device) for size in sizes]
     found = []
-    for tile_sums in (words_triton.tile_sums, digests.tile_sums):
+    for tile_sums in (weight_hash_triton.tile_sums, digests.tile_sums):
         with mock.patch.multiple(digests, tile_sums=tile_sums, _gpu_tile_sums=tile_sums):
-            words = digests.Words()
+            words = digests.WeightHash()
             for piece in pieces:
                 words.update(piece)
             found.append(words.hexdigest())
@@ -35,7 +35,7 @@ def both(sizes: list[int], device: str = "cpu") -> list[str]:
 def far(device: str = "cpu") -> list[str]:
     """Words whose numbers do not fit into 32 bits: sums of the tiles, as text."""
     words = torch.arange(10_000, dtype=torch.int32, device=device) * 77_777
-    sums = [found(words, 2**33 + 5000) for found in (words_triton.tile_sums, digests.tile_sums)]
+    sums = [found(words, 2**33 + 5000) for found in (weight_hash_triton.tile_sums, digests.tile_sums)]
     return [str((each.long() & (2**32 - 1)).tolist()) for each in sums]
 
 
@@ -45,12 +45,12 @@ def all_cases(device: str = "cpu") -> dict[str, list[str]]:
 
 def compiled() -> int:
     """Bytes of machine code of the kernel."""
-    kernel = words_triton._tile_sums_kernel
-    constexprs = {"tile": words_triton.TILE, "block": words_triton.BLOCK}
+    kernel = weight_hash_triton._tile_sums_kernel
+    constexprs = {"tile": weight_hash_triton.TILE, "block": weight_hash_triton.BLOCK}
     kinds = {"words": "*i32", "sums": "*i32", "num_words": "i32", "before": "i32", "start": "i32"}
     signature = {name: "constexpr" if name in constexprs else kinds[name] for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
-    options = {"num_warps": words_triton.NUM_WARPS}
+    options = {"num_warps": weight_hash_triton.NUM_WARPS}
     return len(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"])
 
 

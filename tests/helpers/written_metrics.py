@@ -5,7 +5,7 @@ from functools import cache
 
 from readme_blocks import ROOT
 
-_READERS = ("metrics/advice/rules.py", "metrics/trackers/console.py", "report/")  # they only read metrics
+_READERS = ("metrics/advice/rules.py", "metrics/trackers/console.py", "metrics/report/")  # they only read metrics
 _CONSTANT = re.compile(r'"([a-z_]+(?:/[\w@]+)+)"')
 _WITH_FIELDS = re.compile(r'f"((?:[\w@/]|\{[^{}"]+\})+)"')
 _NAME = re.compile(r'"([\w@/]+)"|(\w+) ?[=:]')  # a text, a keyword, or a field of a dataclass

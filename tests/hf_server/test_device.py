@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megarl.hf_server import device as devices
-from megarl.hf_server.generation.kv_cache import Decode, Prefill
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.running_batch import Call, Running
-from megarl.hf_server.generation.sampling import uniforms
-from megarl.hf_server.generation.scheduler import CACHE, WEIGHTS, HFEngine
+from megarl.hf_server.kv_cache import Decode, Prefill
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.running_batch import Call, Running
+from megarl.hf_server.sampling import uniforms
+from megarl.hf_server.scheduler import CACHE, WEIGHTS, HFEngine
 from megarl.hf_server.weights import WeightUpdates
 from megarl.rollout.protocol import SamplingParams
 from megarl.weights.hf.folder import open_hf

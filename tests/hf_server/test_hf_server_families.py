@@ -8,13 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megarl.arch.hf_config import read_config
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import FAMILIES, write_tiny_model
-from megarl.hf_config import read_config
-from megarl.hf_server.generation.kv_cache import Decode, Prefill
-from megarl.hf_server.generation.model import HFModel
-from megarl.rollout.protocol import DTYPE_NAMES, tensor_digest
+from megarl.hf_server.kv_cache import Decode, Prefill
+from megarl.hf_server.model import HFModel
+from megarl.rollout.protocol import DTYPE_NAMES
+from megarl.weights.verify.digests import digest
 
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SHAPE = TinySizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
 MODELS: dict[str, dict[str, Any]] = {
     **{family: {"family": family} for family in FAMILIES},
     "mistral with a window": {"family": "mistral", "sliding_window": 4},
@@ -35,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, seed: int, settings: dict[str, Any]) -> str:
     """A tiny model whose weights are large enough for every part to show."""
-    write_tiny_model(folder, seed=seed, **SHAPE, **settings)
+    write_tiny_model(folder, SHAPE, seed=seed, **settings)
     tensors = load_file(folder / "model.safetensors")
     g = torch.Generator().manual_seed(seed)
     loud = {n: torch.randn(t.shape, generator=g) * 0.2 + ("norm" in n) for n, t in sorted(tensors.items())}
@@ -102,7 +104,7 @@ def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: 
     again.load_weights(again.read_folder(folders[1]))
     held.load_weights(pushed)
     assert held.checksums() == again.checksums(), "a folder is read under hub names too"
-    assert held.checksums() == {name: tensor_digest(tensor) for name, tensor in pushed.items()}
+    assert held.checksums() == {name: digest(tensor) for name, tensor in pushed.items()}
     assert held.checksums() == HFModel(folders[1], torch.float32).checksums()
     after = logits_in_two_ways(held, tokens, prompt=6)
     assert (after - before).abs().max() > 0.1

@@ -12,7 +12,7 @@ from tiny_server import CONTEXT, EOS, VOCAB
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from wire import parse_completions
 
-from megarl.hf_server.generation.model import HFModel
+from megarl.hf_server.model import HFModel
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
 
 PROMPTS = [[random.Random(i).randrange(2, VOCAB) for _ in range(3 + i % 7)] for i in range(12)]

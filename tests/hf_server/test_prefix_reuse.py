@@ -10,10 +10,10 @@ import pytest
 import torch
 from hf_engine import body, running
 
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.scheduler import CACHE, WEIGHTS, HFEngine
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.scheduler import CACHE, WEIGHTS, HFEngine
 from megarl.rollout.protocol import Reply, parse_replies
-from megarl.sample import Completion
+from megarl.samples.sample import Completion
 
 PROMPT = [5, 9, 3, 20, 7, 7, 12, 30, 2, 4, 11, 8]
 WRITE: dict[str, Any] = {"max_new_tokens": 8, "sampling_seed": 4, "ignore_eos": True}

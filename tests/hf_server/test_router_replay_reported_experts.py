@@ -13,13 +13,13 @@ from hf_engine import body, running
 from tiny_models import write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megarl.arch.routed_experts import RoutedExperts
 from megarl.hf_server.calls import read_call
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.generation.scheduler import HFEngine
-from megarl.rollout.engine_routes import EngineRoutes
+from megarl.hf_server.model import HFModel
+from megarl.hf_server.scheduler import HFEngine
+from megarl.rollout.engine_columns import EngineRoutes
 from megarl.rollout.protocol import parse_replies
-from megarl.routed_experts import RoutedExperts
-from megarl.sample import Completion
+from megarl.samples.sample import Completion
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "gpt_oss")
 PROMPT = [7, 8, 9, 10, 11]

@@ -1,6 +1,7 @@
 """The scripts that make environments, with a stand-in for Python: what is installed, shown and kept."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -78,21 +79,23 @@ def test_one_that_fails_shows_the_end_of_its_log_and_is_done_again(repository: P
 
 def said_to_pip(repository: Path, folder: str) -> list[str]:
     lines = (repository / folder / "install.log").read_text().splitlines()
-    return [line.removeprefix("== pip install ") for line in lines if line.startswith("==")]
+    said = [line.removeprefix("== pip install ") for line in lines if line.startswith("==")]
+    assert re.fullmatch(r"--require-hashes --requirement /dev/fd/\d+", said[0]), "pip itself, by its hash"
+    return said[1:]
 
 
 def test_torch_comes_first_and_every_package_under_the_pins(repository: Path) -> None:
     make(repository, COMMANDS[".venv"])
     under = "--constraint launch/constraints.txt"
-    assert said_to_pip(repository, ".venv") == ["--upgrade pip", f"{under} torch", f"{under} --editable .[dev]"]
+    assert said_to_pip(repository, ".venv") == [f"{under} torch", f"{under} --editable .[dev]"]
 
 
 def test_environments_for_gpus_come_from_the_locks_and_stay(repository: Path) -> None:
     make(repository, "bash launch/gpu/install.sh trainer megarl server")
     locked = "--require-hashes --requirement launch/gpu"
     editable = "--no-deps --no-build-isolation --editable ."
-    assert said_to_pip(repository, ".venv") == ["--upgrade pip", f"{locked}/trainer.txt", editable]
-    assert said_to_pip(repository, ".venv-sglang") == ["--upgrade pip", f"{locked}/server.txt"]
+    assert said_to_pip(repository, ".venv") == [f"{locked}/trainer.txt", editable]
+    assert said_to_pip(repository, ".venv-sglang") == [f"{locked}/server.txt"]
     done = make(repository, COMMANDS[".venv"], fails="install")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), "the versions for CPUs do not replace them"
 

@@ -21,9 +21,9 @@ import pytest
 import torch
 import versions
 
+from megarl.commands.doctor import machine
 from megarl.config import load_config
 from megarl.config.placement import gpu_seats
-from megarl.doctor import compute
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
 from megarl.trainer.servers.colocation import check_shared_gpus
 
@@ -222,7 +222,7 @@ def test_the_versions_say_what_is_missing_and_end_with_1_without_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(versions.OPTIONAL, "transformer-engine-of-nobody", "its tests are skipped")
-    assert versions.OPTIONAL["apex"] == f"no {compute.APEX}", "what the doctor says"
+    assert versions.OPTIONAL["apex"] == f"no {machine.APEX}", "what the doctor says"
     assert versions.main() == 1
     lines = capsys.readouterr().out.splitlines()
     assert f"torch: {importlib.metadata.version('torch')}" in lines
@@ -267,7 +267,9 @@ def test_the_files_of_a_command_exist() -> None:
 @pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if "benchmarks/" in " ".join(words)])
 def test_a_benchmark_takes_its_options(name: str) -> None:
     script, *words = COMMANDS[name][COMMANDS[name].index("python") + 1 :]
-    options = importlib.import_module(Path(script).stem).parser().parse_intermixed_args(words)
+    options = (
+        importlib.import_module(".".join(Path(script).with_suffix("").parts)).parser().parse_intermixed_args(words)
+    )
     assert options.device == "cuda"
     assert str(options.out) == "/out"
 
@@ -284,6 +286,13 @@ def test_a_run_composes_and_puts_the_servers_on_the_trainers_gpus(name: str, tmp
     seats = gpu_seats(config, ["http://0"])
     assert seats is not None
     assert set(seats["servers"]["http://0"]) <= set(seats["trainer"]), "else no push by memory that both map"
+
+
+def test_the_model_of_gsm8ks_form_has_the_sizes_that_are_asked_for(tmp_path: Path) -> None:
+    gsm8k_shaped.main([str(tmp_path), "--hidden=48", "--layers=1", "--heads=6", "--ffn=40"])
+    numbers = json.loads((tmp_path / "model" / "config.json").read_text())
+    asked = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 40}
+    assert numbers.items() >= asked.items()
 
 
 def test_rungs_with_sglang_need_an_environment_for_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

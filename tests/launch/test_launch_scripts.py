@@ -15,7 +15,7 @@ from megarl.commands.this_machine import placed
 from megarl.config import load_config
 from megarl.config.placement import placements
 from megarl.processes.signals import EXIT_TERMINATED
-from megarl.trainer.run import Run
+from megarl.trainer.preflight import preflight
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), *LAUNCH.rglob("*.sbatch")])
@@ -198,12 +198,12 @@ def test_a_trainer_whose_servers_run_elsewhere_needs_no_sglang(tmp_path: Path, m
     config, _ = load_config(words, command="train")
     assert config.rollout.engine == "sglang"
     with pytest.raises((OSError, ValueError)) as caught:
-        Run(config, None)  # type: ignore[arg-type]  # it does not come to the site
+        preflight(config, 0.0)
     assert "SGLang" not in str(caught.value)
     for more in (["rollout.router=true"], ["rollout.urls=[]"]):
         config, _ = load_config([*words, *more], command="train")
         with pytest.raises(ValueError, match="SGLang"):
-            Run(config, None)  # type: ignore[arg-type]
+            preflight(config, 0.0)
 
 
 def test_trainer_and_servers_agree_on_where_servers_are() -> None:

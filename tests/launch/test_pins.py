@@ -8,7 +8,7 @@ import check_pins
 import gpu_locks
 import pytest
 
-from megarl.doctor import versions
+from megarl.commands.doctor import versions
 
 ROOT = check_pins.ROOT
 # What decides whether CI is green, besides the tests; and setuptools, because torch 2.11 for CUDA takes none from 82.
@@ -40,7 +40,7 @@ def test_pins_are_of_what_the_package_names_itself() -> None:
 def test_every_file_of_pins_is_checked() -> None:
     files = {
         str(file.relative_to(ROOT))
-        for folder in ("launch", "launch/gpu", "benchmarks")
+        for folder in ("launch", "launch/gpu", "benchmarks/peer")
         for file in ROOT.glob(f"{folder}/*.txt")
     }
     assert {asked.pins for asked in check_pins.installations()} == files

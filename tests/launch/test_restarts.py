@@ -62,11 +62,14 @@ def test_a_failure_starts_the_same_words_again(tmp_path: Path, statuses: list[st
     assert said.count("starting again") == starts - 1
 
 
-def test_who_ends_the_script_ends_the_run(tmp_path: Path) -> None:
+def test_signal_tree_a_save_is_the_runs_and_who_ends_the_script_ends_the_run(tmp_path: Path) -> None:
     with start(tmp_path, ["hangs", "0"], restarts=3) as script:
         while not (tmp_path / "pid").exists():
             assert script.poll() is None
             time.sleep(0.01)
+        script.send_signal(signal.SIGUSR1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            script.wait(0.3)
         script.send_signal(signal.SIGTERM)
         script.communicate(timeout=120)
     assert script.returncode == 143

@@ -78,12 +78,45 @@ def test_a_job_ends_as_its_driver_does_and_is_requeued_after_a_failure(
     assert not list(tmp_path.glob(".megarl_token*"))
 
 
-def test_what_the_driver_ended_with_counts_and_not_that_others_were_killed_then(tmp_path: Path) -> None:
+BOTH_END = """
+while [ "$1" != bash ]; do shift; done
+for machine in $ORDER; do
+    ends=ENDS_$machine
+    SLURM_NODEID=$machine ENDS=${!ends} "$@"
+done
+exit 137
+"""
+
+
+@pytest.mark.parametrize(
+    ("order", "driver", "other", "spares", "status", "requeues"),
+    [
+        ("0 1", "2", "1", "0", 2, False),
+        ("1 0", "2", "1", "0", 2, False),
+        ("1 0", "143", "143", "0", 143, False),
+        ("1 0", "143", "1", "1", 143, False),
+        ("1 0", "143", "1", "0", 1, True),
+        ("1 0", "1", "143", "1", 1, True),
+        ("1 0", "0", "143", "1", 0, False),
+    ],
+    ids=[
+        "a mistake",
+        "a mistake, of which the other machine hears first",
+        "both were asked to end",
+        "a spare machine was there, and then the driver was asked to end",
+        "srun has ended the driver after the other machine failed",
+        "a machine was let go, and later the driver failed",
+        "a machine was let go, and the run has come to its end",
+    ],
+)
+def test_signal_tree_a_job_ends_as_its_driver_does_unless_another_machine_has_ended_that(
+    tmp_path: Path, order: str, driver: str, other: str, spares: str, status: int, requeues: bool
+) -> None:
     """srun tells the highest code of all tasks, and kills those that have not ended."""
-    with submit(tmp_path, ENDS="2", srun=f"({SRUN})\nexit 137\n") as job:
+    ends = {"ORDER": order, "ENDS_0": driver, "ENDS_1": other, "SPARE_NODES": spares, "SLURM_JOB_NUM_NODES": "3"}
+    with submit(tmp_path, srun=BOTH_END, **ends) as job:
         job.communicate(timeout=120)
-    assert job.returncode == 137
-    assert not (tmp_path / "said_to_scontrol").exists()
+    assert (job.returncode, (tmp_path / "said_to_scontrol").exists()) == (status, requeues)
 
 
 def test_a_warning_before_the_driver_is_there_requeues_the_job(tmp_path: Path) -> None:
@@ -103,6 +136,11 @@ def test_a_warning_before_the_driver_is_there_requeues_the_job(tmp_path: Path) -
     [
         (["trainer.resume_mode=disable"], {}, "a job that is requeued would begin anew"),
         ([], {"WARN_S": "60"}, "WARN_S=60: expected a number of seconds above 60"),
+        (
+            [],
+            {"MEGARL_TOKEN_DIR": "/no/such/folder"},
+            "/no/such/folder cannot be written, so the machines cannot share",
+        ),
         ([], {"WARN_S": "half an hour"}, "WARN_S=half an hour: expected a number of seconds above 60"),
     ],
 )

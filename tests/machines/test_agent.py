@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from megarl import __version__
-from megarl.machines import NodeLost, Nodes, nodes
+from megarl.machines import nodes
 from megarl.machines.agent import Agent, DriverLost
-from megarl.processes.connection import Connection
-from megarl.processes.greeting import connect
+from megarl.machines.member import NodeLeft
+from megarl.machines.nodes import NodeLost, Nodes, announced
+from megarl.processes import waiting
+from megarl.processes.connection import Connection, connect
 from megarl.processes.ranks import RanksLaunch
 from megarl.processes.signals import Signals, Terminated
 from megarl.servers.launch import EngineLaunch
@@ -33,6 +35,13 @@ RANKS, OTHER = (RanksLaunch(worker, "cpu", "/nowhere", 1) for worker in ("megarl
 def driver() -> Iterator[Nodes]:
     with Nodes(2, 1, "127.0.0.1", 0, TOKEN) as found:
         yield found
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def agent_of(found: Nodes) -> threading.Thread:
@@ -97,6 +106,66 @@ def test_signals_of_an_agent_count_as_the_drivers() -> None:
             assert len(found.machine(1).free_ports(["127.0.0.1"])) == 1, "it goes on until the driver ends"
         thread.join(200)
         raise RuntimeError("node 1 is gone")
+
+
+def test_sigterm_to_a_machine_lets_it_go_after_a_save_where_a_spare_one_waits() -> None:
+    """To a spare one it does no harm; where it is lost before the save, the run ends."""
+    with (
+        ThreadPoolExecutor(5) as threads,
+        Signals(200.0) as signals,
+        Nodes(3, 1, "127.0.0.1", 0, TOKEN, spares=2) as found,
+    ):
+        signals.is_patient = True
+        agents = [Agent(node, f"127.0.0.1:{found.port}", TOKEN) for node in (1, 2, 3, 4)]
+        ends = [threads.submit(agent.serve) for agent in agents[:2]]
+        found.wait(limit_s=200)
+        ends += [threads.submit(agent.serve) for agent in agents[2:]]
+        until(lambda: len(found._spares) == 2)
+        agents[3].take_signal(signal.SIGTERM)
+        assert "this spare machine had no place" in str(ends[3].exception(60))
+        assert not found.leaving and not signals.take_save()
+        agents[0].take_signal(signal.SIGTERM)
+        until(signals.take_save)
+        assert len(found.leaving) == 1 and not signals.ends
+        with pytest.raises(NodeLeft, match=r"^machine 1 \(host .*\) got SIGTERM and leaves the run; step 3 is saved$"):
+            found.let_go("step 3")
+        end = ends[0].exception(60)
+        assert isinstance(end, Terminated) and "SIGTERM: step 3 is saved, and a spare machine takes" in str(end)
+        told: list[str] = []
+        found.wait(limit_s=200, on_replaced=told.append)
+        assert len(told) == 1 and told[0].endswith("which has left")
+        threads.submit(Agent(4, f"127.0.0.1:{found.port}", TOKEN).serve)
+        until(lambda: found._spares)
+        agents[1].take_signal(signal.SIGTERM)
+        until(signals.take_save)
+        found._spares[0].connection.close()
+        until(lambda: found._spares[0].lost)
+        assert not signals.ends
+        found.let_go("step 4")
+        until(lambda: signals.ends)
+        assert ends[1].running(), "it stays until the run has ended"
+
+
+def test_an_agent_that_waits_for_its_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For whom, where, why and until when; and that once more a while later."""
+    monkeypatch.setattr(waiting, "FIRST_S", 0.0)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    addresses: dict[str, str | Callable[[], str]] = {
+        r"at 127.0.0.1:\d+ yet \(Connection refused\)": f"127.0.0.1:{port}",
+        r"at no-such-host.invalid:1 yet \((Name or service not known|Temporary .*)\)": "no-such-host.invalid:1",
+        r"yet \(its port is not in no/driver_port; expected .*\)": lambda: f"127.0.0.1:{announced(Path('no'))}",
+    }
+    said: dict[str, list[str]] = {why: [] for why in addresses}
+    with ThreadPoolExecutor(3) as threads:
+        agents = {why: Agent(1, address, TOKEN, say=said[why].append) for why, address in addresses.items()}
+        ends = {why: threads.submit(agent.serve, join_s=1.5) for why, agent in agents.items()}
+    for why, end in ends.items():
+        assert re.fullmatch(rf"machine 1: no driver {why}, within 1.5 s", str(end.exception()))
+        assert len(said[why]) == 2
+        line = rf"machine 1: no driver {why}; it tries again, until \d\d:\d\d"
+        assert all(re.fullmatch(line, sentence) for sentence in said[why])
 
 
 def test_ranks_whose_relay_does_not_call_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

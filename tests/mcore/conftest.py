@@ -9,7 +9,7 @@ import torch.distributed as dist
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
     """Megatron's process groups, all of size 1, for each file of this folder."""
-    from megarl.layout import Layout
+    from megarl.arch.layout import Layout
     from megarl.mcore.setup import destroy_groups, make_groups
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

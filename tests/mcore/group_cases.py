@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.setup import destroy_groups, make_groups
 
 SIZES = {

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from optimizer_cases import Three
 from torch.overrides import TorchFunctionMode
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore import cpu, fixes
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 

@@ -5,7 +5,7 @@ from group_cases import sizes_of_groups
 from preset_files import NAMES, cases_of
 from spawn import run_ranks
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 
 CASES = list(dict.fromkeys((case.layout, case.num_ranks) for name in NAMES for case in cases_of(name)))
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megarl.data.batch import make_batch
-from megarl.metrics import tokens
-from megarl.metrics.jsonl import append_lines, drop_after, read_lines, read_series
-from megarl.metrics.pieces import pieces
-from megarl.metrics.report import Answer, samples_table, write_samples, write_summary
-from megarl.metrics.tokens import TOKENS, TokenLog
-from megarl.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
+from megarl.metrics.computing import tokens
+from megarl.metrics.computing.samples import Answer, samples_table, write_samples, write_summary
+from megarl.metrics.computing.tokens import TokenLog, pieces
+from megarl.metrics.reading.jsonl import TOKENS, append_lines, drop_after, read_lines, read_series
+from megarl.samples.sample import Completion, Prompt, Row, Sample, TurnSpan, VersionSpan
 
 
 def sample(text, reward: float) -> Sample:
@@ -49,12 +48,18 @@ def test_table_for_the_terminal_and_as_markdown():
         "| prompt | truth | before |  | after |  |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 12+34= | 46 | 37 | ✗ | 46 | ✓ |",
-        "| a\\|b<br>c |  | xxxxxxxx … xxxxxxxx | 0.25 | [bold]y | ✗ |",
+        "| a\\|b<br>c |  | xxxxxxxx … xxxxxxxx | 0.25 | \\[bold\\]y | ✗ |",
     ]
     out = io.StringIO()
     Console(file=out, width=100).print(table)
     assert "[bold]y" in out.getvalue()  # what a model writes is no markup
     assert "12+34=" in out.getvalue()
+
+
+def test_where_nobody_answered_before_the_table_has_no_column_for_it():
+    table, markdown = samples_table([Answer("12+34=", "46", "", "46", None, 1.0)])
+    assert markdown.splitlines()[::2] == ["| prompt | truth | after |  |", "| 12+34= | 46 | 46 | ✓ |"]
+    assert table.title == "answers after" and len(table.columns) == 4
 
 
 def test_summary_is_there_as_a_whole(tmp_path):

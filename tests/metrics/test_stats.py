@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megarl.algo.tally import Tally
-from megarl.batch import Batch, Stat, merge_stats
-from megarl.metrics.stats import batch_stats, finalise, reward_stats
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.metrics.computing.stats import batch_stats, finalise, reward_stats
+from megarl.samples.batch import Batch, Stat, merge_stats
+from megarl.samples.sample import Completion, Prompt, Sample, VersionSpan
 
 
 def example() -> Batch:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.metrics import timeline
-from megarl.metrics.jsonl import read_lines
-from megarl.metrics.pace import Pace, clock_text, is_step
-from megarl.metrics.timeline import TIMELINE, Call, Timeline
-from megarl.metrics.timer import Timer
+from megarl.metrics.computing import timeline
+from megarl.metrics.computing.timeline import Call, Timeline
+from megarl.metrics.computing.timer import Timer
+from megarl.metrics.reading.jsonl import TIMELINE, read_lines
+from megarl.metrics.reading.pace import Pace, clock_text, is_step
 
 
 class Clock:

@@ -5,47 +5,48 @@ import re
 from dataclasses import replace
 
 import pytest
+from plan_jobs import changed
 from preset_files import hf_of
 
+from megarl.arch.layout import KEYS, Layout, misfits, numbers_of, rank_misfits, training_misfits
 from megarl.config import load_config
-from megarl.layout import KEYS, Layout, misfits, numbers_of, rank_misfits, training_misfits
-from megarl.plan import candidates
 from megarl.plan.from_config import job_of
+from megarl.plan.gpu_budget import gpu_budgets_of_trainer
 from megarl.plan.gpus import find
-from megarl.plan.job import Job
-from megarl.plan.memory.gpu_budget import gpu_budgets_of_trainer
+from megarl.plan.job import Job, Role
 from megarl.plan.predict import predict
-from megarl.plan.search import _with, reason, search, seconds_text, words_of
+from megarl.plan.search import _with, layouts, reason, search, seconds_text, servers_of, variants, words_of
 
 
 def run(preset, num_ranks, **changes):
-    plain = Job(
-        hf_of(preset), find("h100"), num_ranks=num_ranks, prompts=512, n=16, mini_batch=128, longest=8192,
-        recompute="full", param_offload=True, optimizer_offload=True, num_servers=num_ranks // 8, server_gpus=8,
+    actor = Role(
+        "actor", hf_of(preset), Layout(), num_ranks, recompute="full", overlap_grad_reduce=True, param_offload=True,
+        optimizer_offload=True,
     )  # fmt: skip
-    return replace(plain, **changes)
+    sizes = {"prompts": 512, "n": 16, "mini_batch": 128, "longest": 8192}
+    return changed(Job(find("h100"), actor, **sizes, num_servers=num_ranks // 8, server_gpus=8), **changes)
 
 
 @pytest.mark.parametrize(("preset", "ranks"), [("qwen2_5_72b", 64), ("qwen3_30b_a3b", 32), ("deepseek_v3_671b", 512)])
 def test_layouts_that_are_tried_can_be(preset, ranks):
     job = run(preset, ranks)
-    found = list(candidates.layouts(job))
+    found = list(layouts(job))
     assert len(set(found)) == len(found) > 20
     for layout in found:
-        numbers = numbers_of(job.hf)
+        numbers = numbers_of(job.actor.hf)
         assert not [*misfits(numbers, layout), *rank_misfits(layout, ranks), *training_misfits(numbers, layout)]
         assert layout.tp <= job.gpus_per_node
 
 
 def test_stages_are_as_even_as_they_can_be():
-    found = {layout.pp: layout for layout in candidates.layouts(run("deepseek_v3_671b", 512)) if layout.vpp == 1}
+    found = {layout.pp: layout for layout in layouts(run("deepseek_v3_671b", 512)) if layout.vpp == 1}
     assert sorted(found[4].stage_layers(61)) == [15, 15, 15, 16]
     assert max(found[8].stage_layers(61)) == 8
 
 
 def test_short_sequences_are_not_shared():
-    assert {layout.cp for layout in candidates.layouts(run("qwen3_8b", 8, longest=2048))} == {1}
-    assert {layout.pp for layout in candidates.layouts(run("qwen3_8b", 8, fsdp=True))} == {1}
+    assert {layout.cp for layout in layouts(run("qwen3_8b", 8, longest=2048))} == {1}
+    assert {layout.pp for layout in layouts(run("qwen3_8b", 8, fsdp=True))} == {1}
 
 
 def with_modules(*words: str) -> tuple[list[str], Job]:
@@ -60,14 +61,14 @@ def with_modules(*words: str) -> tuple[list[str], Job]:
 def test_modules_that_a_run_computes_again_are_one_way_of_three() -> None:
     words, job = with_modules()
     assert job.actor.recompute_modules == ("moe_act", "layernorm")
-    assert [way.recompute for way in candidates.ways(job.actor, job.longest)][:3] == ["none", "selective", "full"]
-    budgets = {how: gpu_budgets_of_trainer(replace(job, recompute=how))["actor"] for how in ("none", "selective")}
+    assert [way.recompute for way in variants(job.actor, job.longest)][:3] == ["none", "selective", "full"]
+    budgets = {how: gpu_budgets_of_trainer(changed(job, recompute=how))["actor"] for how in ("none", "selective")}
     for key in ("total", "activations"):
         assert budgets["selective"][key] < budgets["none"][key]
     for how in ("none", "full"):
-        config, _ = load_config([*words, *words_of(job, replace(job, recompute=how))], command="config")
+        config, _ = load_config([*words, *words_of(job, changed(job, recompute=how))], command="config")
         typed = job_of(config, find("h100"))
-        assert (typed.recompute, typed.recompute_modules) == (how, ())
+        assert (typed.actor.recompute, typed.actor.recompute_modules) == (how, ())
         fields = {name: value for name, value in config.actor.megatron.override_transformer_config.items() if value}
         assert config.actor.megatron.override_transformer_config["batch_p2p_sync"] is False and not fields
 
@@ -76,7 +77,7 @@ def test_a_critic_follows_the_actor_only_in_what_it_computes_again_as_the_actor_
     full = [f"critic.megatron.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
     for own, expected in (([], "none"), (full, "full")):
         _, job = with_modules("algorithm.adv_estimator=gae", *own)
-        other = _with(job, replace(job.actor, recompute="none", layout=replace(job.layout, vpp=2)))
+        other = _with(job, replace(job.actor, recompute="none", layout=replace(job.actor.layout, vpp=2)))
         assert other.critic and (other.critic.recompute, other.critic.layout.vpp) == (expected, 2)
 
 
@@ -93,21 +94,21 @@ def test_a_critic_that_keeps_what_the_actor_computes_again_is_planned_so() -> No
 
 def test_servers_that_are_tried_take_as_many_gpus():
     job = run("qwen3_235b_a22b", 64)
-    found = list(candidates.servers(job))
+    found = list(servers_of(job))
     assert len({(one.server_gpus, one.attention_dp) for one in found}) == len(found)
     assert {(one.server_gpus, one.server_ep) for one in found} >= {(4, 1), (8, 1), (16, 1)}
-    dealt = [(one.server_gpus, one.server_ep) for one in candidates.servers(replace(job, server_ep=8))]
+    dealt = [(one.server_gpus, one.server_ep) for one in servers_of(replace(job, server_ep=8))]
     assert set(dealt) >= {(4, 4), (8, 8), (16, 16)}
     assert {one.server_gpus * one.num_servers for one in found} == {64}
-    apart = {one.server_gpus for one in candidates.servers(replace(job, shared=False))}
+    apart = {one.server_gpus for one in servers_of(replace(job, shared=False))}
     assert max(apart) == 8
 
 
 def test_attention_groups_are_tried_where_sglang_has_them():
-    groups = {one.attention_dp for one in candidates.servers(run("deepseek_v3_671b", 64)) if one.server_gpus == 16}
+    groups = {one.attention_dp for one in servers_of(run("deepseek_v3_671b", 64)) if one.server_gpus == 16}
     assert groups == {1, 2, 4, 8, 16}
-    assert {one.attention_dp for one in candidates.servers(run("qwen3_8b", 8))} == {1}  # neither experts nor a latent
-    assert {one.attention_dp for one in candidates.servers(run("mixtral_8x7b", 8))} == {1}
+    assert {one.attention_dp for one in servers_of(run("qwen3_8b", 8))} == {1}  # neither experts nor a latent
+    assert {one.attention_dp for one in servers_of(run("mixtral_8x7b", 8))} == {1}
 
 
 def test_a_latent_cache_is_a_reason_for_attention_groups():
@@ -139,16 +140,16 @@ def composed_of(job):
                 own[names[key]] = value
             elif key == "actor.megatron.recompute_granularity":
                 own["recompute"] = value or "none"
-        own["log_prob_tokens"] = own.get("max_tokens", job.max_tokens)
-        return replace(job, layout=replace(job.layout, **layout), **own)
+        own["log_prob_tokens"] = own.get("max_tokens", job.actor.max_tokens)
+        return changed(job, layout=replace(job.actor.layout, **layout), **own)
 
     return composed
 
 
 def test_words_say_what_differs():
     job = run("qwen3_8b", 8)
-    layout = replace(job.layout, tp=2, sequence_parallel=True, ep=4)
-    other = replace(job, layout=layout, recompute="none", server_gpus=4, max_tokens=32768, log_prob_tokens=32768)
+    layout = replace(job.actor.layout, tp=2, sequence_parallel=True, ep=4)
+    other = changed(job, layout=layout, recompute="none", server_gpus=4, max_tokens=32768, log_prob_tokens=32768)
     words = words_of(job, other)
     assert words == [
         "actor.megatron.tensor_model_parallel_size=2",
@@ -169,7 +170,7 @@ def test_a_wasteful_run_is_told_a_faster_one():
     best = search(slow, composed_of(slow))[0]
     assert predict(slow).fits and best.prediction.fits
     assert best.prediction.step_s < predict(slow).step_s
-    assert best.job.layout.tp < 8
+    assert best.job.actor.layout.tp < 8
     assert "communication that nothing hides" in best.why and " -> " in best.why
 
 
@@ -201,7 +202,7 @@ def test_a_reason_names_causes_of_the_stages_that_it_lists_only():
     why = reason(slow, predict(slow), servers, predict(servers))
     cause = r"servers of 1 GPU write \d+ completions at a time, \d+ ms a token, not \d+ at \d+ ms"
     assert re.fullmatch(rf"gen \d+ -> \d+ s: {cause}", why)
-    both = replace(servers, layout=replace(slow.layout, tp=4))
+    both = changed(servers, layout=replace(slow.actor.layout, tp=4))
     own, new = (replace(predict(one), stages={"update_actor": seconds}) for one, seconds in ((slow, 99.0), (both, 9.0)))
     assert "servers of" not in reason(slow, own, both, new)
     assert reason(slow, own, both, new).startswith("update_actor 99 -> 9.0 s: communication that nothing hides is ")

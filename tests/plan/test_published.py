@@ -4,16 +4,15 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
-import bench_plan
-import page
 import pytest
-from bench_plan import bounds, cells, summary, to_paste
-from plan_fit import GUESSES, Guess, at_bound, cost, fit, guessed, parts_of, pull
-from plan_rows import FITTED, HELD_OUT, KINDS, NEITHER, QUANTITIES, Row, halves, load
 
-from megarl.plan.time.constants import CONSTANTS
+from benchmarks.common import page
+from benchmarks.plan import bench_plan
+from benchmarks.plan.bench_plan import bounds, cells, summary, to_paste
+from benchmarks.plan.fit import GUESSES, Guess, at_bound, cost, fit, guessed, parts_of, pull
+from benchmarks.plan.rows import FITTED, HELD_OUT, KINDS, NEITHER, QUANTITIES, Row, halves, load
+from megarl.plan.constants import CONSTANTS
 
 # Median of |log(predicted / published)|, and the share of rows that are right within a factor of 1.5, as they were
 # measured when the constants were fitted (steps: since moments come beside passes); and margins.
@@ -24,7 +23,7 @@ MEASURED = {
     ("rollout", HELD_OUT): (1.735, 0.0), ("memory", NEITHER): (0.025, 1.0),
 }  # fmt: skip
 MARGIN, SHARE_MARGIN = 0.02, 0.08
-PLANNER = Path(page.__file__).parents[1] / "docs/planner.md"
+PLANNER = page.ROOT / "docs/planner.md"
 
 
 @cache
@@ -49,15 +48,16 @@ def test_every_row_says_where_it_is_from_and_what_it_measures():
 def test_a_layout_is_one_that_its_ranks_can_have():
     for row in rows():
         job = row.job
-        assert job.layout.data_parallel_size(job.num_ranks) >= 1, row.name
-        assert sum(job.layout.stage_layers(job.hf["num_hidden_layers"])) == job.hf["num_hidden_layers"], row.name
+        assert job.actor.layout.data_parallel_size(job.actor.num_ranks) >= 1, row.name
+        layers = job.actor.hf["num_hidden_layers"]
+        assert sum(job.actor.layout.stage_layers(layers)) == layers, row.name
         assert job.optimizer_steps * job.mini_batch <= max(job.prompts, job.mini_batch), row.name
 
 
 def test_a_reference_lies_as_the_actor_does():
     row = next(row for row in rows() if row.name == "nemo-rl qwen3-32b sync")
     assert row.job.reference is not None
-    assert (row.job.reference.layout, row.job.reference.optimizer) == (row.job.layout, None)
+    assert (row.job.reference.layout, row.job.reference.optimizer) == (row.job.actor.layout, None)
 
 
 def test_the_halves_are_as_the_seed_says():

@@ -12,12 +12,11 @@ from megarl.config import load_config, recipe_names
 from megarl.config.placement import gpu_seats, placements
 from megarl.plan.from_config import job_of
 from megarl.plan.gpus import GPUS
-from megarl.plan.time.constants import CONSTANTS
-from megarl.plan.time.lengths import tail_of
-from megarl.trainer.observed.lost_work import lost_at_an_end
+from megarl.plan.lengths import tail_of
+from megarl.trainer.predictions import lost_at_an_end
 from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.weights.push.gpu_handles import Gpus
-from megarl.weights.push.targets import Targets
+from megarl.weights.push.state import PushState
 
 HARDWARE = re.compile(r"(?P<method>grpo|ppo)_(?P<model>\w+)_(?P<nodes>\d+)x(?P<gpus>\d+)h(?P<gpu>100|200)")
 RUNS = [name for name in recipe_names() if HARDWARE.fullmatch(name)]
@@ -65,15 +64,16 @@ def assert_shares(config):
     gpus = Gpus(**gpu_seats(config, urls))
     assert sorted(gpu for seats in gpus.servers.values() for gpu in seats) == sorted(gpus.trainer)
     with ThreadPoolExecutor(1) as threads:
-        targets = Targets({url: server_at(url, gpus.servers[url]) for url in urls}, threads)
+        servers = {url: server_at(url, gpus.servers[url]) for url in urls}
+        targets = PushState(servers, threads, 1, flush_cache=True, checks=False)
         targets.choose(config.rollout.push, on_gpu=True, is_cut=True, gpus=gpus.trainer)
     assert targets.waiting() == dict.fromkeys(urls, "shared")
 
 
 def server_at(url, gpus):
     """As a server of SGLang that runs there would be found to be."""
-    nature = SimpleNamespace(first_gpu=int(gpus[0].split("/")[1]), has_receiver=True, is_plain=True)
-    return SimpleNamespace(url=url, gpus=gpus, nature=nature, fits_slices=None)
+    able = SimpleNamespace(first_gpu=int(gpus[0].split("/")[1]), has_receiver=True, is_plain=True)
+    return SimpleNamespace(url=url, gpus=gpus, capabilities=able, fits_slices=None)
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
@@ -97,4 +97,4 @@ def test_other_runs_are_planned_with_lengths_that_may_be(name):
 def assert_no_completion_is_planned_longer_than_it_may_be(config):
     job = job_of(config, GPUS["h100"])
     assert job.most_response == config.data.max_response_length < job.longest - job.prompt_tokens
-    assert tail_of(job, CONSTANTS) * job.response_tokens <= config.data.max_response_length
+    assert tail_of(job) * job.response_tokens <= config.data.max_response_length

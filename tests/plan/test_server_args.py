@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from plan_jobs import FREE, job
+from plan_jobs import job
 
 from megarl.config import load_config
-from megarl.plan.from_config import job_of
+from megarl.plan.from_config import KEY, job_of, read_server_args
 from megarl.plan.gpus import find
-from megarl.plan.server_args import KEY, read
-from megarl.plan.time.serving import Server
+from megarl.plan.serving import Server
 
 WORDS = ["model=qwen3_8b", "layout=8x80", "rollout.engine=sglang"]
 
@@ -43,7 +42,7 @@ def planned(*args):
     ],
 )
 def test_an_argument_changes_the_plan_or_is_named(args, changes):
-    assert read(args) == {"not_modelled": ()} | changes
+    assert read_server_args(args) == {"not_modelled": ()} | changes
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_an_argument_changes_the_plan_or_is_named(args, changes):
 )
 def test_a_value_that_the_server_would_refuse_is_refused(args, sentence):
     with pytest.raises(ValueError, match=f"^rollout.sglang.args={sentence}"):
-        read(args)
+        read_server_args(args)
 
 
 def test_a_configuration_is_read():
@@ -87,13 +86,13 @@ def test_a_key_of_the_schedule_changes_the_plan_or_is_named(words, fields, named
 
 
 def test_a_narrow_cache_holds_twice_as_much():
-    wide, narrow = (Server(job(cache_width=width), FREE) for width in (2, 1))
+    wide, narrow = (Server(job(cache_width=width)) for width in (2, 1))
     assert narrow.token_bytes == wide.token_bytes / 2 and narrow.room == 2 * wide.room
     assert narrow.cache_bytes == wide.cache_bytes
 
 
 def test_a_cache_ends_at_its_tokens():
-    server = Server(job(max_total_tokens=1000), FREE)
-    assert server.cache_bytes == 1000 * server.token_bytes < Server(job(), FREE).cache_bytes
+    server = Server(job(max_total_tokens=1000))
+    assert server.cache_bytes == 1000 * server.token_bytes < Server(job()).cache_bytes
     tiny = job(max_total_tokens=10**9)
-    assert Server(tiny, FREE).cache_bytes == Server(replace(tiny, max_total_tokens=None), FREE).cache_bytes
+    assert Server(tiny).cache_bytes == Server(replace(tiny, max_total_tokens=None)).cache_bytes

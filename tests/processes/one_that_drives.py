@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 
-from megarl.machines import Nodes
-from megarl.processes.presence import show_life, watched
+from megarl.machines.nodes import Nodes
+from megarl.processes import watchdog
 
 TOKEN = "the secret of these tests"
 
@@ -26,12 +26,12 @@ def keeps_the_lock_of_python() -> None:
 
 if __name__ == "__main__":
     limit_s, kind = float(sys.argv[1]), sys.argv[2]
-    with watched(limit_s), Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes:
+    with watchdog.watch(limit_s), Nodes(2, 1, "127.0.0.1", 0, TOKEN) as nodes:
         print(nodes.port, flush=True)
         nodes.wait()
         began = time.monotonic()
         while time.monotonic() - began < 2 * limit_s:
-            show_life()
+            watchdog.heartbeat()
             time.sleep(0.1)
         print("goes on", flush=True)
         {"lock": waits_for_a_lock, "python": keeps_the_lock_of_python}[kind]()

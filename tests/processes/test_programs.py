@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.io.job_signals import ASKS
 from megarl.processes import programs
 from megarl.processes.programs import Program, preload, start_program
 
@@ -77,13 +78,16 @@ def test_its_exit_code_is_told(way: str, tmp_path: Path, words: tuple[str, ...],
         assert "it was asked to" in (tmp_path / "log").read_text()
 
 
-def test_a_program_that_runs_has_no_exit_code_until_it_is_killed(way: str, tmp_path: Path) -> None:
+def test_signal_tree_a_program_leaves_the_signals_to_a_job_to_its_driver(way: str, tmp_path: Path) -> None:
+    """From its first moment on.  It has no exit code until it is killed."""
     program = start(tmp_path / "log", "wait")
     assert program.poll() is None
+    for number in ASKS:
+        program.send_signal(number)
     with pytest.raises(subprocess.TimeoutExpired):
-        program.wait(0.01)
-    program.terminate()
-    assert program.wait(120) == -signal.SIGTERM
+        program.wait(0.3)
+    program.kill()
+    assert program.wait(120) == -signal.SIGKILL
     program.kill()  # it has ended: nothing happens
 
 
@@ -195,6 +199,36 @@ second = start("exit", "4")
 print(json.dumps([code, second.wait(120), type(second).__name__]))
 """
     assert printed(tmp_path, killed, SECRET="hush") == [-signal.SIGKILL, 4, "Popen"]
+
+
+def test_where_the_fork_server_is_stopped_ends_are_seen_and_others_start_without_it(tmp_path: Path) -> None:
+    """Within the limit of seconds, which is shorter here; when it goes on, it starts nothing for a second time."""
+    stopped = """
+import psutil
+from megarl.processes import programs
+first = start("wait")
+programs._ANSWER_S = programs._limit_s = 1.0
+server = psutil.Process(first.pid).parent()
+server.suspend()
+first.kill()
+code = first.wait(60)
+second = start("exit", "4")
+server.resume()
+print(json.dumps([code, second.wait(120), type(second).__name__]))
+"""
+    assert printed(tmp_path, stopped) == [-signal.SIGKILL, 4, "Popen"]
+    assert (tmp_path / "log").read_text().count('["exit", "4"]') == 1
+
+
+def test_a_program_that_was_forked_too_late_does_not_run_beside_the_one_in_its_place(tmp_path: Path) -> None:
+    late = """
+from megarl.processes import programs
+programs._ANSWER_S = 0.0  # it has no time at all to begin
+program = start("exit", "4")
+print(json.dumps([program.wait(120), type(program).__name__]))
+"""
+    assert printed(tmp_path, late) == [4, "Popen"]
+    assert (tmp_path / "log").read_text().count('["exit", "4"]') == 1
 
 
 SECOND = """

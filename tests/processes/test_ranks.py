@@ -10,8 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.network.sockets import interface_of
-from megarl.processes.ranks import FIRST_GPU, RanksLaunch, RanksProcess, Share, _environment, _world, shares
+from megarl.io.sockets import interface_of
+from megarl.processes.ranks import (
+    FIRST_GPU,
+    OWN_ADDRESS,
+    STORE,
+    STORE_TOKEN,
+    RanksLaunch,
+    RanksProcess,
+    Share,
+    _environment,
+    _world,
+    shares,
+)
 
 HERE = Path(__file__).parent
 
@@ -38,13 +49,12 @@ def test_ranks_take_the_gpus_of_one_machine_after_the_other(
     assert shares(first, count, per_node) == wanted
 
 
-def test_each_rank_knows_its_number_and_where_the_machine_of_rank_0_hosts_the_store() -> None:
-    launch = RanksLaunch(
-        "worker", "cuda", "logs", 6, first_rank=2, world_size=8, master_address="10.0.0.1", master_port=7
-    )
-    world = _world(launch, 1, launch.master_port)
+def test_each_rank_knows_its_number_and_where_the_store_is() -> None:
+    launch = RanksLaunch("worker", "cuda", "logs", 6, 0, 2, 8, "10.0.0.2", "10.0.0.1:7", "the store's token")
+    world = _world(launch, 1)
     assert (world["RANK"], world["LOCAL_RANK"], world["WORLD_SIZE"], world["LOCAL_WORLD_SIZE"]) == ("3", "1", "8", "6")
-    assert (world["MASTER_ADDR"], world["MASTER_PORT"]) == ("10.0.0.1", "7")
+    assert (world[STORE], world[STORE_TOKEN], world[OWN_ADDRESS]) == ("10.0.0.1:7", "the store's token", "10.0.0.2")
+    assert "the store's token" not in repr(launch)
 
 
 def test_ranks_know_their_first_gpu_and_not_the_runs_token_and_a_users_variables_win(
@@ -86,8 +96,8 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = f"""
         import sys, time
         from megarl.processes.ranks import RanksLaunch, RanksProcess
-        from megarl.processes.greeting import greet
-        from megarl.network.sockets import listen
+        from megarl.processes.connection import greet
+        from megarl.io.sockets import listen
         listener = listen("127.0.0.1")
         home = f"127.0.0.1:{{listener.getsockname()[1]}}"
         ranks = RanksProcess(RanksLaunch("one_that_hangs", "cpu", {str(tmp_path)!r}, 1), home, "a token")

@@ -5,24 +5,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tls_between import pair
 
-from megarl.processes.connection import Connection, ConnectionLost
-from megarl.processes.greeting import connect
-from megarl.processes.links import Relayed
-from megarl.processes.relay import Relay
-from megarl.processes.seal import caller_keys
+from megarl.processes.connection import Connection, ConnectionLost, connect
+from megarl.processes.links import Relay, Relayed
 
 
 @pytest.fixture
 def parts() -> Iterator[tuple[Relayed, Relay]]:
     """The driver's end of a relay to two ranks, and the relay."""
-    ours, theirs = socket.socketpair()
-    ours.settimeout(20)
-    keys = caller_keys("a token", "of both ends")
-    relay = Relay(Connection(theirs, keys), num_ranks=2)
-    driver = Relayed(Connection(ours, keys.of_peer()), (4, 5))
-    yield driver, relay
-    driver.close()
+    theirs, ours = pair()
+    theirs.sock.settimeout(None)
+    relay = Relay(theirs, num_ranks=2)
+    yield Relayed(ours, (4, 5)), relay
+    ours.close()
     relay.close()
 
 
@@ -58,7 +54,7 @@ def test_ranks_lose_their_connection_with_the_driver_and_no_other_comes_in(parts
     driver, relay = parts
     rank = call_home(relay, 4)
     driver.receive()
-    driver.close()
+    driver.connection.close()
     with pytest.raises(ConnectionLost):
         rank.receive()
     with pytest.raises(OSError):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.plugins import is_async
+from megarl.plugins.load import is_async
 from megarl.rewards import REWARDS, load_reward, register_reward
-from megarl.rewards.functions import exact
+from megarl.rewards.functions.auto import exact
 from megarl.rewards.result import RewardResult, joined, to_result
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.samples.sample import Completion, Prompt, VersionSpan
 
 PROMPT = Prompt("0-0", [1], "1+1=", "2", "sums", {"level": 3})
 COMPLETION = Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), "2")
@@ -159,7 +159,7 @@ def test_a_plug_in_may_register_a_reward_under_a_name(monkeypatch):
 
 def test_a_path_may_be_relative_and_an_installed_module_named(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert called("mine.py:ours")["score"] == called("megarl.rewards.functions.exact:exact") == 1
+    assert called("mine.py:ours")["score"] == called("megarl.rewards.functions.auto:exact") == 1
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_file_that_does_not_import_is_named_with_its_error(tmp_path, text, wor
 
 def test_a_built_in_rewards_file_may_be_named_by_its_path_or_copied(tmp_path):
     """Its decorator gives the name again, which is no matter for a function that is named by its file."""
-    source = Path(exact.__file__)
+    source = Path(exact.__code__.co_filename)
     copy = tmp_path / "mine.py"
     copy.write_text(source.read_text())
     for path in (source, copy):

@@ -4,9 +4,11 @@ import asyncio
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import megarl
 from megarl.rewards.pool import RewardError, RewardPool
 from megarl.rewards.result import RewardResult
 from megarl.rewards.surroundings import Surroundings
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 ROOT = Path(megarl.__file__).parent.parent
 FILE = '''
@@ -57,6 +59,12 @@ def by_text(prompt, completion):
         ctypes.PyDLL(None).sleep(900)  # holds the interpreter's lock: no thread of the process runs
     if text == "die":
         os._exit(7)
+    if text == "program":
+        wait = "import os, sys, time\\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+        program = subprocess.Popen([sys.executable, "-c", wait, __file__ + ".go"])
+        with open(__file__ + ".programs", "a") as file:
+            print(os.getpid(), program.pid, file=file)
+        return float(program.wait() == 0)
     if text == "exit":
         raise SystemExit(1)
     if text == "nan":
@@ -181,6 +189,22 @@ def test_slow_samples_run_on_all_processes_and_lose_no_answer(fn):
     assert results[12].reward != os.getpid()
 
 
+def test_signal_tree_a_sample_whose_program_is_ended_by_one_is_scored_again(fn):
+    """The process stays; what it has started has the usual effects of signals."""
+    notes = Path(fn.partition(":")[0] + ".programs")
+    with started(fn) as pool:
+        with ThreadPoolExecutor(1) as threads:
+            scored = threads.submit(scores, pool, fn, ["program"])
+            until(lambda: notes.exists() and len(notes.read_text().splitlines()) == 1, "the program")
+            worker, program = map(int, notes.read_text().split())
+            for pid in (worker, program):
+                os.kill(pid, signal.SIGTERM)
+            until(lambda: len(notes.read_text().splitlines()) == 2, "the second program")
+            Path(fn.partition(":")[0] + ".go").touch()
+            assert scored.result() == [[RewardResult(1.0)]]
+        assert {line.split()[0] for line in notes.read_text().splitlines()} == {str(worker)}
+
+
 def test_an_idle_pool_whose_process_was_killed_starts_another(fn):
     with started(fn) as pool:
         ((first,),) = scores(pool, fn, ["pid"])
@@ -206,7 +230,7 @@ def test_processes_that_cannot_start_stop_the_run_instead_of_waiting_for_ever(tm
 SCRIPT = """
 import asyncio, sys
 from megarl.rewards.pool import RewardPool
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.samples.sample import Completion, Prompt, VersionSpan
 
 async def main(pool):
     def score(text):

@@ -1,7 +1,8 @@
 """A run that is struck at any moment and started again gives what one gives that nothing happened to, to the last bit.
 
-Struck are a rank, a server, a collector, the driver, or all at once, as by a power failure; by SIGKILL, the driver also
-by SIGTERM.  A run goes on without a collector or a server until it has another one, and starts its ranks again.
+Struck are a rank, a server, a collector, the driver, or all at once, as by a power failure; by SIGKILL, and all at once
+also by SIGTERM, as by a scheduler.  A run goes on without a collector or a server until it has another one, and starts
+its ranks again.
 """
 
 import json
@@ -121,8 +122,9 @@ def test_with_agents_a_run_that_is_struck_is_the_same_to_the_bit(parts: Path, tm
     agents = [f"agent.fn={parts}/chat.py:episode", "agent.max_tokens=80", "algorithm.filter_groups.enable=false"]
     agents += ["trainer.total_training_steps=3", "trainer.test_freq=-1"]
     plan = [(1, "gen", "server"), (2, "gen", "collector"), (2, "update_actor", "rank"), (3, "gen", "all")]
+    plan.append((3, "gen", "SIGTERM"))
     assert struck("whole", [], parts, tmp_path, *agents) == [0]
-    assert struck("struck", plan, parts, tmp_path, *agents) == [-9, 0]
+    assert struck("struck", plan, parts, tmp_path, *agents) == [-9, 143, 0]
     assert_same(tmp_path / "struck", tmp_path / "whole")
 
 

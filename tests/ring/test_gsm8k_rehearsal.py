@@ -11,9 +11,10 @@ from ring_cases import lines, steps
 from megarl.cli import main
 from megarl.config import load_config
 from megarl.config.validate.values import value_of
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.rewards.functions.gsm8k import gsm8k
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.samples.sample import Completion, Prompt, VersionSpan
 
 pytestmark = pytest.mark.dist
 RECIPE = "recipe=gsm8k_qwen2_5_0_5b_1gpu"
@@ -48,7 +49,9 @@ def test_the_recipe_carries_the_published_numbers() -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps of four prompts, each with the recipe's four optimizer steps, on one CPU rank."""
     folder = tmp_path_factory.mktemp("gsm8k")
-    write_tiny_model(folder / "model", family="qwen2", hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64)
+    write_tiny_model(
+        folder / "model", TinySizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64), family="qwen2"
+    )
     write_rows(folder / "train.jsonl", range(1, 5))
     write_rows(folder / "test.jsonl", range(5, 7))
     # The preset's sizes are those of the published model; a random model says 7 now and then, and never behind a mark.

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -12,6 +13,7 @@ import pytest
 from programs import runs
 from ring_cases import make_parts, steps
 
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
@@ -41,9 +43,9 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     logits are as far apart as theirs, so that adapters under a frozen head can move it.
     """
     folder = make_parts(tmp_path_factory.mktemp("parts"), initializer_range=0.3)
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64}
-    write_tiny_model(folder / "odd", hidden=32, layers=4, seed=5, initializer_range=0.3, **shape)
-    write_tiny_model(folder / "even", hidden=48, layers=2, seed=6, initializer_range=0.3, tied=False, **shape)
+    odd = TinySizes(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn=64)
+    write_tiny_model(folder / "odd", odd, seed=5, initializer_range=0.3)
+    write_tiny_model(folder / "even", replace(odd, hidden=48, layers=2), seed=6, initializer_range=0.3, tied=False)
     file = folder / "data/train.jsonl"
     rows = file.read_text().splitlines(keepends=True)
     kept = [[row for row in rows if int(json.loads(row)["prompt"][0]) % 2 == odd][:2] for odd in (0, 1)]

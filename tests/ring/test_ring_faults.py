@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +21,16 @@ from programs import runs
 from ring_cases import PPO, lines, settings, steps, train_in_a_process, wait_for_step
 from safetensors.torch import load_file, save_file
 from saved_runs import flip
+from small_disk import fill, resize, small_disk
 
 from megarl.cli import main
-from megarl.doctor.run_folder import explain
-from megarl.network.auth import VARIABLE, server_token
+from megarl.commands.doctor.run_folder import explain
+from megarl.io.auth import VARIABLE, server_token
 from megarl.processes.ranks import TOKEN
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch
 from megarl.servers.supervisor import Servers, State, Supervision
+from megarl.trainer.checkpoint.checkpoint import all_checkpoints
+from megarl.trainer.run_lock import RESULTS
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 
@@ -65,9 +69,82 @@ def test_a_disk_that_is_full_ends_a_run_in_a_sentence(parts: Path, tmp_path: Pat
         assert process.stderr is not None
         said = process.stderr.read().decode()
         assert process.wait(timeout=300) == 1
-    assert "\nthe run stopped: [Errno 27] File too large" in f"\n{said}"
+    assert f"\nthe run stopped: {run}/" in said and ": File too large (" in said
     assert f"{run}/logs/failure.txt could not be written (File too large); " in said
     assert "Traceback" not in said
+
+
+def visits_of(run: Path) -> list[int]:
+    """The steps that were trained, each time."""
+    return [row["step"] for row in lines(run / "visits.jsonl")]
+
+
+def wait_for_words(words: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 600
+    while words not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def test_full_disk_from_some_step_on_holds_a_run_until_there_is_room(parts: Path, tmp_path: Path) -> None:
+    """With saves in the background, some of which the disk does not take."""
+    log, words = tmp_path / "full.log", settings(parts, tmp_path / "disk", "full", *PPO, "trainer.save_freq=1")
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        process = train_in_a_process([*words, "trainer.total_training_steps=8", "trainer.test_freq=3"], log)
+        wait_for_step(disk / "full", 2, process)
+        filler = fill(disk)
+        wait_for_words("the run waits for room", log, process)
+        filler.unlink()
+        assert process.wait(600) == 0, log.read_text()
+        assert visits_of(disk / "full") == list(range(1, 9))
+        assert sorted(steps(disk / "full", "actor/pg_loss")) == list(range(1, 9))
+    said = log.read_text()
+    assert "started again" not in said and "going on from" not in said and "Traceback" not in said
+    assert re.search(rf"warning: {disk}/full/\S+: No space left on device \(0 bytes free\); the run waits", said), said
+
+
+def test_full_disk_for_the_first_save_holds_a_run_until_the_save_is_made(parts: Path, tmp_path: Path) -> None:
+    """Nothing would keep what is trained: it waits after the step in which it has seen that, and saves that one."""
+    run, log = tmp_path / "first", tmp_path / "first.log"
+    words = settings(parts, tmp_path, "first", *PPO, "trainer.save_freq=3", "trainer.total_training_steps=6")
+    with small_disk(run / "checkpoints", "16k") as checkpoints:
+        process = train_in_a_process(words, log)
+        wait_for_words("the run waits for room", log, process)
+        trained = visits_of(run)
+        assert trained in ([1, 2, 3], [1, 2, 3, 4])
+        resize(checkpoints, "64m")
+        wait_for_step(run, trained[-1] + 1, process)
+        assert [c.step for c in all_checkpoints(checkpoints)] == [trained[-1]]
+        assert process.wait(600) == 0, log.read_text()
+    assert visits_of(run) == list(range(1, 7))
+    assert f"{checkpoints}: the save of step {trained[-1]} failed and was deleted: rank " in log.read_text()
+
+
+def test_full_disk_at_the_export_costs_no_step(parts: Path, tmp_path: Path) -> None:
+    """The export has a disk of its own here.  It waits, then ends in a sentence; the same command exports.
+
+    Adapters are exported twice, merged and alone: all ranks take part in both, also when rank 0 has no room.
+    """
+    run, log = tmp_path / "export", tmp_path / "export.log"
+    more = [*PPO, "actor.lora.rank=4", "trainer.save_freq=3", "trainer.call_timeout_s=60"]
+    words = settings(parts, tmp_path, "export", *more)
+    with small_disk(run / "hf", "16k") as hf:
+        process = train_in_a_process(words, log)
+        assert process.wait(900) == 1, log.read_text()
+        said = log.read_text()
+        assert re.search(
+            rf"\nthe run stopped: {hf}: group ranks_0: rank 0 .* No space left .*; the run has waited", said
+        )
+        assert "the same command goes on from the last checkpoint" in said
+        assert "started again" not in said and "Traceback" not in said
+        assert explain(run).cause == "a disk is full"
+        process = train_in_a_process(words, log)
+        wait_for_words("the run waits for room", log, process)
+        resize(hf, "64m")
+        assert process.wait(600) == 0, log.read_text()
+        assert (hf / "config.json").is_file() and (run / "adapter" / "adapter_config.json").is_file()
+    assert "going on from step 3" in log.read_text()
+    assert visits_of(run) == [1, 2, 3]
 
 
 def test_of_two_servers_the_trainer_goes_on_with_one_until_the_other_is_back_and_stops_without_any(
@@ -202,6 +279,8 @@ def test_others_read_no_file_of_a_run_and_no_file_holds_a_key(
         monkeypatch.setenv(name, value)
     more = ["trainer.save_freq=1", "trainer.total_training_steps=1000", "trainer.logger=[console,jsonl,tensorboard]"]
     more += ["trainer.max_restarts=0"]
+    temporary = tempfile.mkdtemp(dir="/tmp")  # a short name: there are sockets in it
+    monkeypatch.setenv("TMPDIR", temporary)
     run = tmp_path / "runs/secret"
     (run.parent).mkdir(mode=0o755)
     log = tmp_path / "screen.log"
@@ -224,6 +303,7 @@ def test_others_read_no_file_of_a_run_and_no_file_holds_a_key(
     finally:
         process.kill()
         process.wait()
+    os.rmdir(temporary)  # nothing is left there
     files = [path for path in run.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "failure.txt", "rank_0.log"} <= names
@@ -232,6 +312,35 @@ def test_others_read_no_file_of_a_run_and_no_file_holds_a_key(
     assert not open_to_others
     texts = {str(path): path.read_bytes() for path in (*files, log)} | {"command lines": shown}
     assert not [(name, key) for name, text in texts.items() for key in keys if key.encode() in text]
+
+
+@pytest.mark.full
+def test_a_run_whose_folder_is_deleted_ends_and_leaves_it_to_another_one(parts: Path, tmp_path: Path) -> None:
+    words = settings(parts, tmp_path, "gone", "trainer.n_gpus_per_node=1", "algorithm.adv_estimator=grpo")
+    run, log = tmp_path / "gone", tmp_path / "screen.log"
+    process = train_in_a_process([*words, "trainer.total_training_steps=1000"], log)
+    try:
+        wait_for_step(run, 2, process)
+        run.rename(tmp_path / "deleted")  # at once, unlike rmtree, which loses races with the run
+        shutil.rmtree(tmp_path / "deleted", ignore_errors=True)
+        assert process.wait(120) == 1, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert log.read_text().splitlines()[-1] == (
+        f"the run stopped: {run} was deleted, moved or replaced, so nothing more of this run is written there"
+    )
+    assert not run.exists()
+    others = ["trainer.share_results=true", "trainer.total_training_steps=1"]
+    before = os.umask(0o022)
+    second = train_in_a_process([*words, *others], log)
+    os.umask(before)
+    assert second.wait() == 0, log.read_text()
+    assert list(steps(run, "actor/pg_loss")) == [1]
+    open_to_all = {str(path.relative_to(run)) for path in run.rglob("*") if path.stat().st_mode & 0o004}
+    assert {"hf/config.json", "hf/model.safetensors", "report.html", "README.md", "summary.json"} <= open_to_all
+    assert {name.partition("/")[0] for name in open_to_all} <= set(RESULTS)
+    assert stat.S_IMODE(run.stat().st_mode) == 0o711
 
 
 REWARD = """

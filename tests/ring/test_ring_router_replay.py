@@ -8,7 +8,7 @@ import other_experts_server
 import pytest
 from ring_cases import lines, make_parts, settings, steps, train_kill_resume
 
-from megarl.servers.engines import ENGINES
+from megarl.servers.server_process import ENGINES
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
 Trained = Callable[..., Path]

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from ring_cases import lines, make_parts, settings, steps, train_in_a_process, wait_for_step
+from ring_cases import SHAPE, lines, make_parts, settings, steps, train_in_a_process, wait_for_step
 
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
@@ -19,7 +20,7 @@ GRPO = ["algorithm.adv_estimator=grpo", "actor.megatron.tensor_model_parallel_si
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sizes that divide by 64: SGLang's adapters know of no padding."""
-    return make_parts(tmp_path_factory.mktemp("parts"), hidden=64, head_dim=16, ffn=128)
+    return make_parts(tmp_path_factory.mktemp("parts"), replace(SHAPE, hidden=64, head_dim=16, ffn=128))
 
 
 def with_sglang(*more: str) -> list[str]:

@@ -17,13 +17,13 @@ from programs import runs
 from ring_cases import PPO, lines, settings, steps, wait_for_step
 
 from megarl.cli import main
-from megarl.metrics.report import SAMPLES, VISITS
-from megarl.network.auth import derived
+from megarl.io.auth import derived
+from megarl.metrics.reading.jsonl import SAMPLES, VISITS
 from megarl.rollout.client import ServerClient
 from megarl.servers.server_process import free_ports
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=5", "trainer.save_freq=2"]
+COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=7", "trainer.save_freq=2"]
 STARTED: list[subprocess.Popen[bytes]] = []
 TOKEN = "the secret of these tests"
 
@@ -71,13 +71,14 @@ def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, t
 
 
 @pytest.mark.timeout(900)
-def test_a_rank_of_the_other_machine_starts_again_and_a_spare_machine_takes_the_place_of_one_that_is_killed(
+def test_a_rank_of_the_other_machine_starts_again_and_spare_ones_take_the_place_of_machines_that_leave_or_are_killed(
     parts: Path, tmp_path: Path
 ) -> None:
     """Tensor parallelism and two servers over two machines: every step is that of a run on one, to the last bit.
 
     No port is named: the other machines find the driver by the run's folder.  The servers speak https, as they do by
-    themselves at addresses other than loopback; they stay when the rank dies.
+    themselves at addresses other than loopback; they stay when the rank dies.  A machine that gets SIGTERM leaves
+    after a save, comes back and waits, and takes the place of the one that is killed.
     """
     assert main(["train", *settings(parts, tmp_path, "whole", *COMMON)]) == 0
     more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.spare_nodes=1", "rollout.tls=always"]
@@ -100,13 +101,22 @@ def test_a_rank_of_the_other_machine_starts_again_and_a_spare_machine_takes_the_
     for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
         assert f"https://{host}:" in (run / f"logs/server_{number}.log").read_text()
     left_behind = [*descendants(others[0], "megarl.roles.worker"), *servers[1]]
-    others[0].kill()
+    others[0].send_signal(signal.SIGTERM)
+    assert others[0].wait(timeout=600) == 143, (tmp_path / "1.log").read_text()
+    assert "is saved, and a spare machine takes this place" in (tmp_path / "1.log").read_text()
+    back = start(words, tmp_path / "back.log", JOB_COMPLETION_INDEX="1", MEGARL_NODE_ADDR="127.0.0.2")
+    wait_for_step(run, 5, driver)
+    left_behind += [*descendants(others[1], "megarl.roles.worker"), *descendants(others[1], "megarl.hf_server.main")]
+    others[1].kill()
     assert driver.wait(timeout=600) == 0, (tmp_path / "0.log").read_text()
-    assert others[1].wait(timeout=60) == 0, (tmp_path / "2.log").read_text()
+    assert back.wait(timeout=60) == 0, (tmp_path / "back.log").read_text()
     gone, alive = psutil.wait_procs(left_behind, timeout=30)
     assert not alive, f"left behind: {alive}"
     said = (tmp_path / "0.log").read_text()
+    assert re.search(r"warning: machine 1 \(host .*\) got SIGTERM and leaves the run; step \d is saved", said)
+    assert re.search(r"warning: machine 1 \(host .*\) takes the place of host .*, which has left", said)
     assert re.search(r"warning: machine 1 \(host .*\) takes the place of host .*, which is lost", said)
+    assert not (run / "logs/restart_3.txt").exists(), "a machine that leaves is no failure"
     assert not (run / "driver_port").exists()
     summary = json.loads((run / "summary.json").read_text())
     assert summary["pushes"] == summary["pushes_verified"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
-from megarl.batch import Batch, Stats
 from megarl.group import Reply
-from megarl.roles.handles import Actor, Packing, Update
+from megarl.roles.handles import Actor
+from megarl.roles.settings import Packing, Update
+from megarl.samples.batch import Batch, Stats
 
 Payload = dict[str, Tensor]
 Answer = Callable[[str, dict[str, Any], Payload, int], Reply]

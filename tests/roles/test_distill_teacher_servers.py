@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.batch import Batch
 from megarl.roles import teacher_servers
 from megarl.roles.teacher_servers import TeacherServers
-from megarl.rollout.client import ServerError
-from megarl.rollout.scores import Scores, parse_scores, score_body
+from megarl.rollout.client import Scores, ServerError, parse_scores, score_body
+from megarl.samples.batch import Batch
 
 BATCH = Batch(torch.tensor([1, 2, 3]), torch.tensor([3]), {"response_mask": torch.tensor([0.0, 1.0, 1.0])})
 

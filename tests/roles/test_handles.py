@@ -11,12 +11,12 @@ from noting_group import NotingGroup, Payload, in_rows, make_actor, make_batch, 
 from megarl.algo.finite import BadNumber
 from megarl.data.packing import RankPlan
 from megarl.group import Reply
-from megarl.roles.columns import payload as payload_of
-from megarl.roles.handles import Critic, Packing, Reference
-from megarl.roles.push_settings import PushSettings
+from megarl.roles.handles import Critic, Role
+from megarl.roles.handles import payload as payload_of
+from megarl.roles.settings import LoadSettings, Packing
+from megarl.weights.push.settings import PushSettings
 
 LOADED: dict[str, Any] = {  # what a rank says of a model that it has loaded
-    "parameters_per_rank": 7,
     "hidden_size": 16,
     "lacks_transformer_engine": "",
     "can_share": False,
@@ -30,7 +30,7 @@ def test_columns_come_back_in_the_order_of_the_batch(make: Any, num_replicas: in
     """Each replica answers with its tokens: the column is the batch's own tokens again.  Rows may part."""
     batch = make(3).select([4, 0, 3, 1, 2])
     group: Any = NotingGroup(num_replicas, trained())
-    assert torch.equal(Reference("ref", group, Packing(max_tokens=8), 0.7).log_probs(batch), batch.tokens.float())
+    assert torch.equal(Role("ref", group, Packing(max_tokens=8), 0.7).log_probs(batch), batch.tokens.float())
     assert torch.equal(make_actor(group).log_probs(batch), batch.tokens.float())
     assert torch.equal(Critic("critic", group, Packing()).values(batch), batch.tokens.float())
     assert [call[1]["role"] for call in group.calls] == ["ref", "actor", "critic"]
@@ -95,7 +95,7 @@ def test_a_batch_without_a_column_that_passes_read_is_refused() -> None:
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
     group: Any = NotingGroup(1, trained())
     with pytest.raises(ValueError, match=r"^ppo_max_token_len_per_gpu=4: sequence 1 has 5 tokens; expected"):
-        Reference("ref", group, Packing(max_tokens=4)).log_probs(make_batch(1))
+        Role("ref", group, Packing(max_tokens=4)).log_probs(make_batch(1))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_prefixes_are_shared_where_the_ranks_can_and_refused_where_it_is_asked_f
 ) -> None:
     said = LOADED | {"can_share": can_share, "device": device}
     group: Any = NotingGroup(1, lambda *_: Reply(said, {}))
-    role = Reference("ref", group, Packing(share_prefixes=asked))
+    role = Role("ref", group, Packing(share_prefixes=asked))
     if shares is None:
         with pytest.raises(ValueError, match="^trainer.share_prefixes=on: the ranks of ref cannot; expected auto or"):
             role.load("folder")
@@ -136,14 +136,14 @@ def test_layers_are_local_where_prefixes_must_be_shared(
     asked: str, given: dict[str, Any] | None, sent: dict[str, Any]
 ) -> None:
     group: Any = NotingGroup(1, lambda *_: Reply(LOADED | {"can_share": True}, {}))
-    Reference("ref", group, Packing(share_prefixes=asked)).load("folder", engine=given)
+    Role("ref", group, Packing(share_prefixes=asked)).load("folder", LoadSettings(engine=given or {}))
     assert group.calls[0][1]["engine"] == sent
 
 
 def test_plain_numbers_travel_to_the_ranks_and_the_settings_of_pushes_once() -> None:
     group: Any = NotingGroup(1, lambda method, *_: Reply(LOADED if method == "load" else {"version": 3}, {}))
     actor = make_actor(group)
-    assert actor.load("folder", dtype="bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)) == 7
+    actor.load("folder", LoadSettings("bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)))
     assert actor.hidden_size == 16, "for packing"
     actor.connect(PushSettings(("http://a", "http://b"), "secret", pause_mode="in_place"))
     assert actor.push(3, only=["http://a"], canary={"prompt_ids": [5]}) == {"version": 3}

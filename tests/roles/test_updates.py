@@ -23,9 +23,10 @@ from noting_group import (
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.spikes import Spikes
-from megarl.batch import Batch, Stat, token_positions
 from megarl.group import Reply
-from megarl.roles.handles import Critic, Packing, Update
+from megarl.roles.handles import LATER, Critic
+from megarl.roles.settings import Packing, Update
+from megarl.samples.batch import Batch, Stat, token_positions
 
 
 def test_epochs_times_mini_batches_of_whole_groups_and_the_same_for_the_same_seed() -> None:
@@ -216,12 +217,12 @@ def test_a_first_step_that_is_not_made_leaves_them_to_a_pass() -> None:
 def test_with_several_steps_a_pass_before_gives_those_of_the_others() -> None:
     batch, group = without_old(6), NotingGroup(2, trained())
     actor = make_actor(group, epochs=2)
-    later = actor.later_old_log_probs(batch, seed=3)
-    assert later is not None
+    batch = actor.with_old_log_probs(batch, (), seed=3)
+    later = batch.columns[LATER]
     rest = set(group.sent("tokens").tolist())
     assert len(rest) == 4 * 8
     assert later.tolist() == [float(t) if t in rest else 0.0 for t in range(48)]
-    batch, _ = actor.update(batch, seed=3, later=later)
+    batch, _ = actor.update(batch, seed=3)
     assert set(group.sent("tokens", 1).tolist()) == set(range(48)) - rest
     assert [call[1]["notes"] for call in group.calls[1:]] == [["log_probs"], *[[]] * 5]
     signs = torch.tensor([1.0 if t in rest else -1.0 for t in range(48)])
@@ -230,7 +231,8 @@ def test_with_several_steps_a_pass_before_gives_those_of_the_others() -> None:
         tokens = group.sent("tokens", call).long()
         assert torch.equal(group.sent("old_log_probs", call), signs[tokens] * tokens)
     group = NotingGroup(2, trained())
-    assert make_actor(group).later_old_log_probs(without_old(2), seed=3) is None, "a single step needs none"
+    batch = without_old(2)
+    assert make_actor(group).with_old_log_probs(batch, (), seed=3) is batch, "a single step needs none"
     assert not group.calls
 
 

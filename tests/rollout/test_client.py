@@ -8,11 +8,10 @@ import pytest
 from endless_servers import Behaviour, drip, endless, flood
 from tiny_server import Served
 
+from megarl.arch.routed_experts import RoutedExperts
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.engine_routes import EngineRoutes
-from megarl.rollout.protocol import SamplingParams
-from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes, digest_bytes, score_bytes
-from megarl.routed_experts import RoutedExperts
+from megarl.rollout.engine_columns import EngineRoutes
+from megarl.rollout.protocol import ORDER_BYTES, SamplingParams, completion_bytes, digest_bytes, score_bytes
 from megarl.servers.supervisor import free_ports
 from megarl.weights.push.servers import reply_bytes_of_digests
 
@@ -63,7 +62,7 @@ def test_an_error_is_one_sentence_with_url_route_and_status(server: Served) -> N
         client.model_info()
     assert (caught.value.route, caught.value.status) == ("/model_info", 401)
     (port,) = free_ports(["127.0.0.1"])
-    with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}/health failed: ConnectError"):
+    with pytest.raises(ServerError, match=rf"127\.0\.0\.1:{port}/health failed: no connection: Connection refused"):
         ServerClient(f"http://127.0.0.1:{port}", "").health()
 
 

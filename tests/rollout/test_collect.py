@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from pools import pool_of, until
 from several_rows import groups_of_rows
 
 from megarl.rewards.result import RewardResult
-from megarl.rollout.collect import collect_group, for_completion, text_of
+from megarl.rollout.collect import Completions, for_completion, text_of
 from megarl.rollout.collector.messages import pack, unpack
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.samples.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
 PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
 PROMPT = Prompt("0-7", [5, 6, 9], "x")
@@ -26,16 +27,20 @@ async def number_of_tokens(prompt, completions):
     return [RewardResult(float(len(completion.token_ids)), {"n": 1.0}) for completion in completions]
 
 
+class Listed(Completions):
+    def _text(self, completion):
+        return f"{completion.token_ids}"
+
+
 async def collect(pool, n=2, params=PARAMS, prompt=PROMPT, score=number_of_tokens, **how):
-    return await collect_group(
-        pool, prompt, n, params, score, decode=lambda completion: f"{completion.token_ids}", **how
-    )
+    return await Listed(pool, None, score).group(prompt, n, params, **how)
 
 
 async def test_a_group_is_written_with_a_seed_for_each_completion_then_decoded_and_scored():
     async with pool_of(Writer()) as (pool, _, seen):
         for piece_tokens in (0, 1, 4):
-            group = await collect(pool, n=3, piece_tokens=piece_tokens)
+            pool.settings = replace(pool.settings, piece_tokens=piece_tokens)
+            group = await collect(pool, n=3)
             assert [sample.learnt_ids for sample in group] == [
                 completion_of(for_completion(PARAMS, "0-7", index).sampling_seed, 3, 6) for index in range(3)
             ]

@@ -8,10 +8,12 @@ import pytest
 
 from megarl.data.ledger import Ledger
 from megarl.rollout.collector.collector_client import Ticket
-from megarl.rollout.prefetch import Filter, Prefetcher, RolloutBatch
+from megarl.rollout.collector.messages import Order
+from megarl.rollout.group_filter import Filter
+from megarl.rollout.prefetch import Prefetcher, PrefetchSettings, RolloutBatch
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.usage import Usage
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.samples.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 
 Scores = Callable[[int], list[float] | LostRollout]
 
@@ -48,7 +50,7 @@ class Written:
         self.counters: dict[str, float] = {}
 
     def submit(self, prompts: Sequence[Prompt], **how: Any) -> list[Ticket]:
-        tickets = [Ticket(prompt) for prompt in prompts]
+        tickets = [Ticket(Order(0, prompt, how["n"], how["params"])) for prompt in prompts]
         self.asked.append(([prompt.token_ids[0] for prompt in prompts], how))
         self.open.update((ticket.prompt.token_ids[0], ticket) for ticket in tickets)
         return tickets
@@ -71,9 +73,10 @@ def prefetcher(
 ) -> tuple[Prefetcher, Written, Ledger]:
     """Iterations of four visits."""
     written, ledger = Written(scores, finishes), how.pop("ledger", Ledger("data"))
-    sizes = {"num_prompts": 4, "n": 2, "first_step": 0, "num_steps": num_steps}
-    how = {"params": SamplingParams(sampling_seed=7), "ahead": ahead, "order": "finished"} | sizes | how
-    return Prefetcher(written, ledger, Numbers(), **how), written, ledger
+    continues = {name: how.pop(name) for name in ("first_step", "waiting", "clock") if name in how}
+    how = {"n": 2, "params": SamplingParams(sampling_seed=7), "order": "finished"} | how
+    settings = PrefetchSettings(num_prompts=4, ahead=ahead, num_steps=num_steps, **how)
+    return Prefetcher(written, ledger, Numbers(), settings, **continues), written, ledger
 
 
 def resumed(
@@ -202,6 +205,13 @@ def test_a_bound_on_generation_batches_ends_in_one_clear_sentence() -> None:
     )
 
 
+def test_a_group_teaches_where_its_scores_differ() -> None:
+    keeps = [
+        Filter().keeps([sample_of(0, score) for score in scores]) for scores in ([1.0, 0.0, 1.0], [0.5, 0.5], [1.0], [])
+    ]
+    assert keeps == [True, False, False, False]
+
+
 def test_a_metric_may_be_a_further_number_of_the_reward() -> None:
     asking, _, _ = prefetcher(odd_differ, keep=Filter("acc"))
     assert numbers(following(asking).groups) == [1, 3, 5, 7]
@@ -318,7 +328,7 @@ def test_what_an_iteration_waited_only_for_rewards(
     assert not asking.ready()
     tickets = [written.open[visit] for visit in range(4)]
     for ticket, times in zip(tickets, [(1.0, 9.0), (7.0, 8.0), (2.0, 2.5), (3.0, 10.0)], strict=True):
-        ticket.written_at, ticket.came_at = times
+        ticket.generated_at, ticket.came_at = times
     written.finishes, now[0] = {0, 1, 2, 3}, 12.0
     assert following(asking).reward_s == expected
 

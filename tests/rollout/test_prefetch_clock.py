@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_policies import simulate
-from virtual_rollout import Trace, VirtualCollectors, VirtualPrompts, lognormal_trace
 
+from benchmarks.async_training.lengths import Trace, lognormal_trace
+from benchmarks.async_training.policies import simulate
+from benchmarks.async_training.virtual_rollout import VirtualCollectors, VirtualPrompts
 from megarl.data.groups import load_groups, save_groups
 from megarl.data.ledger import FILTERED, LOST, TRAINED, Ledger
-from megarl.rollout.prefetch import Filter, Prefetcher
+from megarl.rollout.group_filter import Filter
+from megarl.rollout.prefetch import Prefetcher, PrefetchSettings
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Prompt, Sample
+from megarl.samples.sample import Prompt, Sample
 
 OUTCOMES = (TRAINED, FILTERED, LOST)
 
@@ -67,12 +69,14 @@ class Schedule:
             self.lengths, servers=2, max_running=3, piece_tokens=self.rng.choice([0, 4]), version=step,
             num_collectors=2, reward=self.reward, is_lost=self.is_lost,
         )  # fmt: skip
-        prefetcher = Prefetcher(
-            servers, ledger, VirtualPrompts(7), num_prompts=self.num_prompts, n=self.n, ahead=self.ahead,
-            params=SamplingParams(max_new_tokens=40, sampling_seed=1), order=self.order, first_step=step,
-            num_steps=self.num_steps, waiting=waiting, keep=self.keep if self.n > 1 else None, turn_s=self.turn_s,
-            clock=lambda: servers.now,
+        settings = PrefetchSettings(
+            self.num_prompts, self.n, SamplingParams(max_new_tokens=40, sampling_seed=1), self.ahead, self.order,
+            self.num_steps, keep=self.keep if self.n > 1 else None, turn_s=self.turn_s,
         )  # fmt: skip
+        clock = lambda: servers.now  # noqa: E731
+        prefetcher = Prefetcher(
+            servers, ledger, VirtualPrompts(7), settings, first_step=step, waiting=waiting, clock=clock
+        )
         for _ in range(self.rng.randrange(4)):
             harm(servers, self.rng, lambda: self.version)
         left_open = len(ledger.open)
@@ -142,11 +146,9 @@ def groups_of_steps(seed: int, chance: int) -> list[list[list[Sample]]]:
         servers=2, max_running=rng.randint(1, 4), tokens_per_s=rng.choice([0.5, 2.0]), piece_tokens=rng.choice([0, 4]),
         num_collectors=2, reward=lambda prompt, index: index * float(rng_of(prompt).random() < 0.5),
     )  # fmt: skip
-    prefetcher = Prefetcher(
-        servers, Ledger("data"), VirtualPrompts(), num_prompts=3, n=2, ahead=2, order="prompts", first_step=0,
-        num_steps=5, params=SamplingParams(max_new_tokens=20, sampling_seed=1), keep=Filter(max_batches=99),
-        clock=lambda: servers.now,
-    )  # fmt: skip
+    params = SamplingParams(max_new_tokens=20, sampling_seed=1)
+    settings = PrefetchSettings(3, 2, params, ahead=2, order="prompts", num_steps=5, keep=Filter(max_batches=99))
+    prefetcher = Prefetcher(servers, Ledger("data"), VirtualPrompts(), settings, clock=lambda: servers.now)
     for _ in range(rng.randrange(4)):
         harm(servers, rng, lambda: step)
     found = []
@@ -179,10 +181,8 @@ def test_the_lengths_that_are_trained_are_those_of_the_prompts(order: str, ahead
     num_prompts, n, steps, longest = 16, 4, 240, 800  # a token takes a second
     law = lognormal_trace(num_prompts * (steps + 40), n, mean=100.0, longest=longest)
     servers = VirtualCollectors(Trace(law), servers=4, max_running=64, whole=False)
-    policy = Prefetcher(
-        servers, Ledger("data"), VirtualPrompts(), num_prompts=num_prompts, n=n, ahead=ahead, order=order, first_step=0,
-        params=SamplingParams(max_new_tokens=longest), num_steps=10**6, clock=lambda: servers.now,
-    )  # fmt: skip
+    settings = PrefetchSettings(num_prompts, n, SamplingParams(max_new_tokens=longest), ahead, order, num_steps=10**6)
+    policy = Prefetcher(servers, Ledger("data"), VirtualPrompts(), settings, clock=lambda: servers.now)
     found = simulate(policy, servers, train_s=100.0, steps=steps, warmup=40)
     assert found.distance(law) < 0.03
     assert set(Counter(found.visits).values()) == {1}

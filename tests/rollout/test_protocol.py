@@ -1,7 +1,4 @@
-import hashlib
-
 import pytest
-import torch
 from wire import parse_completions
 
 from megarl.rollout.protocol import (
@@ -10,9 +7,8 @@ from megarl.rollout.protocol import (
     error_message,
     generate_body,
     parse_replies,
-    tensor_digest,
 )
-from megarl.sample import Completion, VersionSpan
+from megarl.samples.sample import Completion, VersionSpan
 
 
 def item(tokens=(4, 6), spans=None, **meta):
@@ -115,18 +111,6 @@ ABILITIES = (
 )
 def test_abilities_go_by_the_version(version, num):
     assert Abilities.of(version) == Abilities(**{name: at < num for at, name in enumerate(ABILITIES)})
-
-
-def test_the_digest_is_sha256_of_the_row_major_bytes():
-    tensor = torch.arange(6.0).reshape(2, 3)
-    for each in (tensor, tensor.t()):
-        expected = hashlib.sha256(each.contiguous().numpy().tobytes()).hexdigest()[:16]
-        assert tensor_digest(each) == expected
-    zeros = torch.zeros(4, dtype=torch.bfloat16)
-    other = zeros.clone()
-    other[2] = -0.0
-    assert len({tensor_digest(each) for each in (zeros, other, zeros.float())}) == 3, "dtypes and single bits"
-    assert len(tensor_digest(torch.tensor(1.0))) == 16
 
 
 @pytest.mark.parametrize(

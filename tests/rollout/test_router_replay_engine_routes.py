@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from pools import pool_of
 from routing_server import OF, ROUTES, RoutingServer, entry, experts_at, field_of
+from states import trusted
 from wire import column_on_the_wire
 
-from megarl.rollout.engine_routes import EngineRoutes
-from megarl.rollout.pieces import write
-from megarl.rollout.pool.pool import RolloutFailed
+from megarl.arch.routed_experts import RoutedExperts
+from megarl.rollout.continuation import generate_completion
+from megarl.rollout.engine_columns import EngineRoutes
+from megarl.rollout.pool.pool_server import RolloutFailed
 from megarl.rollout.protocol import SamplingParams
 from megarl.rollout.wire_columns import ColumnsLost, read_columns
-from megarl.routed_experts import RoutedExperts
 
 PROMPT = [3, 4, 5]
 
@@ -53,10 +54,10 @@ def test_what_the_caller_knows_is_not_sent_and_stays_zero() -> None:
     assert column.tolist() == [[[0, 0], [0, 0]]] * 2 + [entry(token) for token in range(2, 5)]
 
 
-def test_the_field_is_read_beside_other_columns_where_it_is_wanted_and_a_token_was_written() -> None:
-    meta = meta_of(field_of(0, 4), columns={"some": column_on_the_wire(np.zeros(5))})
-    assert sorted(read_columns(meta, 3, 2, [ROUTES])) == ["routed_experts", "some"]
-    assert sorted(read_columns(meta, 3, 2)) == ["some"]
+def test_the_field_is_read_where_it_is_wanted_and_a_token_was_written() -> None:
+    meta = meta_of(field_of(0, 4))
+    assert sorted(read_columns(meta, 3, 2, [ROUTES])) == ["routed_experts"]
+    assert read_columns(meta, 3, 2) == {}
     assert read_columns({}, 3, 0, [ROUTES]) == {}
 
 
@@ -122,7 +123,7 @@ def test_after_a_retraction_sglang_has_only_the_experts_of_another_pass(meta: di
 
 async def written(server: RoutingServer, num_tokens: int) -> tuple[Any, dict[str, float]]:
     async with pool_of(server, columns=[ROUTES]) as (pool, *_):
-        return await write(pool, PROMPT, SamplingParams(max_new_tokens=num_tokens)), pool.counters()
+        return await generate_completion(pool, PROMPT, SamplingParams(max_new_tokens=num_tokens)), pool.counters()
 
 
 async def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_wasted() -> None:
@@ -136,7 +137,7 @@ async def test_a_piece_that_lost_its_experts_is_written_again_and_counted_as_was
 async def test_a_piece_that_lost_its_experts_goes_to_another_server() -> None:
     async with pool_of(RoutingServer(num_lost=100), RoutingServer(), columns=[ROUTES]) as pooled:
         for _ in range(2):
-            await write(pooled.pool, PROMPT, SamplingParams(max_new_tokens=5), prefer=pooled.urls[0])
+            await generate_completion(pooled.pool, PROMPT, SamplingParams(max_new_tokens=5), prefer=pooled.urls[0])
         assert pooled.counts == [2, 2]
 
 
@@ -146,12 +147,12 @@ async def test_pushes_while_a_request_waits_to_be_computed_again_cost_no_attempt
     async with pool_of(server, columns=[ROUTES]) as (pool, urls, _):
 
         def push(number: int) -> None:  # of the driver, meanwhile
-            pool.trust(urls[0], number)
+            pool.update(trusted(urls[0], number))
             server.version = str(number)
 
         server.before_reply = push
-        pool.trust(urls[0], 0)
-        completion = await write(pool, PROMPT, SamplingParams(max_new_tokens=5))
+        pool.update(trusted(urls[0], 0))
+        completion = await generate_completion(pool, PROMPT, SamplingParams(max_new_tokens=5))
         assert (len(completion.token_ids), len(server.bodies)) == (5, 21)
 
 

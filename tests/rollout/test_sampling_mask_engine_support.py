@@ -14,13 +14,13 @@ from wire import column_on_the_wire, reply_item
 
 from megarl.data.batch import make_batch
 from megarl.data.groups import load_groups, save_groups
-from megarl.ragged import COUNTS, gathered
 from megarl.rollout.collector.messages import pack, unpack
-from megarl.rollout.engine_support import EngineSupport
-from megarl.rollout.pieces import join, write
+from megarl.rollout.continuation import generate_completion, join
+from megarl.rollout.engine_columns import EngineSupport
 from megarl.rollout.protocol import SamplingParams, parse_replies
 from megarl.rollout.wire_columns import ColumnsLost
-from megarl.sample import SUPPORT, Completion, Prompt, Sample
+from megarl.samples.ragged import COUNTS, gathered
+from megarl.samples.sample import SUPPORT, Completion, Prompt, Sample
 
 TOLD = EngineSupport(0.9, 20, num_ids=10)
 
@@ -120,6 +120,6 @@ async def test_an_evaluation_which_samples_otherwise_does_not_ask_for_it() -> No
     async with pool_of(good, columns=[TOLD]) as (pool, _, (bodies,)):
         narrow = SamplingParams(top_p=0.9, top_k=20, max_new_tokens=4)
         for params in (replace(narrow, top_k=-1), replace(narrow, top_p=1.0, top_k=-1), narrow.as_greedy()):
-            completion = await write(pool, [3], params)
+            completion = await generate_completion(pool, [3], params)
             assert not completion.columns and len(completion.log_probs) == 2
         assert not [body for body in bodies if "return_sampling_mask" in body]

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import mmap
 import os
 import pathlib
 import resource
@@ -15,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -236,6 +238,54 @@ def opens_many_files(at):
             os.close(file)
 
 
+def locks_pythons_own_files(at):
+    """Until it ends: so that whoever installs a new version waits."""
+    with open(os.__file__) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+BIG_FILES = 12  # of 15 MB: three times what the folder may have
+
+
+def keep(at, *files):
+    """Until somebody has noticed."""
+    time.sleep(at["keeps_s"])
+    for file in files:
+        file.close()
+
+
+def filled(path, flags=os.O_CREAT):
+    file = os.fdopen(os.open(path, os.O_RDWR | flags, 0o600), "r+b", buffering=0)
+    file.write(bytes(15 << 20))
+    return file
+
+
+def keeps_deleted_files_open(at):
+    files = []
+    for _ in range(BIG_FILES):
+        files.append(filled("deleted"))
+        os.remove("deleted")
+    keep(at, *files)
+
+
+def keeps_deleted_files_mapped(at):
+    maps = []
+    for _ in range(BIG_FILES):
+        with filled("deleted") as file:
+            maps.append(mmap.mmap(file.fileno(), 4096))
+        os.remove("deleted")
+    keep(at, *maps)
+
+
+def keeps_files_that_never_had_a_name(at):
+    keep(at, *[filled(".", os.O_TMPFILE) for _ in range(BIG_FILES)])
+
+
+def writes_into_a_closed_folder(at):
+    os.mkdir("closed", 0o300)
+    keep(at, *[filled(f"closed/{number}") for number in range(BIG_FILES)])
+
+
 def functions(names):
     return {name: globals()[name] for name in names.split()}
 
@@ -277,10 +327,15 @@ ANYBODY_CAN = {
 writes_a_file follows_a_symlink climbs_out_by_a_folder_descriptor finds_the_truth reads_an_inherited_descriptor
 asks_for_a_pair_of_internet_sockets sends_from_half_a_pair_of_datagram_sockets signals_through_a_file
 outlives_its_parent writes_a_big_file forks_many starts_many_threads
-opens_many_files
+opens_many_files locks_pythons_own_files
 """
     ),
 }
+FILLS_THE_DISK = functions(
+    """
+keeps_deleted_files_open keeps_deleted_files_mapped keeps_files_that_never_had_a_name writes_into_a_closed_folder
+"""
+)  # the first one ends its program
 ATTACKS = ANYBODY_CAN | {
     "links_a_file_into_its_folder": lambda at: os.link(at["open_file"], "linked"),
     "changes_an_owner": lambda at: os.chown(at["own_file"], os.getuid(), -1),
@@ -315,7 +370,7 @@ if __name__ == "__main__":
     wanted = targets["attacks"]
     for name in wanted:
         try:
-            ATTACKS[name](targets)
+            (ATTACKS | FILLS_THE_DISK)[name](targets)
         except BaseException as error:
             print(f"{name} stopped: {type(error).__name__}: {error}", flush=True)
         else:

@@ -14,7 +14,7 @@ import attacks
 import pytest
 from sandbox_modes import NOBODY, modes
 
-from megarl.sandbox.python import Python, python_for_others
+from megarl_sandbox.python import Python, python_for_others
 
 SOURCE = Path(attacks.__file__).read_text()
 AS_ATTACKER = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -76,6 +76,17 @@ def test_no_attack_succeeds(mode, world, monkeypatch):
     assert (after, (world.folder / "secret").read_text(), world.victim.poll()) == (before, TRUTH, None)
 
 
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if "without" in mode else pytest.mark.full) for mode in modes()]
+)
+@pytest.mark.parametrize("attack", attacks.FILLS_THE_DISK)
+def test_no_program_keeps_more_on_the_disk_than_its_folder_may_have(mode, attack):
+    """Where the folder is in memory the kernel refuses it; elsewhere the program ends, sooner than it wants to."""
+    result = modes()[mode].run(SOURCE, stdin=json.dumps({"attacks": [attack], "keeps_s": 60}), seconds=70)
+    assert result.why == "folder" or "No space left on device" in result.stdout, result
+    assert " reached" not in result.stdout
+
+
 if PYTHON is not None:
 
     def test_the_same_attacks_succeed_without_a_sandbox(world):
@@ -83,9 +94,10 @@ if PYTHON is not None:
         work = world.folder / "work"
         work.mkdir()
         os.chown(work, world.user, -1)
+        can = [*attacks.ANYBODY_CAN, *attacks.FILLS_THE_DISK]
         ran = subprocess.run(
             [PYTHON.path, "-I", "-S", "-B", "-c", SOURCE],  # the same program
-            input=json.dumps({"attacks": [*attacks.ANYBODY_CAN], **world.targets}),
+            input=json.dumps({"attacks": can, "keeps_s": 0, **world.targets}),
             env={"WANDB_API_KEY": TRUTH},
             cwd=work,
             **AS_ATTACKER,
@@ -95,4 +107,4 @@ if PYTHON is not None:
             timeout=300,
         )
         stopped = [line for line in ran.stdout.splitlines() if not line.endswith(" reached")]
-        assert not stopped and len(ran.stdout.splitlines()) == len(attacks.ANYBODY_CAN), (stopped, ran.stderr)
+        assert not stopped and len(ran.stdout.splitlines()) == len(can), (stopped, ran.stderr)

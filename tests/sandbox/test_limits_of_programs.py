@@ -1,14 +1,20 @@
 """What a program may do and how it ends, in every sandbox that this machine has."""
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from sandbox_modes import modes
+from sandbox_modes import as_user, modes
+
+from megarl_sandbox.execute import execute
+from megarl_sandbox.kernel import PR_SET_PDEATHSIG, prctl
+from megarl_sandbox.limits import Limits
 
 # Which user starts the program changes little: without a mark it is the one who tests.
 pytestmark = pytest.mark.parametrize(
@@ -25,7 +31,7 @@ def place(monkeypatch):
     """Where the folders of programs are, of this test alone; pytest's own folders are closed to other users."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o777)
-    monkeypatch.setattr("megarl.sandbox.execute._place", lambda: str(folder))
+    monkeypatch.setattr("megarl_sandbox.execute._place", lambda: str(folder))
     yield folder
     shutil.rmtree(folder)
 
@@ -153,6 +159,32 @@ def test_a_folder_that_is_too_large_ends_the_program_or_fails_its_writes(mode, s
         return  # it has no such limit; the folder is in memory, and its size has one
     result = mode.run(f"{source}\nimport time; time.sleep(600)", folder_bytes=20 << 20, memory_bytes=1 << 30)
     assert result.why == "folder" or "No space left on device" in result.stderr
+
+
+STRANGE_NAMES = """
+import mmap, os, time
+held = []
+for folder in (b"\\xff", "\u2028 ".encode() + os.getcwdb()):
+    os.makedirs(folder)
+    with open(folder + b"/ (deleted)", "wb+") as file:
+        file.write(bytes(4096))
+        file.flush()
+        held.append(mmap.mmap(file.fileno(), 4096))
+time.sleep(0.3)
+print("looked at")
+"""
+
+
+def test_no_name_of_a_file_disturbs_a_look_and_who_looks_still_dies_with_its_parent(mode):
+    def die_as() -> int:
+        signal_number = (ctypes.c_int * 1)(signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal_number[0])
+        result = execute(mode.jailer, STRANGE_NAMES, stdin="", files={}, limits=Limits(seconds=60))
+        assert result.stdout == "looked at\n", result
+        prctl(2, signal_number)  # PR_GET_PDEATHSIG
+        return signal_number[0]
+
+    assert as_user(mode.user, die_as) == signal.SIGKILL
 
 
 def test_a_crash_is_a_status(mode):

@@ -6,12 +6,12 @@ import subprocess
 import pytest
 from sandbox_modes import as_user
 
-from megarl.sandbox.execute import execute
-from megarl.sandbox.jail import Jail
-from megarl.sandbox.kernel import CLONE_NEWNS, CLONE_NEWPID, mount, unshare
-from megarl.sandbox.limits import Limits, own_tasks
-from megarl.sandbox.python import python_for_others
-from megarl.sandbox.result import Result
+from megarl_sandbox.execute import execute
+from megarl_sandbox.jail import Jail
+from megarl_sandbox.kernel import CLONE_NEWNS, CLONE_NEWPID, mount, unshare
+from megarl_sandbox.limits import Limits, own_tasks
+from megarl_sandbox.program import Result
+from megarl_sandbox.python import python_for_others
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of two users")
 

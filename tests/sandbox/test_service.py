@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from endless_servers import DRIP_S, endless
 
-from megarl import sandbox
-from megarl.sandbox import service as of_service
-from megarl.sandbox.service import Service
+import megarl_sandbox
+from megarl_sandbox import service as of_service
+from megarl_sandbox.service import Service
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def finished(**ran):
 
 def test_the_service_gets_the_code_and_its_output_comes_back(service):
     service.answer = finished(stdout="3\n", stderr="no")
-    result = sandbox.run("print(3)", stdin="x", files={"a.txt": "b"}, sandbox=Service(service.url))
+    result = megarl_sandbox.run("print(3)", stdin="x", files={"a.txt": "b"}, sandbox=Service(service.url))
     assert (result.stdout, result.stderr, result.is_good) == ("3\n", "no", True)
     ((path, order),) = service.orders
     assert path == "/run_code"
@@ -61,9 +61,9 @@ def test_the_service_gets_the_code_and_its_output_comes_back(service):
 
 def test_the_service_gets_the_limits_that_it_knows_and_the_program_limits_its_processor_time(service, tmp_path):
     service.answer = finished()
-    limits = sandbox.Limits(seconds=60, memory_bytes=256 << 20, processor_seconds=0.5)
+    limits = megarl_sandbox.Limits(seconds=60, memory_bytes=256 << 20, processor_seconds=0.5)
     source = "from __future__ import annotations\nprint(__name__, input(), flush=True)\nwhile True: pass"
-    sandbox.run(source, sandbox=Service(service.url), limits=limits)
+    megarl_sandbox.run(source, sandbox=Service(service.url), limits=limits)
     ((_, order),) = service.orders
     assert (order["run_timeout"], order["memory_limit_MB"]) == (60, 256)
     for name, content in order["files"].items():  # as the service does, in a folder of the program's own
@@ -75,16 +75,16 @@ def test_the_service_gets_the_limits_that_it_knows_and_the_program_limits_its_pr
 
 def test_limits_that_were_reached_and_the_choice_of_the_configuration(service):
     service.answer = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
-    result = sandbox.run("while True: pass", sandbox=Service(service.url))
+    result = megarl_sandbox.run("while True: pass", sandbox=Service(service.url))
     assert (result.why, result.is_good) == ("time", False)
     service.answer = finished(return_code=1)
-    assert not sandbox.run("", sandbox=Service(service.url)).is_good
+    assert not megarl_sandbox.run("", sandbox=Service(service.url)).is_good
     service.answer = finished(stdout="x" * 100)
     try:
-        sandbox.use(f"url:{service.url}")
-        result = sandbox.run("print()", limits=sandbox.Limits(output_bytes=10))
+        megarl_sandbox.use(f"url:{service.url}")
+        result = megarl_sandbox.run("print()", limits=megarl_sandbox.Limits(output_bytes=10))
     finally:
-        sandbox.use("auto")
+        megarl_sandbox.use("auto")
     assert (result.why, result.stdout) == ("output", "x" * 10)
 
 
@@ -99,13 +99,13 @@ def test_limits_that_were_reached_and_the_choice_of_the_configuration(service):
 )
 def test_a_service_that_did_not_run_the_code_is_an_error(service, status, answer, words):
     service.status, service.answer = status, answer
-    with pytest.raises(sandbox.SandboxError, match=words):
-        sandbox.run("", sandbox=Service(service.url))
+    with pytest.raises(megarl_sandbox.SandboxError, match=words):
+        megarl_sandbox.run("", sandbox=Service(service.url))
 
 
 def test_a_service_that_is_not_there_is_an_error():
-    with pytest.raises(sandbox.SandboxError, match="http://127.0.0.1:9/run_code gave no answer"):
-        sandbox.run("", sandbox=Service("http://127.0.0.1:9"))
+    with pytest.raises(megarl_sandbox.SandboxError, match="http://127.0.0.1:9/run_code gave no answer"):
+        megarl_sandbox.run("", sandbox=Service("http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize("head", ["HTTP/1.1 200 OK", "HTTP/1.1 200 OK\r\nConnection: close", "HTTP/1.0 200 OK"])
@@ -118,5 +118,5 @@ def test_a_service_that_answers_byte_by_byte_has_no_more_time_than_the_program(m
             connection.sendall(b" ")
 
     monkeypatch.setattr(of_service, "_SLACK_S", 0.0)
-    with endless(behave) as url, pytest.raises(sandbox.SandboxError, match="gave no answer within 0.2 s: "):
-        sandbox.run("", sandbox=Service(url), limits=sandbox.Limits(seconds=0.2))
+    with endless(behave) as url, pytest.raises(megarl_sandbox.SandboxError, match="gave no answer within 0.2 s: "):
+        megarl_sandbox.run("", sandbox=Service(url), limits=megarl_sandbox.Limits(seconds=0.2))

@@ -18,7 +18,7 @@ from wire import parse_completions
 
 from megarl.rollout.client import Load, ServerError
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, error_message, generate_body
-from megarl.sample import VersionSpan
+from megarl.samples.sample import VersionSpan
 from megarl.weights.verify.digests import Kind, digest
 
 PROMPT = [5, 6, 7, 8]

@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from states import trusted
 from tiny_server import BOTH, LIMIT_S, against
 from transformers import Qwen3ForCausalLM
 from wire import parse_completions
 
-from megarl.rollout.pieces import write
+from megarl.rollout.continuation import generate_completion
 from megarl.rollout.pool import sender
 from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool_server import PieceRequest
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_replies
+from megarl.rollout.settings import GenerationSettings
 
 PROMPT = [5, 6, 7, 8, 20, 11, 30, 3, 9, 14, 25, 4, 17, 2, 28, 13]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
@@ -143,13 +146,15 @@ def cached(monkeypatch):
 @against(*BOTH, "sglang_old")
 def test_a_completion_finds_its_prefix_after_an_in_place_push_and_a_new_one_begins_afresh(server, cached):
     async def ask():
-        async with EnginePool([server.url], server.token, timeout_s=LIMIT_S, salted=True, fenced=True) as pool:
-            pool.trust(server.url, 0)
-            piece = (await pool.generate(PROMPT, GREEDY)).completion
+        async with EnginePool(
+            [server.url], server.token, GenerationSettings(timeout_s=LIMIT_S, salted=True, fenced=True)
+        ) as pool:
+            pool.update(trusted(server.url, 0))
+            piece = (await pool.generate(PieceRequest(PROMPT, GREEDY))).completion
             await asyncio.to_thread(push, server, "in_place", flush_cache=False)
-            pool.trust(server.url, 1)
-            await pool.generate([*PROMPT, *piece.token_ids], GREEDY, began=piece.versions[0].version)
-            await pool.generate(PROMPT, GREEDY)
+            pool.update(trusted(server.url, 1))
+            await pool.generate(PieceRequest([*PROMPT, *piece.token_ids], GREEDY, began=piece.versions[0].version))
+            await pool.generate(PieceRequest(PROMPT, GREEDY))
             return pool.counters()
 
     counters = asyncio.run(ask())
@@ -203,12 +208,12 @@ def test_pieces_of_a_session_find_their_prefix_behind_the_router(server, cached)
     prompts = [[*PROMPT, 2 + number] for number in range(8)]
 
     async def ask():
-        async with EnginePool([url], server.token, timeout_s=LIMIT_S) as pool:
+        async with EnginePool([url], server.token, GenerationSettings(timeout_s=LIMIT_S, piece_tokens=4)) as pool:
 
             async def one(prompt):
-                with pool.session(1) as (home, affinity):
-                    how = {"prefer": home, "affinity": affinity, "piece_tokens": 4}
-                    await write(pool, prompt, replace(GREEDY, max_new_tokens=12), **how)
+                with pool.session(1) as affinity:
+                    params = replace(GREEDY, max_new_tokens=12)
+                    await generate_completion(pool, prompt, params, affinity=affinity)
 
             await asyncio.gather(*map(one, prompts))
 

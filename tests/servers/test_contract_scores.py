@@ -14,15 +14,15 @@ from tiny_server import BOTH, TOKEN, against, make_reward_model
 from transformers import Qwen3ForSequenceClassification
 
 from megarl.algo.distillation import NO_LOG_PROB
-from megarl.batch import Batch
 from megarl.rewards.scorer import Rewards
+from megarl.rewards.services.judge import RewardModel
 from megarl.rewards.services.limit import Limit
-from megarl.rewards.services.model import RewardModel
 from megarl.roles.teacher_servers import TeacherServers
 from megarl.rollout.client import ServerError
-from megarl.rollout.engine_support import EngineSupport
+from megarl.rollout.engine_columns import EngineSupport
 from megarl.rollout.protocol import Route, SamplingParams, auth_headers, generate_body, parse_replies
-from megarl.sample import SUPPORT, Completion, Prompt, VersionSpan
+from megarl.samples.batch import Batch
+from megarl.samples.sample import SUPPORT, Completion, Prompt, VersionSpan
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 

@@ -74,7 +74,7 @@ def test_one_that_was_started_again_has_lost_its_weights_and_is_told_of(servers:
 
 
 def test_one_of_no_use_is_tried_again_but_not_ended(servers: Servers, foreign: str) -> None:
-    (event,) = servers.restart(0, "its weights are wrong")
+    (event,) = servers.restart(servers.urls[0], "its weights are wrong")
     assert (event.state, event.url) == (State.RESTING, foreign)
     assert states_until(servers, State.SERVING) == [State.SERVING]
 
@@ -82,7 +82,7 @@ def test_one_of_no_use_is_tried_again_but_not_ended(servers: Servers, foreign: s
 def test_one_that_is_away_holds_up_no_start_of_the_ranks(servers: Servers) -> None:
     (port,) = free_ports(["127.0.0.1"])
     servers.add(f"http://127.0.0.1:{port}")
-    servers.restart(1, "it does not answer")
+    servers.restart(servers.urls[1], "it does not answer")
     assert servers.revive() == [], "it would be waited for for half an hour"
     assert servers.states == [State.SERVING, State.RESTING]
 
@@ -109,9 +109,6 @@ class FakeHandle:
 
     def log_tail(self) -> str:
         return f"\n    said on {self.launch.host}"
-
-    def ask_to_end(self) -> None:
-        self.ended = True
 
     def end(self, grace_s: float) -> None:
         self.ended, self.code = True, self.code or 0  # who waits for it to serve ends, too

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl.commands.doctor import versions
+from megarl.commands.doctor.machine import FAIL, NOTE, OK
 from megarl.config import load_config
 from megarl.config.placement import joins_servers, pushes_over_nccl
-from megarl.doctor import versions
-from megarl.doctor.finding import FAIL, NOTE, OK
 from megarl.servers import nccl
-from megarl.trainer import run
+from megarl.trainer import preflight as preflight_module
 from megarl.trainer.servers import colocation
 
 
@@ -95,11 +95,11 @@ def test_a_run_whose_push_needs_one_nccl_does_not_start_with_two(
 ) -> None:
     server = environment(tmp_path / "server", nvidia_nccl_cu13="2.30.7")
     ours = environment(tmp_path / "ours", nvidia_nccl_cu13="2.29.7")
-    monkeypatch.setattr(run, "uses_gpus", lambda config: True)
-    monkeypatch.setattr(run, "check_one_nccl", lambda python: nccl.check_one_nccl(python, ours))
+    monkeypatch.setattr(preflight_module, "uses_gpus", lambda config: True)
+    monkeypatch.setattr(preflight_module, "check_one_nccl", lambda python: nccl.check_one_nccl(python, ours))
     words = [f"model.path={tmp_path}", f"rollout.sglang.python={server}", "rollout.placement=separate"]
     with pytest.raises(ValueError, match="NCCL joins no two versions"):
-        run.Run(load(*words), None)  # type: ignore[arg-type]  # it does not come to the site
+        preflight_module.preflight(load(*words), 0.0)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -11,11 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+from states import fenced, held, trusted
 from tiny_server import CURRENT, TOKEN, sglang_of
 
+from megarl.io.job_signals import ASKS
 from megarl.rollout.client import ServerClient
 from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool_server import PieceRequest
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
+from megarl.rollout.settings import GenerationSettings
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.router import Routed, Router
 from megarl.servers.server_process import ServerDied
@@ -46,8 +50,8 @@ def writers(router, count=20):
     """How many of so many completions each server wrote."""
 
     async def ask():
-        async with EnginePool([router.url], TOKEN, timeout_s=30) as pool:
-            return await asyncio.gather(*(pool.generate([5, 6 + i % 8], PARAMS) for i in range(count)))
+        async with EnginePool([router.url], TOKEN, GenerationSettings(timeout_s=30)) as pool:
+            return await asyncio.gather(*(pool.generate(PieceRequest([5, 6 + i % 8], PARAMS)) for i in range(count)))
 
     return Counter(piece.completion.versions[0].version for piece in asyncio.run(ask()))
 
@@ -67,15 +71,25 @@ def test_both_servers_work_and_a_removed_one_does_not(router, servers):
 
 
 @sglang
+def test_signal_tree_the_router_goes_on(router):
+    for number in ASKS:
+        os.kill(router.pid, number)
+    assert set(writers(router)) == {0, 1}
+    router.check()
+
+
+@sglang
 def test_new_sessions_go_to_the_server_with_less_load(router):
     """Chance, or a hash of their keys, would send six of eight to one in every third of these rounds."""
 
     async def ask():
-        async with EnginePool([router.url], TOKEN, timeout_s=30) as pool:
+        async with EnginePool([router.url], TOKEN, GenerationSettings(timeout_s=30)) as pool:
 
             async def one(prompt):
-                with pool.session(1) as (_, affinity):
-                    return await pool.generate(prompt, replace(PARAMS, max_new_tokens=64), affinity=affinity)
+                with pool.session(1) as affinity:
+                    return await pool.generate(
+                        PieceRequest(prompt, replace(PARAMS, max_new_tokens=64), affinity=affinity)
+                    )
 
             return [await asyncio.gather(*(one([5, 6 + i]) for i in range(8))) for _ in range(10)]
 
@@ -169,7 +183,7 @@ class Notes:
         return lambda *what: self.said.append((name, *what))
 
 
-TRUSTED = ("trust", ROUTER, 7)
+TRUSTED = trusted(ROUTER, 7)
 A_WORKS, B_WORKS = [("add", A), TRUSTED], [("add", B), TRUSTED]
 
 
@@ -177,27 +191,27 @@ A_WORKS, B_WORKS = [("add", A), TRUSTED], [("add", B), TRUSTED]
     ("here", "orders", "said"),
     [
         # A server gets work before its version counts.
-        ([], [("trust", A, 7)], A_WORKS),
+        ([], [trusted(A, 7)], A_WORKS),
         # Those of an earlier life get nothing before they are trusted again.
-        ([A, B], [("trust", A, 7)], [("remove", A), ("remove", B), *A_WORKS]),
+        ([A, B], [trusted(A, 7)], [("remove", A), ("remove", B), *A_WORKS]),
         # The work of a fenced one is asked for again of the others.
         (
             [],
-            [("trust", A, 7), ("trust", B, 7), ("fence", A)],
-            [*A_WORKS, *B_WORKS, ("remove", A), ("fence", ROUTER), TRUSTED],
+            [trusted(A, 7), trusted(B, 7), fenced(A)],
+            [*A_WORKS, *B_WORKS, ("remove", A), fenced(ROUTER), TRUSTED],
         ),
         # One that was never trusted takes nothing with it.
-        ([], [("trust", B, 7), ("fence", A)], [*B_WORKS, ("remove", A)]),
+        ([], [trusted(B, 7), fenced(A)], [*B_WORKS, ("remove", A)]),
         # Without any server nothing is asked for.
-        ([], [("trust", A, 7), ("fence", A)], [*A_WORKS, ("remove", A), ("fence", ROUTER)]),
+        ([], [trusted(A, 7), fenced(A)], [*A_WORKS, ("remove", A), fenced(ROUTER)]),
         # A held one holds all, because the router chooses.
-        ([], [("hold", A)], [("hold", ROUTER)]),
+        ([], [held(A)], [held(ROUTER)]),
     ],
     ids=["trusted", "earlier_life", "fenced", "never_trusted", "none_left", "held"],
 )
 def test_what_router_and_collector_are_told_of_a_server(here: list[str], orders: Any, said: Any) -> None:
     notes: Any = Notes(here)
-    routed = Routed(notes, notes)
-    for name, *what in orders:
-        getattr(routed, name)(*what)
+    routed = Routed(notes, notes.said.append)
+    for state in orders:
+        routed.update(state)
     assert notes.said == said

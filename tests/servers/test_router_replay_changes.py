@@ -15,17 +15,19 @@ import torch
 from chosen_experts import ROUNDING, Reference, worse_by
 from safetensors.torch import load_file, save_file
 from shared_buckets import in_shared_memory
+from states import held, trusted
 from tiny_models import read_config
 from tiny_server import CURRENT, TOKEN, Served, Variant, served_by, sglang_of
 
+from megarl.arch.routed_experts import RoutedExperts
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.rollout.engine_routes import EngineRoutes
-from megarl.rollout.pieces import write
+from megarl.rollout.continuation import generate_completion
+from megarl.rollout.engine_columns import EngineRoutes
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams, generate_body, parse_replies
+from megarl.rollout.settings import GenerationSettings
 from megarl.rollout.wire_columns import ColumnsLost
-from megarl.routed_experts import RoutedExperts
-from megarl.sample import Completion
+from megarl.samples.sample import Completion
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.supervisor import Servers
 
@@ -151,15 +153,15 @@ def written(
 
     async def push(pool: EnginePool) -> None:
         await asyncio.to_thread(wait, len(prompts))
-        pool.hold(url)
-        pool.trust(url, await asyncio.to_thread(running.push, mode))
+        pool.update(held(url))
+        pool.update(trusted(url, await asyncio.to_thread(running.push, mode)))
 
     async def all_of_them() -> tuple[list[Completion], dict[str, float]]:
         how: dict[str, Any] = {"timeout_s": LIMIT_S, "retries": 1000, "rest_s": 0.0, "fenced": True}
         how |= {"salted": mode == "in_place", "columns": [running.routes]}
-        async with EnginePool([url], TOKEN, **how) as pool:
-            pool.trust(url, running.version[0])
-            tasks = [write(pool, prompt, params_of(num_tokens)) for prompt in prompts]
+        async with EnginePool([url], TOKEN, GenerationSettings(**how)) as pool:
+            pool.update(trusted(url, running.version[0]))
+            tasks = [generate_completion(pool, prompt, params_of(num_tokens)) for prompt in prompts]
             found, _ = await asyncio.gather(asyncio.gather(*tasks), push(pool))
             return found, pool.counters()
 

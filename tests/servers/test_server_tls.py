@@ -16,11 +16,13 @@ import psutil
 import pytest
 from tiny_server import TOKEN, Served
 
-from megarl.network.sockets import listen
-from megarl.network.tls import authority_certificate, server_certificate
+from megarl.io.sockets import listen
+from megarl.io.tls import authority_certificate, server_certificate
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.pool.pool import EnginePool, RolloutFailed
+from megarl.rollout.pool.pool import EnginePool
+from megarl.rollout.pool.pool_server import PieceRequest, RolloutFailed
 from megarl.rollout.protocol import SamplingParams
+from megarl.rollout.settings import GenerationSettings
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch
 from megarl.servers.server_process import free_ports
 from megarl.servers.supervisor import Servers
@@ -72,8 +74,8 @@ def collect(url: str, key: str = TOKEN) -> None:
 
     async def complete() -> None:
         params = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
-        async with EnginePool([url], key, timeout_s=60, rest_s=0.001, retries=0) as pool:
-            assert len((await pool.generate(PROMPT, params)).completion.token_ids) == 4
+        async with EnginePool([url], key, GenerationSettings(timeout_s=60, rest_s=0.001, retries=0)) as pool:
+            assert len((await pool.generate(PieceRequest(PROMPT, params))).completion.token_ids) == 4
 
     asyncio.run(complete())
 

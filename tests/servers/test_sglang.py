@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from config_helpers import load
 from tiny_server import CURRENT, ROOT, TOKEN, against, sglang_of
 from wire import parse_completions
 
+from megarl.io.job_signals import ASKS
 from megarl.rollout.client import ServerClient
 from megarl.rollout.protocol import Route, SamplingParams, generate_body
 from megarl.servers.launch import EngineLaunch
@@ -47,13 +49,35 @@ def test_log_probs_are_those_of_transformers_at_the_temperature(any_server, refe
 def test_environ_of_a_server_has_the_ranks_variables_of_nccl(any_server):
     """As Linux has it.  Schedulers inherit it, and write their title over it."""
     config = load("rollout.engine=sglang")
-    given = os.environ | dict(make_group(config, config.actor, "ranks_0", serves=True)._environment)
+    given = os.environ | dict(make_group(config, config.actor, "ranks_0", serves=True).settings.environment)
     port, module = any_server.url.rpartition(":")[2], "megarl.servers.sglang_server"
     children = psutil.Process().children(recursive=True)
     (server,) = [child for child in children if {port, module} <= set(child.cmdline())]
     environ = server.environ()
     assert {name: environ.get(name) for name in PAIRED} == {name: given.get(name) for name in PAIRED}
     assert VARIABLES.items() <= environ.items()
+
+
+@against("sglang", "sglang_old", "sglang_tp2")
+def test_signal_tree_a_server_serves_on(any_server):
+    """None of its processes gets a signal to all processes of a job: SGLang's own handler ends it some time later.
+
+    Python's resource tracker ignores SIGTERM itself.
+    """
+    port, module = any_server.url.rpartition(":")[2], "megarl.servers.sglang_server"
+    children = psutil.Process().children(recursive=True)
+    (server,) = [child for child in children if {port, module} <= set(child.cmdline())]
+    processes = [server, *server.children(recursive=True)]
+    assert len(processes) > 3, "schedulers, a detokenizer, a resource tracker"
+    for number in ASKS:
+        for process in processes:
+            process.send_signal(number)
+    reply = any_server.ask(Route.GENERATE, generate_body([5, 6], 1, SamplingParams(max_new_tokens=64), "r"))
+    assert len(parse_completions(reply.json(), 1)[0].token_ids) > 0
+    for process in processes:
+        status = dict(line.split(":\t") for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        kept = int(status["SigBlk"], 16) | int(status["SigIgn"], 16)
+        assert all(kept >> (number - 1) & 1 for number in ASKS), process.cmdline()
 
 
 def family(pid):

@@ -12,13 +12,13 @@ from preset_files import NAMES, cases_of
 from tiny_server import CURRENT, OLD, ROOT, sglang_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
+from megarl.arch.sglang_options import TRIED, refused, untried
 from megarl.config import Config, config_dir, load_config
 from megarl.config.placement import placements
-from megarl.config.tried import TRIED, refused, untried
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import PAIRED, VARIABLES
 from megarl.servers.sglang import sglang_command
-from megarl.trainer.build import server_launch
+from megarl.trainer.servers.make_servers import server_launch
 
 pytestmark = pytest.mark.sglang
 

@@ -16,13 +16,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from te_cases import fusions_of_gpu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.batch import Batch
-from megarl.layout import Layout
-from megarl.mcore.models import model
+from megarl.arch.layout import Layout
+from megarl.mcore.models import execution, model
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.setup import destroy_groups, make_groups
-from megarl.mcore.training import execution
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.packed_rows import make_row, micro_batches
+from megarl.samples.batch import Batch
 
 LENGTHS = (3000, 800, 17)  # one is longer than the windows of gpt-oss
 

@@ -11,10 +11,9 @@ from parity_cases import Case, run_case
 from saved_tensors import kept_by_a_layer
 
 from megarl.mcore import fixes
-from megarl.mcore.models import model
+from megarl.mcore.models import execution, model
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.fusions import fusions
-from megarl.mcore.training import execution
-from megarl.mcore.training.execution import ExecutionOptions
 
 
 def run_te_cases(cases: Mapping[str, tuple[str, Case]]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from parity_cases import Case
 from te_backends import fake_world
 from te_cases import run_te_cases
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.models import model
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.transformer_engine import local_name
-from megarl.mcore.training.execution import ExecutionOptions
 
 Shapes = dict[str, tuple[int, ...]]  # of a rank's parameters, by the names of local layers
 TE = ExecutionOptions(transformer_impl="transformer_engine")

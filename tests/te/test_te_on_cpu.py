@@ -20,10 +20,10 @@ from te_start import loaded
 from te_start import run as start
 from tiny_models import tiny_model, write_model
 
-from megarl.layout import Layout
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.megatron_fields import FUSIONS
-from megarl.plan.memory.memory import kept_numbers
+from megarl.arch.layout import Layout
+from megarl.arch.megatron_fields import FUSIONS
+from megarl.mcore.models.execution import ExecutionOptions
+from megarl.plan.memory import kept_numbers
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,7 @@ from preset_files import NAMES, cases_of, hf_of
 from te_backends import Question, ask
 from te_start import loaded, run
 
-from megarl.layout import Layout, exchange_misfits, numbers_of
+from megarl.arch.layout import Layout, exchange_misfits, numbers_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 

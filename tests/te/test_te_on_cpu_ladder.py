@@ -12,7 +12,7 @@ from te_cases import run_te_cases
 from te_ladder import TE, built, configured, run_without_marks
 from te_start import loaded, run
 
-from megarl.hf_config import read_hf_config
+from megarl.arch.hf_config import read_hf_config
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from config_helpers import load, tables_kept
 
-from megarl.batch import Batch
 from megarl.config import config_dir, load_config
 from megarl.group import Group
-from megarl.plugins import load_plugins
-from megarl.ragged import names_in_batch
-from megarl.rollout.prefetch import Filter
-from megarl.sample import SUPPORT
+from megarl.plugins.load import load_plugins
+from megarl.rollout.group_filter import Filter
+from megarl.samples.batch import Batch
+from megarl.samples.ragged import names_in_batch
+from megarl.samples.sample import SUPPORT
 from megarl.trainer.algorithm import Algorithm, check_vocabularies, make_algorithm
 from megarl.trainer.roles import make_roles
 
@@ -115,12 +115,12 @@ def test_overlong_answers_cost_and_truncated_ones_leave_the_step() -> None:
         {"response_mask": torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1.0])},
         {"score": torch.tensor([1.0, 1.0, 1.0]), "truncated": torch.tensor([0.0, 0.0, 1.0])},
     )
-    shaped, stats = algorithm_of(*words, "algorithm.overlong_filtering=true").shape(batch)
+    shaped, stats = algorithm_of(*words, "algorithm.overlong_filtering=true").shape(batch, seed=0)
     assert shaped.per_sequence["score"].tolist() == [1.0, 0.75, 0.5]
     assert shaped.columns["keep"].tolist() == [1.0] * 8 + [0.0] * 6
     assert stats["reward/overlong_penalty"].result() == pytest.approx(-0.25)
     assert stats["reward/overlong_filtered"].result() == pytest.approx(1 / 3)
-    assert algorithm_of().shape(batch) == (batch, {})
+    assert algorithm_of().shape(batch, seed=0) == (batch, {})
 
 
 MINE = """

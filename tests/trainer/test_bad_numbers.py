@@ -10,8 +10,8 @@ import pytest
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.spikes import Spike, Spikes
 from megarl.config import Config
-from megarl.metrics.jsonl import read_lines
-from megarl.trainer.bad_numbers import ROLLBACKS, BadNumbers, forget_rollbacks, left_out, watch
+from megarl.metrics.reading.jsonl import ROLLBACKS, read_lines
+from megarl.trainer.bad_numbers import BadNumbers, left_out, watch
 
 NAMES, VISITS = ["0-4#0", "0-4#1", "0-9#0", "0-9#1"], [40, 41]
 
@@ -80,8 +80,6 @@ def test_a_rollback_is_written_down_and_left_out_from_then_on(tmp_path: Path) ->
     assert row == {"step": 8, "bad_step": 12, "what": "the gradient norm of actor is nan", "skipped": VISITS}
     assert left_out(tmp_path) == VISITS
     assert begun("rollback", tmp_path).metrics["trainer/rollbacks"] == 1
-    forget_rollbacks(tmp_path)
-    assert left_out(tmp_path) == []
 
 
 def test_the_fourth_trouble_after_one_save_stops_the_run(tmp_path: Path) -> None:
@@ -114,7 +112,7 @@ def test_roles_tell_of_bad_numbers_and_go_on_with_the_spikes_of_a_save(tmp_path:
     save: Any = SimpleNamespace(step=1, state={"spikes": {"actor": before.state_dict()}})
     roles: Any = {name: SimpleNamespace(spikes=None) for name in ("actor", "critic")}
     config = Config()
-    watch(roles, bad_numbers, config)
+    watch(roles, bad_numbers, config, None)
     assert all(role.on_bad == bad_numbers.judge and role.spikes is None for role in roles.values())
     config.trainer.spike_sigma, config.actor.max_grad_norm, config.critic.max_grad_norm = 3.0, 0.5, 7.0
     watch(roles, bad_numbers, config, save)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,29 +11,26 @@ import huggingface_hub
 import pytest
 from config_helpers import load
 
+from megarl.arch.routed_experts import RoutedExperts
 from megarl.config import Config, load_config
 from megarl.config.placement import placements
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.metrics.jsonl import read_lines
-from megarl.processes import presence
-from megarl.rollout.engine_routes import EngineRoutes
-from megarl.rollout.engine_support import EngineSupport
-from megarl.routed_experts import RoutedExperts
+from megarl.metrics.reading.jsonl import read_lines
+from megarl.processes import watchdog
+from megarl.rollout.engine_columns import EngineRoutes, EngineSupport
 from megarl.servers.supervisor import Supervision
-from megarl.trainer import build as build_module
 from megarl.trainer import sft as sft_module
 from megarl.trainer.build import (
     check_ids,
     engine_columns,
     make_group,
     make_mini_model,
-    make_servers,
     model_folder,
-    server_launch,
-    server_threads,
-    start_trackers,
-    supervision,
 )
+from megarl.trainer.resumable import Plan, open_trackers
+from megarl.trainer.servers import make_servers as servers_module
+from megarl.trainer.servers.make_servers import make_servers, server_launch, server_threads, supervision
 
 
 @pytest.mark.parametrize(
@@ -47,11 +45,12 @@ from megarl.trainer.build import (
 def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str], ordered: bool) -> None:
     config = load(*words)
     group = make_group(config, config.actor, "ranks_0")
-    assert not group._setup["has_neighbours"]
-    assert dict(group._environment) == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
+    assert not group.settings.setup["has_neighbours"]
+    assert dict(group.settings.environment) == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
     joined = make_group(config, config.actor, "ranks_0", serves=True)
-    assert dict(joined._environment) == dict(group._environment) | {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    assert group._start_timeout_s == config.trainer.start_timeout_s == 600
+    more = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert joined.settings.environment == {**group.settings.environment, **more}
+    assert group.settings.start_timeout_s == config.trainer.call_timeout_s == 600
 
 
 @pytest.mark.parametrize(
@@ -69,16 +68,17 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
 )
 def test_ranks_learn_of_servers_on_their_gpus(words: list[str], beside: bool, mapped: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
-    setup = make_group(config, config.actor, "ranks_0", serves=True)._setup
+    setup = make_group(config, config.actor, "ranks_0", serves=True).settings.setup
     assert (setup["has_neighbours"], setup["is_mapped"]) == (beside, mapped)
-    alone = make_group(config, config.actor, "ranks_0")._setup
+    alone = make_group(config, config.actor, "ranks_0").settings.setup
     assert not alone["has_neighbours"] and not alone["is_mapped"], "without servers"
 
 
 def test_only_memory_of_the_actors_ranks_is_mapped() -> None:
     """Roles of the actor's layout on its ranks share its processes."""
     config = load("trainer.n_gpus_per_node=2", "rollout.placement=shared", "critic.num_ranks=1")
-    mapped = [make_group(config, role, "r", serves=True)._setup["is_mapped"] for role in (config.ref, config.critic)]
+    groups = [make_group(config, role, "r", serves=True) for role in (config.ref, config.critic)]
+    mapped = [group.settings.setup["is_mapped"] for group in groups]
     assert mapped == [True, False]
 
 
@@ -89,14 +89,16 @@ def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
         pass
 
     def stop(*given: Any, **how: Any) -> None:
-        raise Made(make_group(*given, **how)._setup)
+        raise Made(make_group(*given, **how).settings.setup)
 
     monkeypatch.setattr(sft_module, "make_group", stop)
     words = ["recipe=grpo_qwen2_5_7b_1x8h100", "sft.train_files=[a]", f"trainer.default_local_dir={tmp_path}"]
     config, _ = load_config(words, command="sft")
     assert config.rollout.placement == "shared"
     with pytest.raises(Made) as made:
-        sft_module._train(config, mock.Mock(), None, 1, sft_module.Progress(None), mock.Mock(), mock.Mock(nodes=None))
+        plan = sft_module.SftPlan(config, 1, None, mock.Mock(), None, {})
+        with sft_module.open_sft(plan, mock.Mock(nodes=None), mock.Mock()):
+            pass
     (setup,) = made.value.args
     assert (setup["has_neighbours"], setup["is_mapped"]) == (False, False)
 
@@ -104,8 +106,8 @@ def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
 def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """That may take longer than trainer.driver_silence_s, and is no hang."""
     shown = threading.Event()
-    monkeypatch.setattr(presence, "_EVERY_S", 0.01)
-    monkeypatch.setattr(presence, "show_life", shown.set)
+    monkeypatch.setattr(watchdog, "_EVERY_S", 0.01)
+    monkeypatch.setattr(watchdog, "heartbeat", shown.set)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(shown.wait(600)) + name)
     assert model_folder("org/large") == "Trueorg/large", "it ends when the wait has shown itself"
 
@@ -121,10 +123,10 @@ def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.M
 
 def test_a_run_gets_advice_on_its_own_schedule(tmp_path: Path) -> None:
     words = ["rollout.placement=shared", "rollout.turn_s=60", "trainer.logger=[jsonl]"]
-    trackers = start_trackers(load(*words, f"trainer.default_local_dir={tmp_path}"), 20, None)
-    for step in range(10):
-        trackers.log(step, {"rollout/iterations_waiting": 0.6})
-    trackers.close()
+    with ExitStack() as stack:
+        trackers = open_trackers(Plan(load(*words, f"trainer.default_local_dir={tmp_path}"), 20, None), stack)
+        for step in range(10):
+            trackers.log(step, {"rollout/iterations_waiting": 0.6})
     (found,) = read_lines(next(tmp_path.rglob("advice.jsonl")))
     assert found["advice"].startswith("turn_too_long: ")
 
@@ -133,7 +135,7 @@ def test_a_run_gets_advice_on_its_own_schedule(tmp_path: Path) -> None:
 def test_servers_note_the_experts_of_tokens_only_for_a_run_that_wants_them(
     tmp_path: Path, chosen: str, wants: bool
 ) -> None:
-    folder = write_tiny_model(tmp_path / "model", family="mixtral", layers=2, moe_intermediate_size=8)
+    folder = write_tiny_model(tmp_path / "model", TinySizes(layers=2), family="mixtral", moe_intermediate_size=8)
     config = load(f"actor.router_replay={chosen}", f"model.path={folder}", "rollout.engine=hf")
     of = RoutedExperts(2, (0, 1), num_experts=4, chosen=2)
     assert engine_columns(config) == ((EngineRoutes(of, (1.0, 1.0, -1)),) if wants else ())
@@ -195,8 +197,8 @@ def test_servers_read_weights_only_if_no_push_brings_all_of_them(words: list[str
     config = load("model.path=/m", "model.dtype=bfloat16", "rollout.engine=sglang", "trainer.device=cuda", *words)
     looked_at: list[str] = []
     with (
-        mock.patch.object(build_module, "model_folder", lambda path: path),
-        mock.patch.object(build_module, "check_for_sglang", looked_at.append),
+        mock.patch.object(servers_module, "model_folder", lambda path: path),
+        mock.patch.object(servers_module, "check_for_sglang", looked_at.append),
     ):
         servers = make_servers(config, "token", trains=trains)
     assert looked_at == ["/m"] * reads

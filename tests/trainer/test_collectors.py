@@ -18,11 +18,15 @@ from tiny_server import make_model, make_reward_model
 
 from megarl.algo.finite import BadNumber
 from megarl.config import Config, resolved
-from megarl.sample import Prompt, Sample
+from megarl.rewards.scorer import RewardSettings
+from megarl.samples.sample import Prompt, Sample
 from megarl.servers.supervisor import ServerDied, State
 from megarl.trainer import collectors
-from megarl.trainer.collectors import check_rewards, look_after, make_reward_server, make_rewards
-from megarl.trainer.reward_model import check_reward_model, scored
+from megarl.trainer.checks.rewards import check_reward_model, check_rewards
+from megarl.trainer.collectors import make_rewards
+from megarl.trainer.roles import Roles
+from megarl.trainer.servers import make_servers
+from megarl.trainer.servers.make_servers import look_after, make_reward_server
 
 
 def config_of(*fns: str, **model: Any) -> Config:
@@ -36,7 +40,8 @@ def config_of(*fns: str, **model: Any) -> Config:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectors, "model_folder", lambda path, key: f"{path} of {key}")
+    for module in (collectors, make_servers):
+        monkeypatch.setattr(module, "model_folder", lambda path, key: f"{path} of {key}")
 
 
 @pytest.mark.usefixtures("folders")
@@ -80,7 +85,7 @@ def test_collectors_share_workers_and_limits() -> None:
     config = config_of("exact")
     config.reward.num_workers, config.reward.concurrency, config.reward.per_minute = 3, 5, 1.0
     made = pickle.loads(pickle.dumps(make_rewards(config, 2)))
-    assert made.keywords["num_workers"] == 2
+    assert made.keywords["settings"].num_workers == 2
     assert made.keywords["make_limit"].args == (3, 0.5, 4, 120.0, 1800.0)
 
 
@@ -113,16 +118,17 @@ def scorer(*scores: float) -> tuple[Any, list[list[int]]]:
 
 
 def test_scores_count_with_their_weight_where_the_stand_in_was() -> None:
+    nobody: Any = None
     model, seen = scorer(2.0, -4.0)
     judged = [sample("a", 1.0, exact=1.0, model=0.0), sample("b", 0.0, exact=0.0, model=0.0)]
     other = sample("c", 3.0, own=3)
-    (first, second), (found,) = scored([judged, [other]], model)
+    (first, second), (found,) = Roles(nobody, reward_model=model).scored([judged, [other]])
     assert (first.reward, first.reward_extra) == (2.0, {"exact": 1.0, "model": 2.0})
     assert (second.reward, second.reward_extra) == (-2.0, {"exact": 0.0, "model": -4.0})
     assert found is other
     assert seen == [[7, 8, 1]] * 2
     with pytest.raises(BadNumber, match="the reward model's score of the sample 0-0 is nan; expected a number"):
-        scored([judged[:1]], scorer(math.nan)[0])
+        Roles(nobody, reward_model=scorer(math.nan)[0]).scored([judged[:1]])
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +140,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_stand_in_of_collectors_marks_what_is_to_be_scored(policy: str, tmp_path: Path, fn: str) -> None:
     judge = make_reward_model(tmp_path / "judge", seed=2)
     words = (f"reward.fn={fn}", f"reward.model.path={judge}", "reward.model.engine=megatron")
-    rewards = make_rewards(load(f"model.path={policy}", *words), 1)(num_workers=0)
+    rewards = make_rewards(load(f"model.path={policy}", *words), 1)(settings=RewardSettings(num_workers=0))
     (outcome,) = asyncio.run(rewards.score(Prompt("0-0", [1], "x", ground_truth="a"), [completion("a")]))
     assert not isinstance(outcome, str)
     exact = {} if fn == "model" else {"exact": 1.0}
@@ -143,8 +149,7 @@ def test_the_stand_in_of_collectors_marks_what_is_to_be_scored(policy: str, tmp_
 
 def check_judge(policy: str, judge: str, *, greedy: bool = False) -> None:
     words = (f"model.path={policy}", "reward.fn=model", f"reward.model.path={judge}", "reward.model.engine=megatron")
-    algorithm: Any = SimpleNamespace(wants_greedy=greedy)
-    check_reward_model(load(*words), algorithm)
+    check_reward_model(load(*words), wants_greedy=greedy)
 
 
 def test_a_model_for_ranks_has_one_score_and_the_tokens_of_the_policy(policy: str, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from several_rows import row_of
 
 from megarl.algo import estimate
 from megarl.algo.distillation import NO_LOG_PROB
-from megarl.batch import Batch
-from megarl.config.schema.teachers import Distill
+from megarl.config.schema.roles import Distill
 from megarl.data.batch import make_batch
-from megarl.sample import Completion, Prompt, Sample, TurnSpan, VersionSpan
+from megarl.samples.batch import Batch
+from megarl.samples.sample import Completion, Prompt, Sample, TurnSpan, VersionSpan
 from megarl.trainer.teachers import Teachers, check_taught, make_route
 
 

@@ -12,7 +12,8 @@ import torch
 
 from megarl.config import Config, resolved
 from megarl.group import RankError
-from megarl.machines import NodeLost
+from megarl.group.failures import OutOfMemory, PortsBlocked
+from megarl.machines.nodes import NodeLost
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import ServerDied, Servers
 from megarl.trainer import infrastructure as site_module
@@ -37,15 +38,32 @@ def test_so_many_failures_without_a_new_step_are_forgiven_and_the_next_one_is_ra
     """Steps that were made before, and again after a restart, are no progress."""
     infrastructure = Infrastructure(config_of(tmp_path, max_restarts=2))
     for step in (7, 7, 8, 5):
-        infrastructure.forgive(DIED, step)
+        infrastructure.allow_restart(DIED, step)
     with pytest.raises(RankError, match="rank 3 died"):
-        infrastructure.forgive(DIED, 8)
+        infrastructure.allow_restart(DIED, 8)
     said = capsys.readouterr().err
     assert "warning: rank 3 died" in said
     counts = ["1 of 2", "2 of 2", "1 of 2", "2 of 2"]
     assert [line.partition("(")[2][:6] for line in said.splitlines() if "started again" in line] == counts
     for number in (1, 2, 3, 4):
         assert "what rank 3 said" in (tmp_path / f"run/logs/restart_{number}.txt").read_text()
+
+
+def test_where_memory_ended_ranks_start_again_once_at_most(tmp_path: Path) -> None:
+    infrastructure = Infrastructure(config_of(tmp_path, max_restarts=3))
+    killed = OutOfMemory("rank 3 died, killed (oom_kill of this cgroup 0 -> 1)")
+    infrastructure.allow_restart(killed, 5)
+    with pytest.raises(OutOfMemory):
+        infrastructure.allow_restart(killed, 5)
+
+
+def test_ports_that_were_blocked_from_the_start_stay_so(tmp_path: Path) -> None:
+    blocked = PortsBlocked("10.0.0.2:41000 cannot be reached from here")
+    infrastructure = Infrastructure(config_of(tmp_path, max_restarts=3))
+    with pytest.raises(PortsBlocked):
+        infrastructure.allow_restart(blocked, 0)
+    infrastructure.allow_restart(DIED, 7)
+    infrastructure.allow_restart(blocked, 7)
 
 
 def test_a_report_that_cannot_be_written_does_not_stop_a_restart(
@@ -60,7 +78,7 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_restart(
     logs = tmp_path / "run" / "logs"
     logs.rmdir()
     logs.touch()
-    infrastructure.forgive(DIED, 7)
+    infrastructure.allow_restart(DIED, 7)
     (report,) = {*tmp_path.glob("megarl_restart_1_*.txt")} - {trap}
     assert victim.read_text() == "of somebody"
     assert report.stat().st_mode & 0o077 == 0
@@ -71,9 +89,9 @@ def test_a_report_that_cannot_be_written_does_not_stop_a_restart(
 def test_failures_are_forgiven_by_default_where_there_are_checkpoints(tmp_path: Path) -> None:
     config = resolved(config_of(tmp_path))
     with pytest.raises(RankError):
-        Infrastructure(config).forgive(DIED, 9)
+        Infrastructure(config).allow_restart(DIED, 9)
     config.trainer.save_freq, config.trainer.max_restarts = 5, None
-    Infrastructure(resolved(config)).forgive(DIED, 9)
+    Infrastructure(resolved(config)).allow_restart(DIED, 9)
 
 
 def test_several_machines_want_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,13 @@ import pytest
 import torch
 from ring_cases import lines, make_parts, steps
 from saved_runs import save, saver_of
+from small_disk import resize, small_disk
 from strikes import lives, start, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import main
 from megarl.config import load_config
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.trainer.sft import hardly_moved
 
@@ -57,6 +62,24 @@ def plain_loss(folder: Path, rows: list[dict[str, str]]) -> float:
         log_probs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
         losses += [-float(log_probs[len(prompt) - 1 + at, token]) for at, token in enumerate(answer)]
     return sum(losses) / len(losses)
+
+
+@pytest.mark.full
+def test_full_disk_at_the_first_save_and_at_the_export_holds_a_stage_until_there_is_room(
+    parts: Path, tmp_path: Path
+) -> None:
+    run, log = tmp_path / "sft", tmp_path / "sft.log"
+    command = [sys.executable, "-m", "megarl", "sft", *words_of(parts, tmp_path, "sft"), "trainer.async_save=false"]
+    with small_disk(run / "checkpoints", "16k") as saves, small_disk(run / "hf", "16k") as hf, log.open("wb") as out:
+        with subprocess.Popen(command, stdout=out, stderr=out) as process:
+            for disk in (saves, hf):
+                while f"warning: {disk}: " not in log.read_text():
+                    assert process.poll() is None, log.read_text()
+                    time.sleep(0.1)
+                resize(disk, "64m")
+        assert process.returncode == 0, log.read_text()
+        assert (hf / "config.json").is_file() and "started again" not in log.read_text()
+    assert re.findall(r"step (\d)/5  loss", log.read_text()) == list("12345")
 
 
 @pytest.mark.full
@@ -132,7 +155,7 @@ def test_sft_spans_of_a_run_end_where_its_model_stops_and_hold_its_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A base model: its chat template ends turns with another token than its end of text."""
-    folder = write_tiny_model(tmp_path / "model", hidden=32, layers=1, ffn=32)
+    folder = write_tiny_model(tmp_path / "model", TinySizes(hidden=32, layers=1, ffn=32))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}<user>{{ m.content }}<system>{% endfor %}"
     tokenizer.save_pretrained(folder)

@@ -1,6 +1,7 @@
 """Parts of a step: an empty iteration, the order of saves and pushes, and the control experiment in numbers."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -10,25 +11,27 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from config_helpers import load
+from run_logs import run_log
 from torch import Tensor
 
 from megarl.algo.advantages.estimate import estimate
 from megarl.algo.finite import NonFiniteError
-from megarl.batch import Batch, Stats
 from megarl.data.ledger import Ledger
-from megarl.metrics.jsonl import read_lines
-from megarl.metrics.timer import Timer
+from megarl.metrics.computing.timer import Timer
+from megarl.metrics.reading.jsonl import read_lines
 from megarl.processes.signals import Signals
+from megarl.roles.handles import LATER
 from megarl.rollout.prefetch import RolloutBatch
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
-from megarl.train import learn, shuffle_rewards, train_step
-from megarl.trainer.algorithm import make_algorithm
+from megarl.samples.batch import Batch, Stats
+from megarl.samples.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.train import learn, train_step
+from megarl.trainer.algorithm import make_algorithm, shuffle_rewards
 from megarl.trainer.bad_numbers import BadNumbers
 from megarl.trainer.evaluation.evaluate import Evaluation, EvaluationLost
-from megarl.trainer.evaluation.measure import measure
-from megarl.trainer.observed.run_log import RunLog, Totals
+from megarl.trainer.evaluation.in_training import Evaluations
 from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
+from megarl.trainer.telemetry.run_log import Totals
 
 
 def test_rewards_that_are_shuffled_stay_together() -> None:
@@ -51,14 +54,17 @@ def filled(batch: Batch, value: float) -> torch.Tensor:
 def made() -> Any:
     """An actor that notes what it is asked for; the log-probs of a pass of their own are -2, of an update -3."""
     actor = MagicMock()
-    actor.columns.side_effect = lambda batch, *_, **__: {"log_probs": filled(batch, -2.0)}
-    actor.later_old_log_probs.side_effect = lambda batch, **_: filled(batch, -4.0)
 
-    def update(batch: Batch, *, seed: int, prepare: Any, later: Any) -> tuple[Batch, Any]:
+    def with_old_log_probs(batch: Batch, columns: Any, **_: Any) -> Batch:
+        name, value = ("old_log_probs", -2.0) if columns else (LATER, -4.0)
+        return batch.with_columns(**{name: filled(batch, value)})
+
+    def update(batch: Batch, *, seed: int, prepare: Any) -> tuple[Batch, Any]:
         assert "keep" in batch.columns, "the ages are known before"
-        old = filled(batch, -3.0) if later is None else later
+        old = batch.columns.get(LATER, filled(batch, -3.0))
         return (batch if "old_log_probs" in batch.columns else batch.with_columns(old_log_probs=old)), {}
 
+    actor.with_old_log_probs.side_effect = with_old_log_probs
     actor.update.side_effect = update
     return actor
 
@@ -78,9 +84,9 @@ def learnt(step: int, num_groups: int, *words: str) -> tuple[list[str], Batch, S
 @pytest.mark.parametrize(
     ("step", "num_groups", "asked", "gap"),
     [
-        (0, 1, ["columns", "update"], 1.0),  # a check is due
+        (0, 1, ["with_old_log_probs", "update"], 1.0),  # a check is due
         (1, 1, ["update"], 2.0),
-        (1, 2, ["later_old_log_probs", "update"], 3.0),
+        (1, 2, ["with_old_log_probs", "update"], 3.0),
     ],
 )
 def test_old_log_probs_come_from_the_first_step_and_their_gap_is_measured_either_way(
@@ -154,14 +160,32 @@ def story_of(said: Any, *methods: str) -> list[tuple[Any, ...]]:
 
 
 def step_of(
-    folder: Path, step: int, said: Any, prefetcher: Any, roles: Any = None, saver: Any = None, **how: Any
+    folder: Path,
+    step: int,
+    said: Any,
+    prefetcher: Any,
+    roles: Any = None,
+    saver: Any = None,
+    evaluations: Any = None,
+    drains: bool = False,
 ) -> None:
     """`train_step` of an algorithm that does nothing; each step saves if there is a saver."""
     nobody: Any = None
-    algorithm: Any = SimpleNamespace(kl=None)
-    log = RunLog(Timer(), said, Totals(0.0, {}), folder, 1)
-    how |= {"bad_numbers": BadNumbers("stop", folder), "saves": lambda step: saver is not None}
-    train_step(step, prefetcher, roles or Roles(nobody), algorithm, said, log, saver or said, **how)
+    log = run_log(folder, said)
+    run: Any = SimpleNamespace(
+        plan=SimpleNamespace(config=load(*["rollout.ahead=1", "rollout.update=drain"] * drains)),
+        prefetcher=prefetcher,
+        roles=roles or Roles(nobody),
+        algorithm=SimpleNamespace(update_kl=lambda stats: None),
+        server_manager=said,
+        saver=saver or said,
+        times=SimpleNamespace(due=lambda step: saver is not None),
+        bad_numbers=BadNumbers("stop", folder),
+        log=log,
+        evaluations=evaluations or Evaluations(nobody, said, log, said),
+    )
+    run.push, run.drain = partial(Run.push, run), partial(Run.drain, run)
+    train_step(step, run)
 
 
 def noting_pushes(story: list[Any]) -> Any:
@@ -207,9 +231,9 @@ def test_an_evaluation_that_no_reward_could_score_ends_no_run_that_has_trained(
     said = noted()
     evaluator: Any = Waited(Evaluation([]))
     evaluator.take = take
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
+    log = run_log(tmp_path, said)
     with pytest.raises(EvaluationLost) if ends else nullcontext():
-        assert measure(step, evaluator, said, log, said, Signals(1.0)).groups == []
+        assert Evaluations(evaluator, said, log, said).measure(step, Signals(1.0)).groups == []
         assert capsys.readouterr().err == "warning: every prompt was lost\n"
 
 
@@ -225,8 +249,8 @@ def test_answers_without_a_score_are_counted_over_a_run_and_its_continuation() -
 def test_servers_and_checkpoints_are_looked_after_while_an_evaluation_is_awaited(tmp_path: Path) -> None:
     said = noted()
     evaluator: Any = Waited(Evaluation([]))
-    log = RunLog(Timer(), said, Totals(0.0, {}), tmp_path, 1)
-    assert measure(3, evaluator, said, log, said, Signals(1.0)) is evaluator.found
+    log = run_log(tmp_path, said)
+    assert Evaluations(evaluator, said, log, said).measure(3, Signals(1.0)) is evaluator.found
     looks, waits = [("check_servers",), ("poll",)], story_of(said, "check_servers", "poll", "stage")
     assert waits == [("stage", "testing"), *looks, ("stage", "testing", 1, 4), *looks, ("stage", "testing", 2, 4)]
     ((step, logged),) = (call.args for call in said.log.call_args_list)
@@ -262,7 +286,7 @@ def test_saves_and_an_evaluation_beside_a_step_have_their_place_in_it(tmp_path: 
         has_begun=True, begin=lambda: story.append("begin"), finish=lambda *_: story.append("finish")
     )
     both = (resident("actor"), resident("ref"))
-    step_of(tmp_path, 2, said, prefetcher, Roles(both[0], residents=both), saver, beside=beside)
+    step_of(tmp_path, 2, said, prefetcher, Roles(both[0], residents=both), saver, evaluations=beside)
     assert [each for each in story if each not in ("begin", "finish")] == [
         "take",
         "servers release",
@@ -284,14 +308,14 @@ def test_saves_and_an_evaluation_beside_a_step_have_their_place_in_it(tmp_path: 
 def test_a_checkpoint_holds_the_state_of_the_driver() -> None:
     described: list[Any] = []
     run: Any = Run.__new__(Run)
-    run.saves_waiting = True
-    run.generated_with = {"rollout.n": 2}
+    run.plan = SimpleNamespace(saves_waiting=True, generated_with={"rollout.n": 2})
+    run.log = SimpleNamespace(totals=SimpleNamespace(state_dict=lambda: {"pushes": 2}))
     run.algorithm = SimpleNamespace(kl=SimpleNamespace(state_dict=dict), seed=7)
     watched = SimpleNamespace(spikes=SimpleNamespace(state_dict=lambda: {"loss": [0.5]}))
     run.roles = SimpleNamespace(trainable={"actor": watched, "critic": SimpleNamespace(spikes=None)})
     run.saver = SimpleNamespace(describe=lambda *said: described.append(said))
     run.prefetcher, run.ledger = SimpleNamespace(waiting={3: []}), Ledger("data")
-    run.describe_save({"pushes": 2})
+    run.describe_save()
     state = {
         "ledger": Ledger("data").state_dict(),
         "kl": {},

@@ -9,9 +9,12 @@ A class without `reward` leaves the last answer to reward.fn.  What is not `asyn
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,9 +22,8 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from megarl.agents.chat import Chat, OverLimit, ToolRequest, shown
-from megarl.agents.in_thread import called, in_thread
-from megarl.plugins import user_function
-from megarl.sample import Prompt
+from megarl.plugins.load import describe, is_async, user_function
+from megarl.samples.sample import Prompt
 
 _NO_TOOLS = ("reset", "reward")
 _MALFORMED = json.dumps({"error": "a tool call could not be read; expected a JSON object with name and arguments"})
@@ -87,7 +89,7 @@ def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, An
 
 
 async def _response(tools: Any, names: list[str], call: ToolRequest) -> dict[str, Any]:
-    """What the tool returns, or its error: the model has written the call, and sees what is wrong with it."""
+    """What the tool returns, or its error: the model sees what is wrong with its call."""
     if call.name not in names:
         return call.response({"error": f"there is no tool {call.name}; there are {', '.join(names)}"})
     try:
@@ -101,3 +103,40 @@ async def _reward(tools: Any, text: str) -> Any:
     if not callable(reward):
         return reward
     return await called(reward, *[text] * bool(inspect.signature(reward).parameters))
+
+
+async def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The result; an ordinary function runs in a thread, so that other episodes go on."""
+    if is_async(function):
+        return await function(*args, **kwargs)
+    return await in_thread(partial(function, *args, **kwargs))
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """The result of `work` in a thread of its own: one that hangs keeps no other waiting, nor the end of the process.
+
+    Raises what it raises; what is no Exception, such as SystemExit, as a RuntimeError.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.done():  # cancelled
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            passes = isinstance(raised, Exception) and not isinstance(raised, StopIteration)  # futures refuse that
+            error = raised if passes else RuntimeError(describe(raised))
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await done

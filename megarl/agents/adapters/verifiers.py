@@ -8,14 +8,16 @@ agent.args: `python`, its interpreter; all others are settings of the package's 
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.agents.line_worker import LineWorker
-from megarl.sample import Prompt
+from megarl.plugins.load import describe
+from megarl.samples.sample import Prompt
 
 PYTHON = ".venv-verifiers/bin/python"
 WORKER = Path(__file__).with_name("verifiers_worker.py")
@@ -38,3 +40,69 @@ def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, Prompt], 
         return {**reply["rewards"], "score": reply["reward"]}
 
     return episode
+
+
+_LINE_BYTES = 1 << 26
+_Waiting = dict[int, asyncio.Future[dict[str, Any]]]  # by the number of the request
+
+
+class LineWorker:
+    """The process, started with the first request and, should it end, with the next.
+
+    Example: reply = await LineWorker("python", "worker.py").ask(task=7)
+    A request has a number, `id`, and so has its reply; {"cancel": number} says that the caller has stopped waiting.
+    """
+
+    def __init__(self, *command: str) -> None:
+        self._command, self._numbers, self._starting = command, itertools.count(), asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._waiting: _Waiting = {}  # for this process
+
+    async def ask(self, **request: Any) -> dict[str, Any]:
+        """The reply.  Raises RuntimeError if the process ends or says something else."""
+        stdin, number = await self._stdin(), next(self._numbers)
+        waiting = self._waiting
+        reply = waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            stdin.write(_line({"id": number, **request}))
+            return await reply
+        except asyncio.CancelledError:
+            stdin.write(_line({"cancel": number}))
+            raise
+        finally:
+            del waiting[number]
+
+    async def _stdin(self) -> asyncio.StreamWriter:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                pipe = asyncio.subprocess.PIPE
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES
+                )
+                self._waiting = {}
+                self._reading = asyncio.create_task(_read(self._process, self._waiting))
+        assert self._process.stdin is not None, "its stdin is a pipe"
+        return self._process.stdin
+
+
+async def _read(process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
+    """Hand out its replies until it ends; one that says something else is ended."""
+    assert process.stdout is not None, "its stdout is a pipe"
+    try:
+        while line := await process.stdout.readline():
+            reply = json.loads(line)
+            future = waiting.get(reply["id"])
+            if future is not None and not future.done():  # else it was cancelled
+                future.set_result(reply)
+        end = f"ended with exit code {await process.wait()}"
+    except Exception as error:
+        process.kill()
+        await process.wait()
+        end = f"was ended, because it said something else than a reply: {describe(error)}"
+    for future in waiting.values():
+        if not future.done():
+            future.set_exception(RuntimeError(f"the worker {end}"))
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

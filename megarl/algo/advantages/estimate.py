@@ -17,8 +17,8 @@ from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.kl import kl_estimate
 from megarl.algo.registry import ADV_ESTIMATORS
 from megarl.algo.segments import clean, last_unmasked, segment_count, segment_mean, segment_sum
-from megarl.batch import Batch, Stat, Stats
-from megarl.declared import argument_faults
+from megarl.plugins.declared import argument_faults
+from megarl.samples.batch import Batch, Stat, Stats
 
 # Inputs of an estimator that are not its own arguments: settings with their own keys, and data.
 SETTINGS = ("gamma", "lam", "norm_adv_by_std_in_grpo", "reward_weights")

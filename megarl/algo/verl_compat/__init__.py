@@ -1,1 +1,1 @@
-"""Adapters for losses and estimators in the form of verl's documentation, on [batch, sequence] tensors."""
+"""The modules that a file written for verl imports, by their last names; `plugins/load.py` has the whole names."""

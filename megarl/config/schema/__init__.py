@@ -7,20 +7,17 @@ Sizes of batches count prompts unless the comment says otherwise; a length count
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL, MEGATRON
-from megarl.config.schema.agent import Agent
 from megarl.config.schema.algorithm import Algorithm
 from megarl.config.schema.data import Data, Reward, Sft
-from megarl.config.schema.megatron import Megatron
-from megarl.config.schema.optim import Optim
-from megarl.config.schema.roles import Actor, Critic, Model, Ref
-from megarl.config.schema.rollout import Rollout
-from megarl.config.schema.teachers import Distill, Teacher
+from megarl.config.schema.record import RL, RL_EVALUATE, RL_SFT, SFT, If, key
+from megarl.config.schema.roles import Actor, Critic, Distill, Megatron, Model, Optim, Ref, Teacher
+from megarl.config.schema.rollout import Agent, Rollout
 from megarl.config.schema.trainer import Trainer
-from megarl.network.sockets import is_loopback
+from megarl.io.sockets import is_loopback
 
 __all__ = ["Algorithm", "Config", "Megatron", "Optim"]
 
@@ -29,19 +26,33 @@ __all__ = ["Algorithm", "Config", "Megatron", "Optim"]
 class Config:
     """A whole run.  Example: config.actor.optim.lr, config.trainer.run_dir."""
 
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    actor: Actor = field(default_factory=Actor)
-    critic: Critic = field(default_factory=Critic)
-    ref: Ref = field(default_factory=Ref)
-    teachers: dict[str, Teacher] = field(default_factory=dict)  # models from which the policy learns, by their names
-    distill: Distill = field(default_factory=Distill)
-    rollout: Rollout = field(default_factory=Rollout)
-    algorithm: Algorithm = field(default_factory=Algorithm)
-    reward: Reward = field(default_factory=Reward)
-    agent: Agent = field(default_factory=Agent)
-    trainer: Trainer = field(default_factory=Trainer)
-    sft: Sft = field(default_factory=Sft)
+    data: Data = key(Data, "files of prompts, batch size, lengths", RL_EVALUATE)
+    model: Model = key(Model, "the policy at the start: a Hugging Face folder or hub name")
+    actor: Actor = key(Actor, "its loss, optimizer and layout (actor.optim.*, actor.megatron.*)", RL_SFT)
+    critic: Critic = key(
+        Critic,
+        "the same for the value model; follows the actor unless set, but for critic.optim.*",
+        If("there is a critic"),
+        RL,
+    )
+    ref: Ref = key(Ref, "the reference policy of the KL terms", If("there is a reference"), RL)
+    teachers: dict[str, Teacher] = key(
+        {}, "models from which the policy learns, each with a name of its own (teachers.NAME.*)", RL
+    )
+    distill: Distill = key(
+        Distill, "how it learns from them: a divergence as loss, or log-probs as reward", If("teachers != {}"), RL
+    )
+    rollout: Rollout = key(Rollout, "what writes the completions, and how they are sampled", RL_EVALUATE)
+    algorithm: Algorithm = key(Algorithm, "policy loss, advantages, KL in the reward, plug-ins", RL)
+    reward: Reward = key(Reward, "what scores a completion", RL_EVALUATE)
+    agent: Agent = key(
+        Agent,
+        "episodes of several turns with tools, in place of plain completions",
+        If("there are agents"),
+        RL_EVALUATE,
+    )
+    trainer: Trainer = key(Trainer, "names, ranks, steps, checkpoints, trackers")
+    sft: Sft = key(Sft, "the supervised stage (megarl sft)", SFT)
 
     @property
     def uses_critic(self) -> bool:

@@ -14,22 +14,26 @@ from typing import Any
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import (
-    agents,
     algorithms,
-    data,
+    generation,
     lora,
     models,
     rewards,
-    router_replay,
-    sampling,
     servers,
     strategies,
     teachers,
 )
-from megarl.config.validate.layouts import LEARNERS, used_roles
+from megarl.config.validate.layouts import LEARNERS, divisors, nearest_numbers, used_roles
 from megarl.config.validate.values import value_of
+
+# Arguments of transformers' apply_chat_template that are no variables of the template; the run sets what it needs.
+_TEMPLATE_ARGUMENTS = (
+    *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages"),
+    *("padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs"),
+    *("tools", "truncation"),
+)
+_OF_SHELLS = frozenset(";&|<>$`\"'\\*?!")  # sentences have the name in commands to copy
 
 
 def contradictions(config: Config, command: str) -> Iterator[str]:
@@ -39,10 +43,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         return
     roles = used_roles(config, command)
     yield from strategies.contradictions(config, command)
-    yield from data.contradictions(config)
-    yield from models.random_weights(config, roles or ("actor",))
-    yield from models.beyond_megatron(config, roles)
-    yield from models.of_more_than_text(config, roles or ("actor",))
+    yield from _template(config)
+    yield from models.unfit(config, roles)
     yield from models.vocabularies(config, roles)
     yield from models.lengths(config, ("actor",) if command == "evaluate" else roles, command)
     yield from _batches(config, command)
@@ -50,17 +52,23 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     if command in ("train", "config"):
         yield from algorithms.contradictions(config)
         yield from teachers.contradictions(config)
-        yield from router_replay.contradictions(config)
-        yield from sampling.contradictions(config)
+        yield from generation.contradictions(config)
     if command in ("train", "evaluate", "config"):
         yield from rewards.contradictions(config, command)
-        yield from agents.contradictions(config)
+        yield from rewards.of_agents(config)
     yield from servers.contradictions(config, command)
     yield from lora.contradictions(config)
     yield from _bad_numbers(config, command)
     yield from _profiles(config)
     yield from _prefixes(config, roles)
     yield from _names(config)
+
+
+def _template(config: Config) -> Iterator[str]:
+    for name, value in config.data.apply_chat_template_kwargs.items():
+        if name in _TEMPLATE_ARGUMENTS:
+            key = f"data.apply_chat_template_kwargs.{name}={show(value)}"
+            yield f"{key}: the run decides this; expected variables of the chat template, such as enable_thinking"
 
 
 def _batches(config: Config, command: str) -> Iterator[str]:
@@ -70,9 +78,8 @@ def _batches(config: Config, command: str) -> Iterator[str]:
         if prompts % mini:
             near = " or ".join(str(size) for size in nearest_numbers(mini, divisors(prompts)))
             yield f"{role}.ppo_mini_batch_size={mini}: expected a divisor of data.train_batch_size={prompts}, as {near}"
-    of_teachers = (f"{role}.log_prob_max_token_len_per_gpu" for role in config.teacher_roles)
-    for key in ("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu",
-                "ref.log_prob_max_token_len_per_gpu", *of_teachers, "rollout.max_total_tokens"):  # fmt: skip
+    roles = ("actor", "critic", "ref", *config.teacher_roles)
+    for key in (*(f"{role}.ppo_max_token_len_per_gpu" for role in roles), "rollout.max_total_tokens"):
         limit = value_of(config, key)
         name, longest = models.longest_sequence(config, command, is_served=key.startswith("rollout."))
         if limit is not None and limit < longest:
@@ -143,7 +150,9 @@ def _names(config: Config) -> Iterator[str]:
     unknown = [name for name in trainer.logger if name not in names.LOGGERS]
     if unknown:
         yield f"trainer.logger={show(trainer.logger)}: {unknown[0]} is none of {', '.join(names.LOGGERS)}"
-    if trainer.experiment_name in ("", ".", "..") or Path(trainer.experiment_name).name != trainer.experiment_name:
-        yield f"trainer.experiment_name={trainer.experiment_name}: expected the plain name of a folder"
+    name = trainer.experiment_name
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or set(name) & _OF_SHELLS:
+        marks = " ".join(sorted(_OF_SHELLS))
+        yield f"trainer.experiment_name={name}: expected the plain name of a folder, printable and without {marks}"
     if trainer.resume_mode not in names.RESUME_MODES and not isdir(trainer.resume_mode):
         yield f"trainer.resume_mode={trainer.resume_mode}: expected auto, disable or the folder of a checkpoint"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice, product
+from math import log2
 from typing import NamedTuple
 
-from megarl.config.resolve import cut_of, layout_of, micro_batch_keys
+from megarl.arch.layout import KEYS, Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
+from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
 from megarl.config.settings import show
-from megarl.config.suggest import divisors, nearest_layouts, nearest_numbers
 from megarl.config.validate import models
-from megarl.layout import KEYS, Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
 
 ROLES = ("actor", "critic", "ref")
 LEARNERS = ("actor", "critic")
@@ -40,8 +40,6 @@ class Seat:
     step_key: str  # the key with the smallest number of prompts (sft: sequences) that the role processes at a time
     step_size: int  # its value
     sequences_each: int  # sequences per unit of step_size
-    micro_key: str
-    micro_total: int | None  # sequences of a micro-batch over all data-parallel ranks
     recompute_unit: int | None  # layers that are recomputed together
 
     @property
@@ -106,7 +104,7 @@ def problems(config: Config, command: str) -> Iterator[Problem]:
         if role != "ref" or config.uses_reference:
             yield from (Problem(seat, *found) for found in _wrong(seat))
         if role == "ref" and config.scores_on_ranks:
-            path = config.reward.model.path or ""
+            path = config.reward.model.path
             seat = replace(seat, numbers=numbers_of(models.config_of_folder(path)))
             which = f"; ref.* lays out reward.model.path={path}"
             yield from (Problem(seat, sentence, which + hint) for sentence, hint in _wrong(seat))
@@ -115,8 +113,7 @@ def problems(config: Config, command: str) -> Iterator[Problem]:
 def seat_of(config: Config, role: str, command: str) -> Seat:
     """The seat of a role in this configuration."""
     node = config.role(role)
-    keys, trains = micro_batch_keys(role), role in LEARNERS
-    cut, own = cut_of(config, "actor"), cut_of(config, role)
+    trains = role in LEARNERS
     step = ("data.train_batch_size", config.data.train_batch_size, config.rollout.n)
     if trains:
         step = (f"{role}.ppo_mini_batch_size", node.ppo_mini_batch_size, config.rollout.n)
@@ -133,8 +130,6 @@ def seat_of(config: Config, role: str, command: str) -> Seat:
         step_key=step[0],
         step_size=step[1],
         sequences_each=step[2],
-        micro_key=f"{role}.{keys.total}" if any(own) else f"actor.{micro_batch_keys('actor').total}",
-        micro_total=own.total if any(own) else cut.total,
         recompute_unit=megatron.recompute_num_layers if megatron.recompute_method == "uniform" else None,
     )
 
@@ -181,11 +176,6 @@ def _batches(seat: Seat) -> Iterator[tuple[str, str]]:
     if seat.sequences < copies:
         these = f"{seat.sequences} sequences cannot keep {copies} data-parallel ranks of the {seat.role} busy"
         yield f"{seat.step_key}={seat.step_size}: {these}", f"; expected at least {-(-copies // seat.sequences_each)}"
-    if seat.micro_total is not None and seat.micro_total % copies:
-        near = {max(1, seat.micro_total // copies) * copies, -(-seat.micro_total // copies) * copies}
-        wanted = " or ".join(str(size) for size in sorted(near))
-        ranks = f"expected a multiple of the {copies} data-parallel ranks"
-        yield f"{seat.micro_key}={seat.micro_total}: {ranks} of the {seat.role}", f", as {wanted}"
 
 
 def _fsdp(seat: Seat) -> Iterator[tuple[str, str]]:
@@ -244,3 +234,86 @@ def words_of(seat: Seat, layout: Layout) -> list[str]:
         for field, key in KEYS.items()
         if getattr(layout, field) != getattr(seat.layout, field)
     ]
+
+
+# If two changes cost the same, the change of the earlier field comes first.
+_FIELDS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers", "sequence_parallel")
+
+
+def nearest_layouts(
+    layout: Layout, numbers: ModelNumbers, num_ranks: int, fits: Callable[[Layout], bool]
+) -> Iterator[Layout]:
+    """Valid layouts, nearest first: those that differ in one field, else in two, else plain tp, pp and cp layouts."""
+    options = _options(layout, numbers, num_ranks)
+    for count in (1, 2):
+        found = {_with(layout, dict(zip(fields, values, strict=True)))
+                 for fields in combinations(_FIELDS, count)
+                 for values in product(*(options[field] for field in fields))}  # fmt: skip
+        fitting = [other for other in found if other != layout and fits(other)]
+        if fitting:
+            yield from sorted(fitting, key=lambda other: _distance(layout, other))
+            return
+    plain = replace(layout, ep=1, etp=None, vpp=1, first_stage_layers=None, last_stage_layers=None)
+    found = {_with(plain, {"tp": tp, "pp": pp, "cp": cp})
+             for tp, pp, cp in product(options["tp"], options["pp"], options["cp"])}  # fmt: skip
+    yield from sorted(filter(fits, found), key=lambda other: _distance(layout, other))
+
+
+def nearest_numbers(value: int, candidates: Iterator[int] | list[int], count: int = 2) -> list[int]:
+    """The candidates nearest to a number by ratio.  Example: nearest_numbers(100, [1, 64, 128]) -> [128, 64]."""
+    return sorted(candidates, key=lambda other: (abs(log2(other / value)), other))[:count]
+
+
+def divisors(number: int) -> list[int]:
+    """Example: divisors(12) -> [1, 2, 3, 4, 6, 12]."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _with(layout: Layout, changes: dict[str, int | bool | None]) -> Layout:
+    """The layout with these changes; with one tensor-parallel rank, sequence parallelism is switched off."""
+    changed = replace(layout, **changes)  # type: ignore[arg-type]
+    return replace(changed, sequence_parallel=False) if changed.tp == 1 else changed
+
+
+def _options(layout: Layout, numbers: ModelNumbers, num_ranks: int) -> dict[str, list[int] | list[bool] | list]:
+    sizes = divisors(num_ranks)
+    layers = numbers.num_hidden_layers
+    return {
+        "tp": sizes,
+        "pp": [size for size in sizes if layers is None or size <= layers],
+        "cp": sizes,
+        "ep": sizes,
+        "etp": [None, *sizes],
+        "vpp": [size for size in (divisors(layers) if layers else [1]) if size <= max(layout.vpp, 8)],
+        "first_stage_layers": [None],
+        "last_stage_layers": [None, *_last_stages(layout, layers)],
+        "sequence_parallel": [False, True],
+    }
+
+
+def _last_stages(layout: Layout, layers: int | None) -> list[int]:
+    """Possible numbers of layers of the last pipeline rank, if all middle ranks have the same number."""
+    if layers is None or layout.pp < 2:
+        return []
+    left = layers - (layout.first_stage_layers or 0)
+    others = layout.pp - 1 - (layout.first_stage_layers is not None)
+    if others < 1:
+        return [left] if left > 0 else []
+    lasts = {left - others * each for each in (left // (others + 1), left // (others + 1) + 1)}
+    return sorted(last for last in lasts if last > 0)
+
+
+def _distance(a: Layout, b: Layout) -> tuple[float, tuple[int, ...], str]:
+    """The distance of b from a as a sort key, with tie-breakers.
+
+    Each changed field costs 1, and a changed size 1 more for each factor of two.  Unequal stages cost more, as a last
+    resort; sequence parallelism costs nothing.
+    """
+    changed = [field for field in _FIELDS if getattr(a, field) != getattr(b, field)]
+    cost = 0.0
+    for field in changed:
+        if field.endswith("_stage_layers"):
+            cost += 2.5
+        elif field != "sequence_parallel":
+            cost += 1 + abs(log2((getattr(b, field) or b.tp) / max(1, getattr(a, field) or a.tp)))
+    return cost, tuple(_FIELDS.index(field) for field in changed), repr(b)

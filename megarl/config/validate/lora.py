@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megarl.arch.layout import numbers_of
+from megarl.arch.projections import chosen, projections_of
 from megarl.config.schema import Config
 from megarl.config.validate import models
-from megarl.layout import numbers_of
-from megarl.projections import chosen, projections_of
 
 ADAPTER = "actor.lora.push=adapter"
 _FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
+from megarl.arch.hf_config import completed
+from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
+from megarl.arch.model_types import MISSING
 from megarl.config.schema import Config
+from megarl.config.schema.record import Range
 from megarl.config.settings import ConfigError, show
-from megarl.config.validate.config_json import invalid_fields, read_object
-from megarl.hf_config import completed
-from megarl.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
-from megarl.model_types import MISSING
 
 # If preset and folder differ in one of these, they are different models.
 SHAPE = (
@@ -131,29 +131,20 @@ def contradictions(config: Config, role: str) -> Iterator[str]:
             return
 
 
-def random_weights(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
-    """Refuse bench_ring.py's folders without trained weights; only its own runs, with dummy servers, may use them."""
-    if "--load-format dummy" in " ".join(config.rollout.sglang.args).replace("=", " "):
-        return
-    for role in with_own_models(config, roles):
-        if model_config(config, role).get(RANDOM_WEIGHTS) is True:
-            said = "its weights are random, for benchmarks/bench_ring.py only"
-            yield f"{group_of(role)}.path={model_of(config, role).path}: {said}; expected a model"
+def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """One sentence for each model that no run takes, or that Megatron-Core cannot compute; the roles: those on ranks.
 
-
-def beyond_megatron(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
-    """One sentence for each model that Megatron-Core cannot compute, with what it lacks."""
-    for role in with_own_models(config, roles):
-        kind = model_config(config, role).get("model_type")
-        if missing := MISSING.get(str(kind)):
-            yield f"{group_of(role)}.path={model_of(config, role).path}: it is of model_type {kind}, and {missing}"
-
-
-def of_more_than_text(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
-    """One sentence for each model that reads images, videos or sounds."""
-    for role in with_own_models(config, roles):
-        if sentence := more_than_text(model_config(config, role)):
-            yield f"{group_of(role)}.path={model_of(config, role).path}: {sentence}"
+    bench_ring.py's folders have no trained weights; only its own runs, with dummy servers, may use them.
+    """
+    may_be_random = "--load-format dummy" in " ".join(config.rollout.sglang.args).replace("=", " ")
+    for role in with_own_models(config, roles or ("actor",)):
+        hf, place = model_config(config, role), f"{group_of(role)}.path={model_of(config, role).path}"
+        if hf.get(RANDOM_WEIGHTS) is True and not may_be_random:
+            yield f"{place}: its weights are random, for benchmarks/ring/bench_ring.py only; expected a model"
+        if roles and (missing := MISSING.get(str(hf.get("model_type")))):
+            yield f"{place}: it is of model_type {hf['model_type']}, and {missing}"
+        if sentence := more_than_text(hf):
+            yield f"{place}: {sentence}"
 
 
 def more_than_text(hf: dict[str, Any]) -> str:
@@ -241,3 +232,69 @@ def _cached(name: str) -> Path | None:
     except ValueError:  # no name of a hub
         return None
     return Path(found) if isinstance(found, str) else None
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_SIZE = Range(lambda v: _is_whole(v, 1), "an integer of at least 1")
+_COUNT = Range(lambda v: _is_whole(v, 0), "an integer of at least 0")
+_GROUP = Range(lambda v: isinstance(v, dict), "a group of fields")
+_TEXT = Range(lambda v: isinstance(v, str), "text")
+_SIZES = (
+    "num_attention_heads num_key_value_heads hidden_size head_dim intermediate_size vocab_size max_position_embeddings "
+    "decoder_sparse_step"
+)
+_COUNTS = (
+    "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size "
+    "first_k_dense_replace q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"
+)
+_FIELDS: dict[str, Range] = {
+    **dict.fromkeys(_SIZES.split(), _SIZE),
+    **dict.fromkeys(_COUNTS.split(), _COUNT),
+    # Bounded, as classes of transformers make a list of as many kinds of layers.
+    "num_hidden_layers": Range(lambda v: _is_whole(v, 1) and v <= 10_000, "an integer from 1 to 10000"),
+    "model_type": _TEXT,
+    "architectures": Range(lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v), "a list of texts"),
+    "mlp_only_layers": Range(
+        lambda v: isinstance(v, list) and all(_is_whole(x, 0) for x in v), "a list of layers from 0"
+    ),
+    "quantization_config": _GROUP,
+    "rope_scaling": _GROUP,
+    "rope_parameters": _GROUP,
+}
+_ROPE: dict[str, Range] = {
+    "original_max_position_embeddings": _SIZE,
+    "factor": Range(
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < float("inf"),
+        "a number above 0",
+    ),
+}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file.  Raises: ConfigError, one sentence that begins with "its NAME", if there are none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"its {file.name} cannot be read ({' '.join(str(error).split())})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"its {file.name} is {type(found).__name__}, expected an object of fields")
+    return found
+
+
+def invalid_fields(hf: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence, `FIELD=VALUE: expected ...`, for each field of a config.json that is of another type."""
+    yield from _invalid(hf, _FIELDS, "")
+    for group in ("rope_scaling", "rope_parameters"):
+        rope = hf.get(group)
+        if isinstance(rope, dict):
+            yield from _invalid(rope, _ROPE, f"{group}.")
+
+
+def _invalid(fields: Mapping[str, Any], rules: dict[str, Range], prefix: str) -> Iterator[str]:
+    for name, allowed in rules.items():
+        value = fields.get(name)
+        if value is not None and not allowed.test(value):
+            yield f"{prefix}{name}={show(value)}: expected {allowed.wanted}"

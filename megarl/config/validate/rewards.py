@@ -1,4 +1,4 @@
-"""Checks of rewards: their names, weights and services."""
+"""Checks of rewards, their names, weights and services, and of agents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from itertools import combinations
 from os.path import expanduser, isfile
 
+from megarl.arch.layout import numbers_of
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
 from megarl.config.validate.models import config_of_folder
-from megarl.layout import numbers_of
 
 _ENGINE = "reward.model.engine"
 _ON_RANKS = f"{_ENGINE}={names.MEGATRON}"
@@ -94,7 +94,7 @@ def _judge(config: Config) -> Iterator[str]:
 def _model(config: Config) -> Iterator[str]:
     model = config.reward.model
     if not model.path:
-        yield f"reward.model.path={show(model.path)}: the reward model needs it, for its tokenizer at least"
+        yield f"reward.model.path={model.path}: the reward model needs it, for its tokenizer at least"
     yield from _url("reward.model.url", model.url)
 
 
@@ -107,7 +107,7 @@ def _on_ranks(config: Config, command: str) -> Iterator[str]:
         yield f"{_ON_RANKS}: algorithm.filter_groups compares rewards before the ranks score; {wanted}"
     if config.data.val_files and config.reward.fn == ["model"] and not config.reward.by_data_source:
         yield f"{_ON_RANKS}: there is no other reward to evaluate with; {wanted}, another reward, or data.val_files=[]"
-    known = numbers_of(config_of_folder(config.reward.model.path or "")).max_position_embeddings
+    known = numbers_of(config_of_folder(config.reward.model.path)).max_position_embeddings
     keys, longest = config.longest
     if known is not None and longest > known:
         said = f"{keys} is {longest}"
@@ -120,10 +120,48 @@ def _url(key: str, url: str | None) -> Iterator[str]:
 
 
 def _no_such(config: Config, key: str, fn: str) -> Iterator[str]:
-    place, colon, _ = fn.rpartition(":")
     known = (*names.REWARDS, *names.REWARD_SERVICES)
-    if not colon and fn not in known and not config.algorithm.plugins:
+    if ":" not in fn and fn not in known and not config.algorithm.plugins:
         wanted = f"expected one of {', '.join(known)}, path/to/file.py:function, or a name that a file in "
         yield f"{key}={fn}: {wanted}algorithm.plugins registers"
+    yield from missing_file(key, fn)
+
+
+def missing_file(key: str, function: str) -> Iterator[str]:
+    """One sentence if a function, such as path/to/file.py:function, is in a file that does not exist."""
+    place = function.rpartition(":")[0]
     if place.endswith(".py") and not isfile(expanduser(place)):
-        yield f"{key}={fn}: expected a file that exists, as path/to/file.py:function"
+        yield f"{key}={function}: expected a file that exists, as path/to/file.py:function"
+
+
+def of_agents(config: Config) -> Iterator[str]:
+    """One sentence for each fault."""
+    agent = config.agent
+    if not config.has_agents:
+        return
+    if agent.fn is not None and agent.command:
+        yield f"agent.command={show(agent.command)}: expected [], because agent.fn={agent.fn} is the agent"
+    if agent.fn is not None:
+        yield from _no_agent(agent.fn)
+    assert agent.max_tokens is not None, "it is resolved"
+    if agent.max_tokens <= config.data.max_prompt_length:
+        longest = f"data.max_prompt_length={config.data.max_prompt_length}"
+        yield f"agent.max_tokens={agent.max_tokens}: expected more than {longest}, which an episode begins with"
+    if config.data.overlong_prompts not in ("error", "filter"):
+        wanted = "expected error or filter, because agents get the messages of a prompt, not its tokens"
+        yield f"data.overlong_prompts={config.data.overlong_prompts}: {wanted}"
+    if config.algorithm.overlong_buffer.enable:
+        yield "algorithm.overlong_buffer.enable=true: expected false, because episodes have several answers"
+    if config.trainer.check_export:
+        yield "trainer.check_export=true: expected false, because transformers' generation runs no agents"
+
+
+def _no_agent(fn: str) -> Iterator[str]:
+    prefix, colon, address = fn.partition(":")
+    if prefix in names.AGENT_ADAPTERS:
+        return
+    if not colon or not prefix or not address:
+        known = "".join(f", {name}:..." for name in names.AGENT_ADAPTERS)
+        yield f"agent.fn={fn}: expected path/to/file.py:function, package.module:function{known}"
+    else:
+        yield from missing_file("agent.fn", fn)

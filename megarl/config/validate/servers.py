@@ -7,13 +7,13 @@ from itertools import islice
 from math import log2
 from urllib.parse import urlsplit
 
-from megarl.config import tried
+from megarl.arch import sglang_options as tried
+from megarl.arch.layout import ModelNumbers
 from megarl.config.placement import placements
 from megarl.config.schema import Config
-from megarl.config.suggest import divisors, nearest_numbers
 from megarl.config.validate import models
-from megarl.layout import ModelNumbers
-from megarl.network.sockets import is_loopback
+from megarl.config.validate.layouts import divisors, nearest_numbers
+from megarl.io.sockets import is_loopback
 
 MOST_GPUS = 16  # of any existing machine; this machine's number is checked when servers start
 MOST_BESIDE = 0.5  # of a GPU's memory, for a server that runs at the same time as the trainer on the same GPU
@@ -45,7 +45,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from (misfits := list(_sizes(config)))
     if rollout.router and rollout.engine == "hf":
         yield "rollout.router=true: rollout.engine=hf has no router; expected false"
-    if rollout.router and config.actor.lora.rank and config.actor.lora.push == "adapter":
+    if rollout.router and config.adapters_kept:
         why = "it may send a request to a server that does not hold the adapter (actor.lora.push=adapter)"
         yield f"rollout.router=true: {why}; expected false, or push=merged"
     if rollout.quantization == "fp8":
@@ -88,7 +88,7 @@ def _fp8(config: Config) -> Iterator[str]:
         yield f"rollout.dtype={rollout.dtype}: {FP8} quantizes 16-bit weights; expected bfloat16"
     if rollout.push == "sharded":
         yield f"rollout.push=sharded: {FP8} quantizes whole tensors; expected auto, shared or gathered"
-    if config.actor.lora.rank and config.actor.lora.push == "adapter":
+    if config.adapters_kept:
         yield f"{FP8}: servers of adapters (actor.lora.push=adapter) are not quantized; expected none, or push=merged"
 
 
@@ -145,7 +145,7 @@ def _attention_groups(config: Config) -> Iterator[str]:
     if size > 1 and family is not None and family not in FAMILIES_WITH_ADP:
         known = ", ".join(FAMILIES_WITH_ADP)
         yield f"{ADP}={size}: SGLang has it for {known}, and the model is of {family}; expected 1"
-    if size > 1 and config.actor.lora.rank and config.actor.lora.push == "adapter":
+    if size > 1 and config.adapters_kept:
         yield f"{ADP}={size}: servers of adapters (actor.lora.push=adapter) run without it; expected 1, or push=merged"
 
 
@@ -238,7 +238,7 @@ def _join(config: Config) -> Iterator[str]:
         yield f"{given}: a router knows only the servers of the start; expected rollout.router=false, or null"
     if config.rollout.placement == "shared":
         yield f"{given}: rollout.placement=shared puts all servers on the trainer's GPUs; expected separate, or null"
-    if config.actor.lora.rank and config.actor.lora.push == "adapter":
+    if config.adapters_kept:
         yield f"{given}: adapters are pushed to the servers of the start only; expected actor.lora.push=merged, or null"
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import islice
-from os.path import expanduser, isfile
 
+from megarl.arch.layout import numbers_of
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
 from megarl.config.validate.models import config_of_folder, group_of, model_numbers
+from megarl.config.validate.rewards import missing_file
 from megarl.config.validate.servers import server_misfits
-from megarl.layout import numbers_of
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -46,8 +45,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 def _teacher(config: Config, name: str) -> Iterator[str]:
     key, teacher = f"teachers.{name}", config.teachers[name]
-    if not re.fullmatch(r"\w[\w-]*", name):
-        yield f"{key}: expected a name of letters, digits, _ and -"
     if not teacher.model.path:
         yield f"{key}.model.path is not set: a teacher needs a Hugging Face folder or hub name"
     if teacher.engine != names.MEGATRON:
@@ -79,7 +76,7 @@ def _server(config: Config, name: str) -> Iterator[str]:
             yield f"{key}.server.num_gpus={sentence}; expected another number of GPUs"
     known = numbers.max_position_embeddings
     keys, longest = config.longest
-    if known is not None and longest + 1 > known:  # a request of rollout.scores asks for a token more
+    if known is not None and longest + 1 > known:  # a request for scores asks for a token more
         yield (
             f"{keys}={longest}: {key}.model.path={teacher.model.path} knows {known} positions "
             f"(max_position_embeddings), of which {said} needs one more than a row has; expected at most {known - 1}"
@@ -90,11 +87,9 @@ def _routes(config: Config) -> Iterator[str]:
     """Each sample has at most one teacher."""
     route, of_source = config.distill.route, dict[str, str]()
     if route is not None:
-        place, colon, _ = route.rpartition(":")
-        if not colon:
+        if ":" not in route:
             yield f"distill.route={route}: expected path/to/file.py:function, or package.module:function"
-        elif place.endswith(".py") and not isfile(expanduser(place)):
-            yield f"distill.route={route}: expected a file that exists, as path/to/file.py:function"
+        yield from missing_file("distill.route", route)
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}.data_sources={show(teacher.data_sources)}"
         if route is not None and teacher.data_sources:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from megarl.config import names
@@ -15,19 +15,19 @@ DEFAULT_SIZES = {BATCH: 1024, MINI_BATCH: 256}
 CORRECTION = "algorithm.rollout_correction"
 BY_SEQUENCE, SEQUENCES = ("geo_mean", "gmpo", "sapo"), "seq-mean-token-mean"  # verl's losses with an own aggregation
 CLAMPED = "low_var_kl_clamped"
-_PACKED = "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size[_per_gpu]"
+_PACKED = "sequences are always packed, by ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu"
 CAP = "dppo_ratio_cap"  # of DPPO, which verl reads from clip_ratio_c
 
 
 def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
     """A number of sequences per micro-batch, which verl does not read with use_dynamic_bsz."""
     if value is None or not _is_dynamic(key, command):
-        return Taken(((key, value),))
+        return Taken(((_ours(key), value),))
     note = "use_dynamic_bsz=true: micro-batches are cut by tokens"
     if _other(key, "max_token_len_per_gpu", command) is not None:
         return Taken(note=note)
     role = key.partition(".")[0]
-    tokens = f"{role}.{_kind(key)}_max_token_len_per_gpu"
+    tokens = f"{role}.ppo_max_token_len_per_gpu"
     limit = DEFAULT_TOKENS.get(role) or command.get("actor.ppo_max_token_len_per_gpu") or DEFAULT_TOKENS["actor"]
     limit *= _context_size(role, command)
     return Taken(((tokens, limit),), f"{note}, verl's default {tokens}={limit}")
@@ -39,11 +39,33 @@ def _cut_by_tokens(key: str, value: Any, command: Command) -> Taken:
     is_verls = command.is_whole or any(word.endswith("use_dynamic_bsz") for word in command.words)
     if is_verls and not _is_dynamic(key, command) and any(count is not None for count in counted):
         return Taken(note="use_dynamic_bsz=false: micro-batches are cut by sequences")
-    size = _context_size(key.partition(".")[0], command)
+    size, ours = _context_size(key.partition(".")[0], command), _ours(key)
     if size == 1 or type(value) is not int:
-        return Taken(((key, value),))
+        return Taken(((ours, value),))
     whole = f"verl counts the share of one of {size} ranks of context parallelism, here whole sequences count"
-    return Taken(((key, value * size),), f"{key}={value * size}: {whole}")
+    return Taken(((ours, value * size),), f"{ours}={value * size}: {whole}")
+
+
+def _cut_over_ranks(key: str, value: Any, command: Command) -> Taken:
+    """A number of sequences over all data-parallel ranks, which verl gave up for a number on each."""
+    ours = f"{key}_per_gpu"
+    if value is None:
+        return Taken(note="a number on each rank counts")
+    if _is_dynamic(key, command):
+        return _cut_by_count(ours, value, command)
+    role, sizes = key.partition(".")[0], ("tensor", "pipeline")
+    ranks = [command.get(f"trainer.{name}", default) for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))]
+    model = [command.get(f"{role}.megatron.{size}_model_parallel_size", 1) for size in sizes]
+    if not command.is_whole or not all(isinstance(number, int) for number in (value, *ranks, *model)):
+        return Taken(refusal=f"expected {_ours(ours)}, the sequences on one rank")
+    copies = max(1, prod(ranks) // (prod(model) * _context_size(role, command)))
+    each = max(1, value // copies)
+    return Taken(((_ours(ours), each),), f"{_ours(ours)}={each}" if copies > 1 else "")
+
+
+def _ours(key: str) -> str:
+    """verl has its own names of these keys for a reference."""
+    return key.replace(".log_prob_", ".ppo_")
 
 
 def _context_size(role: str, command: Command) -> int:
@@ -167,16 +189,12 @@ def _clip(key: str, value: Any, command: Command) -> Taken:
     return Taken(((key, value),))
 
 
-def _loss_arg(name: str) -> Rule:
+def _loss_arg(key: str, value: Any, command: Command) -> Taken:
     """A setting of one loss."""
-
-    def rule(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-        loss = policy_loss(command)
-        if command.is_whole and (value is None or name not in names.POLICY_LOSS_ARGS.get(loss, (name,))):
-            return Taken(note=f"the loss {loss} does not read it")
-        return Taken(((f"algorithm.policy_loss_args.{name}", value),))
-
-    return rule
+    loss, name = policy_loss(command), key.rpartition(".")[2].removeprefix("dro_")
+    if command.is_whole and (value is None or name not in names.POLICY_LOSS_ARGS.get(loss, (name,))):
+        return Taken(note=f"the loss {loss} does not read it")
+    return Taken(((f"algorithm.policy_loss_args.{name}", value),))
 
 
 def _aggregation(key: str, value: Any, command: Command) -> Taken:
@@ -195,33 +213,27 @@ def _kl(key: str, value: Any, command: Command) -> Taken:
     return Taken(((key, ours),), f"{key}={ours}: verl's is at most 10, and has no gradient there")
 
 
-_LOSS_ARGS = {
-    **{f"{group}.{name}": name for group in ("actor", "actor.policy_loss") for name in ("tau_pos", "tau_neg")},
-    **{f"actor.policy_loss.clip_cov_{name}": f"clip_cov_{name}" for name in ("ratio", "lb", "ub")},
-    **{f"actor.policy_loss.{name}": name for name in ("kl_cov_ratio", "ppo_kl_coef")},
-    "actor.policy_loss.dro_beta": "beta",
-}
+_LOSS_ARGS = "tau_pos tau_neg clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef dro_beta"
 
 RULES: dict[str, Rule] = {
     # micro-batches
     **each("*", "use_dynamic_bsz log_prob_use_dynamic_bsz", of_switch(nothing(_PACKED))),
-    **{f"{role}.ppo_micro_batch_size{end}": _cut_by_count for role in DEFAULT_LR for end in ("", "_per_gpu")},
-    **{f"{role}.ppo_max_token_len_per_gpu": _cut_by_tokens for role in DEFAULT_LR},
-    **{f"ref.log_prob_micro_batch_size{end}": _cut_by_count for end in ("", "_per_gpu")},
+    **each("actor critic", "ppo_micro_batch_size", _cut_over_ranks),
+    "ref.log_prob_micro_batch_size": _cut_over_ranks,
+    **each("actor critic", "ppo_micro_batch_size_per_gpu", _cut_by_count),
+    **each("actor critic", "ppo_max_token_len_per_gpu", _cut_by_tokens),
+    "ref.log_prob_micro_batch_size_per_gpu": _cut_by_count,
     "ref.log_prob_max_token_len_per_gpu": _cut_by_tokens,
     "actor.policy_loss.loss_mode": _loss_mode,
     "actor.loss_agg_mode": _aggregation,
     **dict.fromkeys(("actor.kl_loss_type", "algorithm.kl_penalty"), _kl),
     **each("actor", "clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c", _clip),
-    **{key: _loss_arg(name) for key, name in _LOSS_ARGS.items()},
+    **each("actor", "tau_pos tau_neg", _loss_arg),
+    **each("actor.policy_loss", _LOSS_ARGS, _loss_arg),
     "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0, other="lr_warmup_steps_ratio"),
     "*.optim.lr_warmup_steps_ratio": _warmup_ratio,
     **each("actor critic", "optim.min_lr_ratio", _min_lr_ratio),
     **each("actor critic", "optim.min_lr", _min_lr),
     "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None, other="lr_decay_steps"),
     "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None, other="total_training_steps"),
-}
-
-RENAMED: dict[str, tuple[str, int | str | None]] = {
-    key: ("algorithm.policy_loss_args", name) for key, name in _LOSS_ARGS.items()
 }

@@ -4,27 +4,58 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.verl import dtypes, learning
-from megarl.config.verl.learning import DEFAULT_LR
+from megarl.arch.projections import ALL, LINEARS
+from megarl.config.verl import learning
 from megarl.config.verl.taken import (
     Command,
     Rule,
     Taken,
+    as_it_is,
+    counts_if,
     each,
-    harmless,
     named,
     nothing,
     of_switch,
-    refused,
+    plain,
     set_to,
     switch,
     truth,
     unless,
 )
-from megarl.projections import ALL, LINEARS
+from megarl.config.verl.written import FSDP_OF_ROLES
 
 ADAPTERS = "adapters train by Megatron, not by FSDP"
-FUSED = "Megatron's fused kernels are used wherever this machine has them"
+
+# verl has a number format of weights for each role, and a run here has one.
+_DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_COMPUTED = ("dtype", "mixed_precision.param_dtype")  # names in a group of verl's FSDP
+_FOLLOWERS = ("critic", "ref")
+
+
+def _computed(key: str, value: Any, command: Command) -> Taken:
+    """The format in which a role computes: model.dtype, which all roles share."""
+    ours = _DTYPES.get(str(value))
+    if ours is None:
+        return Taken(note="model.dtype counts") if value is None else Taken(refusal="expected float32 or bfloat16")
+    if key.partition(".")[0] not in _FOLLOWERS:
+        return Taken((("model.dtype", ours),))
+    if ours == _of_the_actor(command):
+        return Taken(note="all roles compute in model.dtype, which is the same")
+    return Taken(refusal="all roles compute in one dtype: expected model.dtype")
+
+
+def _of_the_actor(command: Command) -> str | None:
+    """The format of the run; None where the command does not say, since a recipe may."""
+    words = ("model.dtype", "actor.megatron.dtype", *(f"actor.fsdp_config.{name}" for name in _COMPUTED))
+    typed = next((command.get(word) for word in words if command.get(word) is not None), None)
+    return _DTYPES.get(str(typed), "bfloat16" if command.is_whole else None)
+
+
+def _stored(key: str, value: Any, command: Command) -> Taken:
+    """The format that verl's FSDP shards; where it is float32, verl computes in another one."""
+    if value in ("fp32", "float32", None):
+        return Taken(note="the optimizer keeps weights in float32, and model.dtype computes")
+    return _computed(key, value, command)
 
 
 def _scheduler(key: str, value: Any, command: Command) -> Taken:
@@ -53,16 +84,6 @@ def by_megatron(command: Command) -> bool:
 def has_adapters(command: Command) -> bool:
     """Does the command ask for LoRA?"""
     return any(command.get(key) for key in ("actor.lora.rank", "model.lora_rank", "model.lora.rank"))
-
-
-def _if_adapters(rule: Rule) -> Rule:
-    """Without a rank, what adapters would be counts for nothing."""
-
-    def chosen(key: str, value: Any, command: Command) -> Taken:
-        off = command.is_whole and not has_adapters(command)
-        return Taken(note="there are no adapters: all weights are trained") if off else rule(key, value, command)
-
-    return chosen
 
 
 def _targets(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
@@ -129,182 +150,64 @@ def load_contents(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG
     )
 
 
+def _truncation(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    if value in (-1, None):
+        return Taken(note="no weight, as by default")
+    correction = learning.CORRECTION
+    return Taken(((f"{correction}.level", "token"), (f"{correction}.truncate", value)))
+
+
 def _fusion(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
-    return Taken(note=FUSED) if truth(value) else Taken(((key, value),))
+    note = "Megatron's fused kernels are used wherever this machine has them"
+    return Taken(note=note) if truth(value) else Taken(((key, value),))
 
 
-_ROLE_KEYS = ["actor", "critic", "ref"]
 _FUSIONS = (
-    *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
-    *("bias_swiglu_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
-    "persist_layer_norm",
+    "apply_rope_fusion masked_softmax_fusion bias_activation_fusion bias_dropout_fusion bias_swiglu_fusion "
+    "gradient_accumulation_fusion moe_permute_fusion moe_grouped_gemm persist_layer_norm"
 )
-_ROUTER_LOSSES: dict[str, tuple[Any, ...]] = {
-    "moe_router_load_balancing_type": ("none",),
-    "moe_aux_loss_coeff": (0, 0.0),
-    "moe_z_loss_coeff": (0, 0.0, None),
-}
-_SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
-NO_CODE = "no code of a model's folder is run, and the families that are known here need none"
-_NO_DROPOUT = harmless(0, 0.0, why="there is no dropout", otherwise="expected 0")
-_DROPOUTS = "attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop"
 _REPLAYS = {"disabled": "off", "R2": "old", "R3": "rollout"}
-_FSDP = "*.fsdp_config *.fsdp"
-_NO_ADAPTER = "expected model.path of a folder into which the adapter is merged"
+_OF_ADAPTERS: dict[str, Rule] = {
+    **each("model", "lora_alpha lora.alpha", named("actor.lora.alpha")),
+    **each("model", "target_modules lora.target_modules", _targets),
+    **plain("""
+model.lora | type | lora | LoRA | adapters are LoRA's: expected lora
+model.lora | dropout | 0 | there is no dropout | expected 0
+"""),
+}
 
 RULES: dict[str, Rule] = {
     **learning.RULES,
-    "*.use_fused_kernels": nothing("log-probs and entropies never exist for the whole vocabulary at once, in any case"),
-    "actor.calculate_entropy": nothing("the entropy is always computed"),
-    **{
-        f"{role}.shuffle": harmless(False, why="mini-batches keep the order of prompts", otherwise="expected false")
-        for role in DEFAULT_LR
-    },
-    **{f"{role}.data_loader_seed": nothing("mini-batches keep the order of prompts") for role in DEFAULT_LR},
-    "actor.freeze_vision_tower": nothing("only text is read, and no weight of a vision tower is trained"),
-    "actor.tis_imp_ratio_cap": lambda key, value, command: (  # noqa: ARG005
-        Taken(note="no weight, as by default")
-        if value in (-1, None)
-        else Taken(
-            (
-                ("algorithm.rollout_correction.level", "token"),
-                ("algorithm.rollout_correction.truncate", value),
-            )
-        )
-    ),
+    "actor.tis_imp_ratio_cap": _truncation,
     **each("actor actor.megatron", "router_replay.mode", named("actor.router_replay", _REPLAYS)),
-    "critic.enable": nothing("whether there is a critic follows from algorithm.adv_estimator"),
-    "critic.rollout_n": nothing("the critic learns all completions"),
-    **{f"{role}.strategy": _strategy for role in _ROLE_KEYS},
-    # optimizers
-    "*.optim.override_optimizer_config": lambda key, value, command: (  # noqa: ARG005
-        Taken(note="it is empty") if value is None else Taken(((key, value),))
-    ),
-    "*.optim.warmup_style": unless((None,), "lr_scheduler_type says it", named("{role}.optim.lr_decay_style", {})),
+    **each("actor critic ref", "strategy", _strategy),
+    "*.optim.override_optimizer_config": unless((None,), "it is empty", as_it_is),
+    "*.optim.warmup_style": unless((None,), "lr_scheduler_type says it", named("{role}.optim.lr_decay_style")),
     "*.optim.lr_scheduler_type": _scheduler,
-    "*.optim.use_checkpoint_opt_param_scheduler": nothing("the schedule is that of the command, at the step reached"),
     "*.optim.optimizer": named("{role}.optim.name", {"adam": "adamw", "AdamW": "adamw", "Adam": "adamw"}),
-    **each(
-        "*.optim *.optim.override_optimizer_config",
-        "use_precision_aware_optimizer",
-        nothing("master weights and moments are float32, as its defaults are"),
-    ),
-    # layout
-    **dtypes.RULES,
-    **each(_FSDP, "offload_policy", of_switch(_offload_policy)),
-    **each(_FSDP, "strategy", nothing("actor.strategy says so")),
-    **each(_FSDP, "full_determinism", harmless(False, why="nothing asks for it", otherwise="expected false")),
-    **each(f"{_FSDP} *.megatron", "forward_only", nothing("follows from the role")),
+    **each(FSDP_OF_ROLES, " ".join(_COMPUTED), _computed),
+    **each(FSDP_OF_ROLES, "model_dtype", _stored),
+    **each("actor critic ref", "megatron.dtype", _computed),
+    **each("*.fsdp_config *.fsdp", "offload_policy", of_switch(_offload_policy)),
     **each("actor.fsdp_config actor.megatron", "seed", _seed),
-    **each(f"{_FSDP} *.megatron", "seed", nothing("trainer.seed seeds every role")),
     **each("actor critic ref", "megatron.sequence_parallel", _sequence_parallel),
     "*.megatron.use_megatron_fsdp": switch(
         set_to(("actor.strategy", "fsdp"), note="actor.strategy=fsdp"), nothing("actor.strategy says so")
     ),
-    "*.megatron.dist_checkpointing_path": unless(
-        (None, ""),
-        "weights come from model.path",
-        refused("weights come from Hugging Face folders: expected model.path"),
-    ),
-    "*.megatron.dist_checkpointing_prefix": nothing("weights come from model.path"),
-    "*.megatron.override_mcore_model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
-    "*.override_transformer_config.attention_backend": nothing("attention takes the fastest kernel of this machine"),
-    "*.override_transformer_config.deallocate_pipeline_outputs": nothing("a stage frees on GPUs what it has sent"),
     "*.override_transformer_config.recompute_modules": _recomputed,
-    **each("*.override_transformer_config", "attention_dropout hidden_dropout", _NO_DROPOUT),
-    "*.override_transformer_config.moe_enable_deepep": nothing("moe_token_dispatcher_type=flex sends by DeepEP"),
-    "*.override_transformer_config.moe_router_dtype": harmless(
-        "fp32", why="routers compute in float32", otherwise="routers compute in float32: expected fp32"
-    ),
-    **{f"*.override_transformer_config.{name}": _fusion for name in _FUSIONS},
-    **{
-        f"*.override_transformer_config.{name}": harmless(
-            *off, why="rewards alone train the router", otherwise=f"rewards alone train the router: expected {off[0]}"
-        )
-        for name, off in _ROUTER_LOSSES.items()
-    },
-    # models
+    **each("*.override_transformer_config", _FUSIONS, _fusion),
     **each("model critic.model", "enable_gradient_checkpointing", of_switch(_checkpointing)),
-    "*model.enable_activation_offload": nothing("activations are recomputed, not offloaded"),
-    "*model.use_shm": nothing("the folder is read where it is"),
-    "*model.trust_remote_code": nothing(NO_CODE),
-    "*model.external_lib": unless((None,), "there is none", named("algorithm.plugins", {})),
-    "*model.hf_config_path": unless((None,), "the model's own config.json", refused(_SAME_WEIGHTS)),
-    "*model.custom_chat_template": unless(
-        (None,), "the tokenizer's own", refused("expected it as chat_template.jinja in the folder model.tokenizer_path")
+    "*model.external_lib": unless((None,), "there is none", named("algorithm.plugins")),
+    **counts_if(
+        lambda command: not command.is_whole or has_adapters(command),
+        "there are no adapters: all weights are trained",
+        _OF_ADAPTERS,
     ),
-    "critic.model.tokenizer_path": nothing("the critic reads the actor's tokens"),
-    "*model.override_config*.max_position_embeddings": nothing(
-        "the number in the model's config.json counts instead, for the longest sequence and for YaRN: change it there"
-    ),
-    "*model.override_config*.attn_implementation": nothing("attention takes the fastest kernel of this machine"),
-    **each("*model.override_config*", _DROPOUTS, _NO_DROPOUT),
-    "*model.override_config*.moe_config.freeze_moe_router": harmless(
-        False, why="routers are trained", otherwise="routers are always trained: expected false"
-    ),
-    "*model.override_config.model_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
-    "*model.override_config": harmless({}, why="it is empty", otherwise=_SAME_WEIGHTS),
-    "*model.override_config.*": refused(_SAME_WEIGHTS),
-    # adapters
-    **each(
-        "model", "lora_adapter_path lora.adapter_path", unless((None,), "adapters begin at zero", refused(_NO_ADAPTER))
-    ),
-    **each(
-        "model",
-        "exclude_modules lora.exclude_modules",
-        unless((None, []), "none", refused("expected the others in actor.lora.targets")),
-    ),
-    **each("model", "lora_alpha lora.alpha", _if_adapters(named("actor.lora.alpha", {}))),
-    **each("model", "target_modules lora.target_modules", _if_adapters(_targets)),
-    "model.lora.type": _if_adapters(harmless("lora", why="LoRA", otherwise="adapters are LoRA's: expected lora")),
-    "model.lora.merge": nothing("actor.lora.push says what servers get"),
-    "model.lora.dropout": _if_adapters(_NO_DROPOUT),
-    **each(
-        "model.lora",
-        "dropout_position a2a_experimental dtype",
-        nothing("changes no result: adapters have no dropout, and model.dtype"),
-    ),
-    "model.lora.lora_A_init_method": nothing("the first matrix is drawn, the second one is 0"),
-    "model.lora.lora_B_init_method": harmless("zero", why="the second matrix begins at 0", otherwise="expected zero"),
-    **each(
-        "model.lora",
-        "freeze_vision_model freeze_vision_projection freeze_language_model",
-        nothing("adapters alone are trained, and only text is read"),
-    ),
-    # saves and profiles
     "actor.checkpoint.async_save": switch(
         set_to(("trainer.async_save", True)),
         set_to(("trainer.async_save", False), note="trainer.async_save=false: steps wait for a save"),
     ),
-    "*.checkpoint.async_save": nothing("as the actor's"),
     "*.checkpoint.load_contents": load_contents,
-    "*.profiler.*": refused("expected trainer.profile.steps and trainer.profile.ranks"),
-    **each(_FSDP, "*", nothing("strategy=fsdp shards everything over all data-parallel ranks")),
-    "hybrid_engine": switch(set_to(("rollout.placement", "shared")), set_to(("rollout.placement", "separate"))),
-    "nccl_timeout": named("trainer.call_timeout_s", {}),
-}
-
-RENAMED: dict[str, tuple[str, int | str | None]] = {
-    **learning.RENAMED,
-    "actor.grad_clip": ("actor.max_grad_norm", None),
-    "actor.optim.clip_grad": ("actor.max_grad_norm", None),
-    "critic.grad_clip": ("critic.max_grad_norm", None),
-    "critic.optim.clip_grad": ("critic.max_grad_norm", None),
-    "model.lora_rank": ("actor.lora.rank", None),
-    "model.lora.rank": ("actor.lora.rank", None),
-    "model.lora_alpha": ("actor.lora.alpha", None),
-    "model.lora.alpha": ("actor.lora.alpha", None),
-    "model.target_modules": ("actor.lora.targets", None),
-}
-RENAMED |= {
-    f"{role}{place}.ulysses_sequence_parallel_size": (f"{role}.megatron.context_parallel_size", None)
-    for role in _ROLE_KEYS
-    for place in ("", ".fsdp_config", ".fsdp")
-}
-RENAMED |= {
-    f"{role}.megatron.override_transformer_config.moe_token_dispatcher_type": (
-        f"{role}.megatron.moe_token_dispatcher_type",
-        None,
-    )
-    for role in _ROLE_KEYS
+    "hybrid_engine": of_switch(named("rollout.placement", {True: "shared", False: "separate"})),
+    "nccl_timeout": named("trainer.call_timeout_s"),
 }

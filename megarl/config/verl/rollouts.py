@@ -10,30 +10,23 @@ from megarl.config.verl.taken import (
     Command,
     Rule,
     Taken,
+    counts_if,
     each,
-    harmless,
     named,
     nothing,
     of_switch,
+    plain,
     refused,
-    set_to,
     switch,
     unless,
 )
+from megarl.config.verl.written import AGENT, TOOLS
 
 MOST_GPUS = 16  # of any existing machine
 _ELSEWHERE = (
     "servers on machines of their own are started there by `megarl serve`, and the run finds them by rollout.urls or "
     "rollout.join; expected these instead"
 )
-_TOOLS = "expected agent.fn=tools:FILE.py:Class, a class whose methods are the tools (docs/agents.md)"
-_AGENT = "expected agent.fn=FILE.py:function (docs/agents.md)"
-_SERVERS = "expected rollout.urls of servers that run already"
-_METRICS = "expected prometheus in trainer.logger, and its trainer.prometheus_port"
-_GENERATED = "completions are always generated"
-_LOGITS = "a server would draw from other logits than those of which the trainer computes log-probs"
-_NARROWED = "only rollout.top_p and rollout.top_k narrow what is drawn"
-_SHORTER = "what a tool returns is read whole: expected a tool that returns less"
 _REJECTIONS = {  # verl's name -> our measure and level
     "token_k1": ("ratio", "token"),
     "token_k2": ("k2", "token"),
@@ -117,14 +110,8 @@ def _bucket(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken((("rollout.bucket_bytes", value * 2**20),), f"rollout.bucket_bytes={value * 2**20}")
 
 
-def _in_turns(rule: Rule) -> Rule:
-    """For a word that counts only where a model answers several times."""
-
-    def chosen(key: str, value: Any, command: Command) -> Taken:
-        may_be = command.is_on("rollout.multi_turn.enable") or command.has("agent.") or command.has("recipe")
-        return rule(key, value, command) if may_be else Taken(note="completions are plain")
-
-    return chosen
+def _may_have_turns(command: Command) -> bool:
+    return command.is_on("rollout.multi_turn.enable") or command.has("agent.") or command.has("recipe")
 
 
 def _bounds(value: Any) -> tuple[float | None, float]:
@@ -220,104 +207,47 @@ def _staleness(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     return Taken((("rollout.ahead", ahead),), exact)
 
 
+_OF_TURNS: dict[str, Rule] = {  # words that count only where a model answers several times
+    "rollout.multi_turn.use_inference_chat_template": of_switch(
+        named("agent.history", {True: "rendered", False: "generated"})
+    ),
+    **plain(f"""
+rollout.multi_turn | max_user_turns | null | agent.max_turns ends an episode | expected agent.max_turns=ANSWERS
+rollout.multi_turn | max_parallel_calls | | | a tool is called as often as an answer asks; for a limit {AGENT}
+rollout.multi_turn | max_tool_response_length tool_response_truncate_side | | | \
+what a tool returns is read whole: expected a tool that returns less
+"""),
+}
+
 RULES: dict[str, Rule] = {
     "rollout.name": _engine,
-    "rollout.mode": nothing("servers always answer many requests at once"),
-    "rollout.calculate_log_probs": nothing("every token carries the log-prob that the server computed"),
-    "rollout.enforce_eager": nothing("changes time only; rollout.sglang.args has --disable-cuda-graph"),
-    "rollout.cudagraph_capture_sizes": nothing("changes time only"),
-    "rollout.enable_chunked_prefill": nothing("SGLang always prefills by chunks"),
-    "rollout.max_num_batched_tokens": nothing("changes time only; rollout.sglang.args has --chunked-prefill-size"),
-    "rollout.enable_prefix_caching": nothing("changes time only: SGLang shares prefixes"),
-    "rollout.max_model_len": nothing("follows from data.max_prompt_length and data.max_response_length"),
     **each("rollout", "prompt_length response_length", _length),
-    "rollout.load_format": nothing("servers get the trainer's weights before they answer"),
-    "rollout.layered_summon": nothing("weights travel in buckets, never as a whole"),
-    "rollout.disable_log_stats": nothing("logs of servers are in the run's folder"),
-    "rollout.skip_tokenizer_init": nothing("servers read and write token ids"),
-    "rollout.multi_stage_wake_up": nothing("weights and cache return one after the other"),
-    "rollout.enable_rollout_routing_replay": nothing("servers report experts where actor.router_replay reads them"),
-    "rollout.engine_kwargs.vllm*": nothing("there is no vLLM here"),
-    "rollout.engine_kwargs.trtllm*": nothing("there is no TensorRT-LLM here"),
-    "rollout.engine_kwargs.sglang": harmless({}, None, why="it is empty", otherwise="expected rollout.sglang.args"),
     "rollout.engine_kwargs.sglang.*": _sglang,
-    "rollout.agent.default_agent_loop": unless(
-        ("single_turn_agent", None), "completions are plain unless agent.fn is set", refused(_AGENT)
+    "rollout.prometheus.enable": switch(
+        refused("expected prometheus in trainer.logger, and its trainer.prometheus_port"),
+        nothing("servers' metrics are not collected"),
     ),
-    "rollout.agent.agent_loop_config_path": unless((None,), "there is no loop of one's own", refused(_AGENT)),
-    "rollout.agent.agent_loop_manager_class": unless((None,), "there is no loop of one's own", refused(_AGENT)),
-    "rollout.agent.custom_async_server.*": unless((None,), "servers are ours", refused(_SERVERS)),
-    "rollout.prometheus.enable": switch(refused(_METRICS), nothing("servers' metrics are not collected")),
-    "rollout.skip_rollout": harmless(False, why=_GENERATED, otherwise=f"{_GENERATED}: expected false"),
     "rollout.quantization": named("rollout.quantization", {None: "none"}),
-    "rollout.agent.num_workers": nothing("rollout.num_collectors follows from the number of servers"),
-    "rollout.do_sample": harmless(True, why="completions are always drawn", otherwise="expected true"),
-    "rollout.ignore_eos": harmless(False, why="a completion ends with its end", otherwise="expected false"),
-    **{
-        f"rollout.{kind}_parallel_size": harmless(1, why="a server is cut by tensors alone", otherwise=instead)
-        for kind, instead in (
-            ("data", "expected rollout.num_servers, or rollout.attention_dp inside of a server"),
-            ("pipeline_model", "expected 1, and rollout.tensor_model_parallel_size"),
-        )
-    },
     **each("rollout rollout.checkpoint_engine", "update_weights_bucket_megabytes", _bucket),
-    "rollout.checkpoint_engine.*": nothing("rollout.push chooses how weights travel"),
-    "rollout.repetition_penalty": harmless(1, None, why="no penalty", otherwise=f"{_LOGITS}: expected 1"),
-    **each(
-        "rollout",
-        "presence_penalty frequency_penalty",
-        harmless(0, None, why="no penalty", otherwise=f"{_LOGITS}: expected 0"),
-    ),
-    "rollout.min_p": harmless(0, None, why="no bound", otherwise=f"{_NARROWED}: expected 0"),
     "rollout.val_kwargs.do_sample": of_switch(_do_sample),
-    "rollout.val_kwargs.top_k": harmless(
-        *(-1, None), why="evaluation draws from all tokens", otherwise="evaluation has no top_k: expected -1"
-    ),
-    "rollout.multi_turn.enable": switch(refused(_TOOLS), nothing("completions are plain")),
-    **each(
-        "rollout.multi_turn",
-        "tool_config_path function_tool_path",
-        unless((None,), "there are no tools", refused(_TOOLS)),
-    ),
-    "rollout.multi_turn.interaction_config_path": unless((None,), "there are no agents", refused(_TOOLS)),
+    "rollout.multi_turn.enable": switch(refused(TOOLS), nothing("completions are plain")),
     "rollout.multi_turn.max_assistant_turns": unless(
-        (None,), "agent.max_turns ends an episode", named("agent.max_turns", {})
+        (None,), "agent.max_turns ends an episode", named("agent.max_turns")
     ),
-    "rollout.multi_turn.max_user_turns": _in_turns(
-        unless((None,), "agent.max_turns ends an episode", refused("expected agent.max_turns=ANSWERS"))
-    ),
-    "rollout.multi_turn.max_parallel_calls": _in_turns(
-        refused(f"a tool is called as often as an answer asks; for a limit {_AGENT}")
-    ),
-    "rollout.multi_turn.max_tool_response_length": _in_turns(refused(_SHORTER)),
-    "rollout.multi_turn.tool_response_truncate_side": _in_turns(refused(_SHORTER)),
-    "rollout.multi_turn.tokenization_sanity_check_mode": nothing("the tokens that a server wrote are trained as such"),
-    "rollout.multi_turn.use_inference_chat_template": _in_turns(
-        switch(set_to(("agent.history", "rendered")), set_to(("agent.history", "generated")))
-    ),
+    **counts_if(_may_have_turns, "completions are plain", _OF_TURNS),
     **each("rollout", "nnodes n_gpus_per_node", _own_gpus),
-    "rollout.total_epochs": named("trainer.total_epochs", {}),
-    "rollout.test_freq": named("trainer.test_freq", {}),
+    "rollout.total_epochs": named("trainer.total_epochs"),
+    "rollout.test_freq": named("trainer.test_freq"),
     "rollout.total_rollout_steps": _total_steps,
     "data.train_batch_size": _train_batch,
     "async_training.staleness_threshold": _staleness,
-    _SYNC: nothing("so many optimizer steps are an iteration, after which weights are pushed"),
-    _BATCHES: nothing("it multiplies data.train_batch_size, the prompts between two pushes"),
-    "async_training.partial_rollout": switch(
-        set_to(("rollout.update", "in_place")), set_to(("rollout.update", "drain"))
-    ),
-    **each("async_training actor", "use_rollout_log_probs", of_switch(named(f"{CORRECTION}.bypass", {}))),
-    "rollout.standalone_gpu_memory_utilization": unless((None,), "unset", named("rollout.memory_fraction", {})),
+    "async_training.partial_rollout": of_switch(named("rollout.update", {True: "in_place", False: "drain"})),
+    **each("async_training actor", "use_rollout_log_probs", of_switch(named(f"{CORRECTION}.bypass"))),
+    "rollout.standalone_gpu_memory_utilization": unless((None,), "unset", named("rollout.memory_fraction")),
     f"{CORRECTION}.rollout_is": _level,
     f"{CORRECTION}.rollout_is_threshold": _threshold,
     f"{CORRECTION}.rollout_rs": _rejection,
     f"{CORRECTION}.rollout_rs_threshold": _rejection_bounds,
     f"{CORRECTION}.bypass_mode": of_switch(_bypass),
     f"{CORRECTION}.loss_type": _loss_type,
-}  # fmt: skip
-
-RENAMED: dict[str, tuple[str, int | str | None]] = {
-    "rollout.max_num_seqs": ("rollout.max_running_requests", None),
-    "rollout.multi_turn.max_assistant_turns": ("agent.max_turns", None),
-    "rollout.multi_turn.format": ("agent.tool_parser", None),
 }

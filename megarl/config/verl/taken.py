@@ -7,7 +7,12 @@ together with another one: `custom_reward_function.path` and `.name`, or `rollou
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import yaml
+
+from megarl.config.tables import rows
 
 _TRUTHS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -69,19 +74,38 @@ def nothing(why: str) -> Rule:
     return lambda key, value, command: Taken(note=why)  # noqa: ARG005
 
 
-def harmless(*values: Any, why: str, otherwise: str) -> Rule:
-    """Dropped with a line for these values, refused for any other."""
-    return lambda key, value, command: Taken(note=why) if value in values else Taken(refusal=otherwise)  # noqa: ARG005
-
-
 def refused(why: str) -> Rule:
     """No value of this key can be taken."""
     return lambda key, value, command: Taken(refusal=why)  # noqa: ARG005
 
 
 def each(groups: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """The rule for each of these names in each of these groups.  Example: each("*.optim", "a b", nothing("c"))."""
-    return {f"{group}.{name}": rule for group in groups.split() for name in names.split()}
+    """The rule for each of these names in each of these groups.  Example: each("*.optim", "a b", nothing("c")).
+
+    Without groups the names are whole keys.
+    """
+    return {f"{group}.{name}".lstrip("."): rule for group in groups.split() or [""] for name in names.split()}
+
+
+def plain(table: str) -> dict[str, Rule]:
+    """The rules of words that set nothing here.
+
+    GROUPS | NAMES | what is so here: dropped with this line, whatever the value is.
+    GROUPS | NAMES | VALUES | what is so here: dropped for these values alone, and the first is expected.
+    GROUPS | NAMES | VALUES | what is so here | what is expected else
+    GROUPS | NAMES | | | what is expected: no value can be taken
+    """
+    found: dict[str, Rule] = {}
+    for groups, names, *cells in rows(table):
+        assert 1 <= len(cells) <= 3, f"a row of {names} has {2 + len(cells)} cells"
+        found |= each(groups, names, nothing(*cells) if len(cells) == 1 else only(*cells))
+    return found
+
+
+def only(values: str, why: str, otherwise: str = "") -> Rule:
+    """Dropped with a line for these values, as YAML has them, refused for any other."""
+    otherwise = otherwise or f"{why}: expected {values.partition(',')[0]}"
+    return unless(tuple(yaml.safe_load(f"[{values}]")), why, refused(otherwise))
 
 
 def of_switch(rule: Rule) -> Rule:
@@ -104,14 +128,19 @@ def set_to(*settings: tuple[str, Any], note: str = "") -> Rule:
     return lambda key, value, command: Taken(settings, note)  # noqa: ARG005
 
 
-def named(ours: str, values: Mapping[Any, Any], note: str = "") -> Rule:
+def named(ours: str, values: Mapping[Any, Any] = MappingProxyType({})) -> Rule:
     """The value under our key; those of `values` have another name here.  {role} is the first part of the key."""
 
     def rule(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
         name = values.get(value, value) if isinstance(value, Hashable) else value
-        return Taken(((ours.format(role=key.partition(".")[0]), name),), note)
+        return Taken(((ours.format(role=key.partition(".")[0]), name),))
 
     return rule
+
+
+def as_it_is(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
+    """The rule of a key of ours: it keeps its value."""
+    return Taken(((key, value),))
 
 
 def unless(values: tuple[Any, ...], why: str, rule: Rule) -> Rule:
@@ -121,3 +150,12 @@ def unless(values: tuple[Any, ...], why: str, rule: Rule) -> Rule:
         return Taken(note=why) if value in values else rule(key, value, command)
 
     return chosen
+
+
+def counts_if(holds: Callable[[Command], bool], why: str, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The rules of words that are dropped with the line `why` in a command of which this does not hold."""
+
+    def conditional(rule: Rule) -> Rule:
+        return lambda key, value, command: rule(key, value, command) if holds(command) else Taken(note=why)
+
+    return {key: conditional(rule) for key, rule in rules.items()}

@@ -1,15 +1,16 @@
-"""Words of verl that set nothing here: those that change no result, and those of which only verl's default can be had.
+"""Words of verl that set nothing here: dropped with a line, dropped for some values only, or refused.
 
-Every word has its whole name: a group may stand for several (`*`), a name never does.
+A name with `*` stands for the words of a group that have no row of their own.  Of these a value that asks for something
+is refused (`aliases.converted`).
 """
 
 from __future__ import annotations
 
-import yaml
-
-from megarl.config.verl.taken import Rule, each, harmless, nothing
+from megarl.config.tables import rows
+from megarl.config.verl.taken import Rule, each, nothing, only, plain
 
 _FSDP = "*.fsdp_config *.fsdp"
+FSDP_OF_ROLES = "actor.fsdp_config critic.fsdp_config critic.model.fsdp_config ref.fsdp_config"
 SERVED = (  # options of a server that verl starts for a model that scores or teaches
     "name dtype enforce_eager cudagraph_capture_sizes free_cache_engine data_parallel_size expert_parallel_size "
     "pipeline_model_parallel_size max_num_batched_tokens max_model_len max_num_seqs load_format layered_summon "
@@ -24,8 +25,17 @@ _VLLM = (  # options of time and memory
     "num_gpu_blocks_override max_num_seqs max_model_len enforce_eager seed enable_sleep_mode"
 )
 
-# GROUPS | NAMES | what is so here, whatever the value is
-_CHANGES_NOTHING = f"""
+_NO_CODE = "no code of a model's folder is run, and the families that are known here need none"
+_SAME_WEIGHTS = "the architecture is that of the model's config.json: expected a folder whose config.json says so"
+_NO_DROPOUT = "0 | there is no dropout | expected 0"
+_LOGITS = "a server would draw from other logits than those of which the trainer computes log-probs"
+_OWN_FUNCTION = "expected reward.fn=FILE.py:function"
+AGENT = "expected agent.fn=FILE.py:function (docs/agents.md)"
+TOOLS = "expected agent.fn=tools:FILE.py:Class, a class whose methods are the tools (docs/agents.md)"
+RANKS = "teachers compute on the trainer's ranks; teachers.NAME.engine=server gives them servers"
+
+# Rows as `plain` reads them.
+_PLAIN = f"""
 * | _target_ | a class of verl's own
 * | use_remove_padding pad_to_length pad_to_length_bucket pad_bshd_to_minibatch_max | \
 sequences are always packed and never padded
@@ -49,7 +59,6 @@ actor | calculate_sum_pi_squared sum_pi_squared_checkpointing | \
 computed by parts of the vocabulary, where algorithm.adv_estimator reads it
 critic | forward_micro_batch_size forward_micro_batch_size_per_gpu forward_max_token_len_per_gpu | \
 values are computed with the micro-batches of the critic's training
-critic | nccl_timeout | as the actor's
 rollout | log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu | \
 old log-probs are computed with the micro-batches of the actor's training
 rollout | scheduling_policy moe_load_balance_metrics_interval | changes no result
@@ -83,6 +92,165 @@ trainer.profile.* says what is profiled
 global_profiler.global_tool_config.nsys.controller_nsight_options \
 global_profiler.global_tool_config.nsys.worker_nsight_options | trace cuda-memory-usage cuda-graph-trace \
 capture-range capture-range-end kill | trainer.profile.* says what is profiled
+# models
+* | use_fused_kernels | log-probs and entropies never exist for the whole vocabulary at once, in any case
+actor | calculate_entropy | the entropy is always computed
+actor critic | shuffle | false | mini-batches keep the order of prompts | expected false
+actor critic | data_loader_seed | mini-batches keep the order of prompts
+actor | freeze_vision_tower | only text is read, and no weight of a vision tower is trained
+critic | enable | whether there is a critic follows from algorithm.adv_estimator
+critic | rollout_n | the critic learns all completions
+*model | enable_activation_offload | activations are recomputed, not offloaded
+*model | use_shm | the folder is read where it is
+*model data | trust_remote_code | {_NO_CODE}
+*model | hf_config_path | null | the model's own config.json | {_SAME_WEIGHTS}
+*model | custom_chat_template | null | the tokenizer's own | \
+expected it as chat_template.jinja in the folder model.tokenizer_path
+critic.model | tokenizer_path | the critic reads the actor's tokens
+*model.override_config* | max_position_embeddings | \
+the number in the model's config.json counts instead, for the longest sequence and for YaRN: change it there
+*model.override_config* | attn_implementation | attention takes the fastest kernel of this machine
+*model.override_config* | attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop | {_NO_DROPOUT}
+*model.override_config* | moe_config.freeze_moe_router | false | routers are trained | \
+routers are always trained: expected false
+*model | override_config.model_config override_config | {{}} | it is empty | {_SAME_WEIGHTS}
+*model.override_config | * | | | {_SAME_WEIGHTS}
+# optimizers
+*.optim | use_checkpoint_opt_param_scheduler | the schedule is that of the command, at the step reached
+*.optim *.optim.override_optimizer_config | use_precision_aware_optimizer | \
+master weights and moments are float32, as its defaults are
+# layouts, saves and profiles
+{FSDP_OF_ROLES} | mixed_precision.reduce_dtype | fp32, float32, null | gradients are summed in float32
+{FSDP_OF_ROLES} | mixed_precision.buffer_dtype | fp32, float32, null | rotary tables are float32
+{FSDP_OF_ROLES} | mixed_precision | null, {{}} | model.dtype counts | expected its param_dtype
+{_FSDP} | strategy | actor.strategy says so
+{_FSDP} | full_determinism | false | nothing asks for it | expected false
+{_FSDP} *.megatron | forward_only | follows from the role
+{_FSDP} *.megatron | seed | trainer.seed seeds every role
+{_FSDP} | * | strategy=fsdp shards everything over all data-parallel ranks
+*.megatron | dist_checkpointing_path | null, '' | weights come from model.path | \
+weights come from Hugging Face folders: expected model.path
+*.megatron | dist_checkpointing_prefix | weights come from model.path
+*.megatron | override_mcore_model_config | {{}} | it is empty | {_SAME_WEIGHTS}
+*.override_transformer_config | attention_backend | attention takes the fastest kernel of this machine
+*.override_transformer_config | deallocate_pipeline_outputs | a stage frees on GPUs what it has sent
+*.override_transformer_config | attention_dropout hidden_dropout | {_NO_DROPOUT}
+*.override_transformer_config | moe_enable_deepep | moe_token_dispatcher_type=flex sends by DeepEP
+*.override_transformer_config | moe_router_dtype | fp32 | routers compute in float32
+*.override_transformer_config | moe_router_load_balancing_type | none | rewards alone train the router
+*.override_transformer_config | moe_aux_loss_coeff | 0 | rewards alone train the router
+*.override_transformer_config | moe_z_loss_coeff | 0, null | rewards alone train the router
+ | *.checkpoint.async_save *.megatron.dtype critic.nccl_timeout | as the actor's
+*.profiler | * | | | expected trainer.profile.steps and trainer.profile.ranks
+# adapters
+model | lora_adapter_path lora.adapter_path | null | adapters begin at zero | \
+expected model.path of a folder into which the adapter is merged
+model | exclude_modules lora.exclude_modules | null, [] | none | expected the others in actor.lora.targets
+model.lora | merge | actor.lora.push says what servers get
+model.lora | dropout_position a2a_experimental dtype | \
+changes no result: adapters have no dropout, and model.dtype
+model.lora | lora_A_init_method | the first matrix is drawn, the second one is 0
+model.lora | lora_B_init_method | zero | the second matrix begins at 0 | expected zero
+model.lora | freeze_vision_model freeze_vision_projection freeze_language_model | \
+adapters alone are trained, and only text is read
+# servers
+rollout | mode | servers always answer many requests at once
+rollout | calculate_log_probs | every token carries the log-prob that the server computed
+rollout | enforce_eager | changes time only; rollout.sglang.args has --disable-cuda-graph
+rollout | cudagraph_capture_sizes | changes time only
+rollout | enable_chunked_prefill | SGLang always prefills by chunks
+rollout | max_num_batched_tokens | changes time only; rollout.sglang.args has --chunked-prefill-size
+rollout | enable_prefix_caching | changes time only: SGLang shares prefixes
+rollout | max_model_len | follows from data.max_prompt_length and data.max_response_length
+rollout | load_format | servers get the trainer's weights before they answer
+rollout | layered_summon | weights travel in buckets, never as a whole
+rollout | disable_log_stats | logs of servers are in the run's folder
+rollout | skip_tokenizer_init | servers read and write token ids
+rollout | multi_stage_wake_up | weights and cache return one after the other
+rollout | enable_rollout_routing_replay | servers report experts where actor.router_replay reads them
+rollout | skip_rollout | false | completions are always generated
+rollout | do_sample | true | completions are always drawn | expected true
+rollout | ignore_eos | false | a completion ends with its end | expected false
+rollout | data_parallel_size | 1 | a server is cut by tensors alone | \
+expected rollout.num_servers, or rollout.attention_dp inside of a server
+rollout | pipeline_model_parallel_size | 1 | a server is cut by tensors alone | \
+expected 1, and rollout.tensor_model_parallel_size
+rollout | repetition_penalty | 1, null | no penalty | {_LOGITS}: expected 1
+rollout | presence_penalty frequency_penalty | 0, null | no penalty | {_LOGITS}: expected 0
+rollout | min_p | 0, null | no bound | only rollout.top_p and rollout.top_k narrow what is drawn: expected 0
+rollout.val_kwargs | top_k | -1, null | evaluation draws from all tokens | evaluation has no top_k: expected -1
+rollout.engine_kwargs | vllm* | there is no vLLM here
+rollout.engine_kwargs | trtllm* | there is no TensorRT-LLM here
+rollout.engine_kwargs | sglang | {{}}, null | it is empty | expected rollout.sglang.args
+rollout.agent | num_workers | rollout.num_collectors follows from the number of servers
+rollout.agent | default_agent_loop | single_turn_agent, null | completions are plain unless agent.fn is set | {AGENT}
+rollout.agent | agent_loop_config_path agent_loop_manager_class | null | there is no loop of one's own | {AGENT}
+rollout.agent | custom_async_server.* | null | servers are ours | expected rollout.urls of servers that run already
+rollout.checkpoint_engine | * | rollout.push chooses how weights travel
+rollout.multi_turn | tool_config_path function_tool_path | null | there are no tools | {TOOLS}
+rollout.multi_turn | interaction_config_path | null | there are no agents | {TOOLS}
+rollout.multi_turn | tokenization_sanity_check_mode | the tokens that a server wrote are trained as such
+async_training | trigger_parameter_sync_step | \
+so many optimizer steps are an iteration, after which weights are pushed
+async_training | require_batches | it multiplies data.train_batch_size, the prompts between two pushes
+# data
+data | return_raw_chat return_raw_input_ids | rows keep their messages
+data | return_full_prompt | samples.jsonl has the whole prompt
+data | use_shm | files are read where they are
+data | gen_batch_size | filter_groups asks for as many further prompts as groups were dropped
+data | val_batch_size | the evaluation asks for all its prompts at once
+data | dataloader_num_workers | prompts are encoded once, at the start
+data | validation_shuffle | the order of an evaluation changes no score
+data | reward_fn_key | data_source | reward.fn=auto reads data_source | expected data_source, the field of a row
+data | custom_cls.* | null | the reader of rows is ours | expected rows in JSONL or parquet
+data | sampler.* | null | prompts are shuffled by data.seed | expected data.shuffle alone
+data | datagen.* | null | prompts come from files | expected data.train_files
+data | tool_config_path function_tool_path | null | there are no tools | \
+expected agent.fn=tools:FILE.py:Class (docs/agents.md)
+# algorithms
+algorithm.rollout_correction | rollout_token_veto_threshold | null | no token vetoes its sequence
+algorithm | use_pf_ppo | false | samples count alike | expected false
+# the run
+ | model_engine actor.model_engine | dp, fsdp, megatron | actor.strategy says so | expected dp or megatron
+trainer | log_val_generations validation_data_dir | answers of evaluations are kept in samples.jsonl
+trainer | rollout_data_dir | answers of every step are kept in samples.jsonl
+trainer | balance_batch | ranks always get equal shares of tokens
+trainer | max_critic_ckpt_to_keep | a save holds actor and critic
+trainer | remove_previous_ckpt_in_save | false | earlier saves stay | expected trainer.max_checkpoints_to_keep=1
+trainer | default_hdfs_dir | null | saves stay in the run's folder | expected null
+trainer | del_local_ckpt_after_load | false | saves stay | expected false
+trainer | esi_redundant_time | SIGTERM saves, within trainer.term_grace_s
+trainer | use_legacy_worker_impl | there is one implementation
+trainer | use_v1 | there is one trainer
+trainer | val_only | false | it trains | expected `megarl evaluate` with these words
+ | ray_*.env_vars.* | | | expected it in the environment of the command
+ | ray_* trainer.ray_wait_register_center_timeout | there is no Ray
+transfer_queue | * | there is no transfer queue
+global_profiler | * | trainer.profile.* says what is profiled
+# rewards
+custom_reward_function reward.custom_reward_function | reward_kwargs* | | | \
+expected defaults of the function's own parameters
+reward | reward_manager.module.* | null, custom_reward_manager | there is none | {_OWN_FUNCTION}
+reward_model.reward_kwargs reward.reward_kwargs | * | | | {_OWN_FUNCTION}, with defaults of its own parameters
+reward_model.sandbox_fusion reward.sandbox_fusion sandbox_fusion | memory_limit_mb | \
+reward.memory_mb is of a process here, and not of a sandbox
+reward_model.sandbox_fusion reward.sandbox_fusion sandbox_fusion | max_concurrent | \
+each of reward.num_workers processes asks one at a time
+reward_model | model.input_tokenizer | a reward model on a server reads text, with its own tokenizer
+reward_model | use_reward_loop launch_reward_fn_async | rewards are always computed while others generate
+reward_model | strategy micro_batch_size micro_batch_size_per_gpu max_length use_dynamic_bsz \
+forward_max_token_len_per_gpu ulysses_sequence_parallel_size model.fsdp_config.param_offload \
+model.fsdp_config.fsdp_size model.fsdp_config.wrap_policy.min_num_params model.use_remove_padding model.use_shm \
+model.use_fused_kernels model.trust_remote_code model.external_lib | the server of the reward model decides
+reward_model.megatron reward_model.model | * | the server of the reward model decides
+reward | reward_model.* | | | expected a key of reward.model, which says what scores and where it is served
+# distillation
+distillation.distillation_loss | use_chunked_topk chunked_topk_chunk_size | changes time and memory only
+distillation | teacher_key | data_source | a row's data_source chooses its teacher | \
+expected data_source, or distill.route
+distillation.teacher_models.*.inference | {SERVED} gpu_memory_utilization tensor_model_parallel_size engine_kwargs | \
+{RANKS}
+distillation.teacher_models.*.inference | temperature | rollout.temperature counts
 """
 
 # GROUPS | SWITCH=OFF | NAMES below the switch, which count for nothing while it is off | what is so here
@@ -157,21 +325,11 @@ ray_init.runtime_env ray_kwargs.ray_init.runtime_env | py_executable=null | ther
 """
 
 
-def _rows(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row.split("|")] for row in table.strip().splitlines()]
-
-
-def _default(groups: str, word: str, why: str) -> dict[str, Rule]:
-    """The rule of NAME=DEFAULT: this value and null are dropped with a line, all others are refused."""
-    name, _, text = word.partition("=")
-    return each(groups, name, harmless(yaml.safe_load(text), None, why=why, otherwise=f"{why}: expected {text}"))
-
-
-RULES: dict[str, Rule] = {}
-for _groups, _names, _why in _rows(_CHANGES_NOTHING):
-    RULES |= each(_groups, _names, nothing(_why))
-for _groups, _switch, _names, _why in _rows(_SWITCHED_OFF):
-    RULES |= _default(_groups, _switch, _why) | each(_groups, _names, nothing(_why))
-for _groups, _words, _why in _rows(_DEFAULTS):
+RULES: dict[str, Rule] = plain(_PLAIN)
+for _groups, _switch, _names, _why in rows(_SWITCHED_OFF):
+    _name, _, _off = _switch.partition("=")
+    RULES |= each(_groups, _name, only(f"{_off}, null", _why)) | each(_groups, _names, nothing(_why))
+for _groups, _words, _why in rows(_DEFAULTS):
     for _word in _words.split():
-        RULES |= _default(_groups, _word, _why)
+        _name, _, _default = _word.partition("=")
+        RULES |= each(_groups, _name, only(f"{_default}, null", _why))

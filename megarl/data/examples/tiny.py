@@ -33,6 +33,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from megarl.data.examples.sizes import TinySizes
+
 _DEEPSEEK_V3: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
     "q_lora_rank": 64,
@@ -116,6 +118,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "kimi_k2": (DeepseekV3Config, _DEEPSEEK_V3 | {"rope_parameters": _DEEPSEEK_V3["rope_parameters"] | _KIMI_ROPE}),
 }
 
+DEFAULT_SIZES = TinySizes()
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 CHARACTERS = string.digits + "+-*/= " + string.ascii_letters + "\n!\"#$%&'(),.:;<>?@[\\]^_`{|}~"
 
@@ -158,18 +161,12 @@ def tiny_tokenizer(words: Sequence[str] = (), characters: Sequence[str] = CHARAC
 
 def write_tiny_model(
     folder: str | Path,
+    sizes: TinySizes = DEFAULT_SIZES,
     *,
-    hidden: int = 128,
-    layers: int = 3,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    ffn: int = 384,
     seed: int = 0,
     dtype: str = "float32",
     family: str = "qwen3",
     tied: bool = True,
-    max_positions: int = 2048,
     words: Sequence[str] = (),
     characters: Sequence[str] = CHARACTERS,
     **settings: Any,
@@ -185,19 +182,19 @@ def write_tiny_model(
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: the folder is not empty; expected a new one")
     tokenizer = tiny_tokenizer(words, characters)
-    sizes = {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": ffn,
-        "max_position_embeddings": max_positions,
-    }
     _check_sizes(family, sizes)
     kind, own = FAMILIES[family]
+    common = {
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": sizes.ffn,
+        "max_position_embeddings": sizes.max_positions,
+    }
     config = kind(
-        **(sizes | own | settings),
+        **(common | own | settings),
         vocab_size=len(tokenizer),
         tie_word_embeddings=tied,
         bos_token_id=None,
@@ -254,15 +251,15 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_sizes(family: str, sizes: dict[str, int]) -> None:
+def _check_sizes(family: str, sizes: TinySizes) -> None:
     """Raises ValueError for an unknown family, or sizes that it does not support."""
     if family not in FAMILIES:
         raise ValueError(f"family={family!r}: expected one of {', '.join(FAMILIES)}")
-    hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    hidden, heads, kv_heads = sizes.hidden, sizes.heads, sizes.kv_heads
     if heads % kv_heads:
         raise ValueError(f"heads={heads}, kv_heads={kv_heads}: expected heads to be a multiple of kv_heads")
-    if family == "qwen2" and sizes["head_dim"] * heads != hidden:
+    if family == "qwen2" and sizes.head_dim * heads != hidden:
         raise ValueError(
-            f"head_dim={sizes['head_dim']}: expected hidden / heads for qwen2, whose config has no such field; "
+            f"head_dim={sizes.head_dim}: expected hidden / heads for qwen2, whose config has no such field; "
             f"hidden={hidden}, heads={heads}"
         )

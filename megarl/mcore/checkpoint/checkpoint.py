@@ -7,15 +7,21 @@ they are, for the same number of ranks.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
-from megarl.mcore.checkpoint.adapters import identity
 from megarl.mcore.checkpoint.files import Reader, Saving, about_of, write
 from megarl.mcore.checkpoint.held import held_optimizer, held_weights
-from megarl.mcore.models.model import Model
+from megarl.mcore.models.lora import settings_of
+from megarl.mcore.models.low_rank import number_of
+from megarl.mcore.models.model import Model, unwrap, whole_name
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.wrappers import FsdpOptimizer
 
@@ -27,7 +33,7 @@ def save(folder: Path, model: Model, optimizer: Optimizer | None, *, in_backgrou
     the checkpoint is finished when the savings of all ranks are.  A rank that cannot write says so in its Saving.
     `checkpoint.json` is {"ranks", "adapters", "step_index", "kind"}.
     """
-    about: dict[str, Any] = {"ranks": dist.get_world_size(), "adapters": identity(model), "step_index": 0}
+    about: dict[str, Any] = {"ranks": dist.get_world_size(), "adapters": adapter_identity(model), "step_index": 0}
     pieces = [*held_weights(model, own=True)]
     if optimizer is not None:
         about |= {"step_index": optimizer.step_index, "kind": optimizer.kind}
@@ -47,7 +53,7 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     that differ from the model's or belong to another base model.
     """
     about = about_of(folder)
-    _check_adapters(folder, about["adapters"], identity(model))
+    _check_adapters(folder, about["adapters"], adapter_identity(model))
     if optimizer is not None:
         optimizer.step_index = _saved_step(folder, about, optimizer.kind)
     reader = Reader(folder, about["ranks"])
@@ -66,7 +72,7 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
 
 
 def adapters_in(folder: Path) -> dict[str, Any] | None:
-    """The description of a checkpoint's adapters (`adapters.identity`); None: it holds a whole model."""
+    """The description of a checkpoint's adapters (`adapter_identity`); None: it holds a whole model."""
     found: dict[str, Any] | None = about_of(folder)["adapters"]
     return found
 
@@ -93,3 +99,39 @@ def _check_adapters(folder: Path, saved: dict[str, Any] | None, own: dict[str, A
         if theirs != ours:
             what = "a base model with digest" if key == "base" else f"lora.{key}"
             raise ValueError(f"{folder}: it was saved with {what} {theirs}, this model has {ours}; expected the same")
+
+
+def adapter_identity(model: Model) -> dict[str, Any] | None:
+    """Settings of the adapters and a digest of the base model; the same under every layout.  A collective."""
+    settings = settings_of(model)
+    return (
+        None if settings is None else {**asdict(settings), "targets": [*settings.targets], "base": _base_digest(model)}
+    )
+
+
+def _base_digest(model: Model) -> int:
+    """Digest of the frozen parameters: the sum of their bits as integers, with a factor for each parameter name.
+
+    A sum does not depend on how a parameter is cut; padding is zero and adds nothing.
+    """
+    device = next(model[0].parameters()).device
+    groups = ps.get_model_parallel_group(), ps.get_expert_tensor_model_pipeline_parallel_group()
+    total = 0
+    for group, of_experts in zip(groups, (False, True), strict=True):
+        own = sum(_digest_of(unwrap(chunk), of_experts) for chunk in model)
+        summed = torch.tensor([own % 2**40], device=device)
+        dist.all_reduce(summed, group=group)
+        total += int(summed)
+    return total % 2**40
+
+
+def _digest_of(gpt: Any, of_experts: bool) -> int:
+    """Of a chunk's experts that are distributed over ranks, or of everything else."""
+    total = 0
+    for name, param in gpt.named_parameters():
+        counts = param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
+        if param.requires_grad or not counts or getattr(param, "allreduce", True) is of_experts:
+            continue
+        bits = param.detach().view(torch.int32 if param.dtype is torch.float32 else torch.int16)
+        total += int(bits.sum(dtype=torch.int64)) * number_of(whole_name(gpt, name))
+    return total

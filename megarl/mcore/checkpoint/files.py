@@ -10,7 +10,6 @@ ranks train.
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megarl.durable_files import ABSENT, PRIVATE_FOLDER, Facts, Unreadable, seal, write_text
-from megarl.mcore.checkpoint.boxes import Box, Shape, overlap, slices
+from megarl.arch.boxes import Box, Shape, box_at, box_shape, box_size, intersect, origin, slices
+from megarl.io.durable_files import ABSENT, PRIVATE_FOLDER, Facts, Unreadable, fault_of, inside, seal, write_text
+from megarl.io.rank_files import ABOUT, UNWRITTEN, list_of, read_json
 from megarl.mcore.checkpoint.held import Piece
-from megarl.rank_files import ABOUT, UNWRITTEN, list_of, read_json
 
 FILE_BYTES = 2**30  # of a file, and so of the host memory that a save in the foreground takes
 
@@ -80,7 +79,7 @@ def _on_host(piece: Piece) -> Piece:
 
 
 def _write(folder: Path, rank: int, copies: Iterator[Piece], about: dict[str, Any] | None) -> None:
-    folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
     if about is not None:
         write_text(folder / ABOUT, json.dumps(about, indent=2))
     files: dict[str, Facts] = {}
@@ -92,7 +91,7 @@ def _write(folder: Path, rank: int, copies: Iterator[Piece], about: dict[str, An
         for piece in batch:
             dtype = str(piece.memory.dtype).removeprefix("torch.")
             entry = tensors.setdefault(piece.name, {"shape": piece.whole, "dtype": dtype, "boxes": []})
-            entry["boxes"].append([*piece.box, number])
+            entry["boxes"].append([origin(piece.box), box_shape(piece.box), number])
     content = {"files": files, "tensors": tensors}
     write_text(folder / list_of(rank), json.dumps(content, separators=(",", ":")))
 
@@ -115,7 +114,7 @@ def _name(rank: int, number: int) -> str:
 
 
 def _key(name: str, box: Box) -> str:
-    return f"{name}@{','.join(map(str, box[0]))}"
+    return f"{name}@{','.join(map(str, origin(box)))}"
 
 
 def about_of(folder: Path) -> dict[str, Any]:
@@ -140,7 +139,7 @@ class Reader:
             for name, entry in read_json(file)["tensors"].items():
                 self.sizes[name] = tuple(entry["shape"]), entry["dtype"]
                 self._boxes[name] += [
-                    ((tuple(offset), tuple(shape)), folder / _name(rank, number))
+                    (box_at(offset, shape), inside(folder, _name(rank, number)))
                     for offset, shape, number in entry["boxes"]
                 ]
 
@@ -152,10 +151,11 @@ class Reader:
         """
         reads: dict[Path, list[tuple[str, Box, Box, Piece]]] = defaultdict(list)
         for piece in pieces:
-            wanted = self._wanted(piece)
-            found = [(box, file, overlap(box, wanted)) for box, file in self._boxes[piece.name]] if wanted else []
-            parts = [(box, file, common) for box, file, common in found if common is not None]
-            if wanted and sum(math.prod(common[1]) for *_, common in parts) != math.prod(wanted[1]):
+            if (wanted := self._wanted(piece)) is None:
+                continue
+            saved = [(box, file, intersect(box, wanted)) for box, file in self._boxes[piece.name]]
+            parts = [(box, file, common) for box, file, common in saved if common is not None]
+            if sum(box_size(common) for *_, common in parts) != box_size(wanted):
                 raise ValueError(f"{self.folder}: {piece.name} was not saved as a whole; expected an unchanged folder")
             for box, file, common in parts:
                 reads[file].append((_key(piece.name, box), box, common, piece))
@@ -166,8 +166,8 @@ class Reader:
         try:
             with safe_open(file, "pt") as source:
                 for key, box, common, piece in wishes:
-                    stored = source.get_slice(key)[slices(common, box[0])] if box[1] else source.get_tensor(key)
-                    piece.memory[slices(common, piece.box[0])].copy_(stored)
+                    stored = source.get_slice(key)[slices(common, origin(box))] if box else source.get_tensor(key)
+                    piece.memory[slices(common, origin(piece.box))].copy_(stored)
         except (*ABSENT, SafetensorError) as error:
             raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged folder") from error
         except OSError as error:
@@ -184,4 +184,17 @@ class Reader:
             raise ValueError(
                 f"{self.folder}: {piece.name} was saved with shape {list(shape)}; expected {list(piece.whole)}"
             )
-        return overlap((tuple(0 for _ in shape), shape), piece.box)
+        return intersect(box_at([0] * len(shape), shape), piece.box)
+
+
+def faults_of_share(folder: Path, rank: int, num_ranks: int) -> list[str]:
+    """Read this rank's share of the files that the ranks of a save have listed; a sentence for each damaged one.
+
+    The digests are those that each rank made directly after it wrote a file, from pages that were still in memory.
+    """
+    listed: dict[Path, Facts] = {}
+    for writer in range(about_of(folder)["ranks"]):
+        files = read_json(folder / list_of(writer))["files"]
+        listed |= {inside(folder, name): facts for name, facts in files.items()}
+    share = sorted(listed.items())[rank::num_ranks]
+    return [f"{file} {fault}" for file, facts in share if (fault := fault_of(file, facts, reads=True))]

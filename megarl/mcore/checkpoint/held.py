@@ -16,11 +16,11 @@ from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from megarl.mcore.checkpoint.adapters import sharded_state
-from megarl.mcore.checkpoint.boxes import Box, Shape, boxes_of
-from megarl.mcore.models.lora import settings_of
+from megarl.arch.boxes import Box, Shape, box_at, box_shape, box_size, boxes_of
+from megarl.mcore.models.lora import adapted, settings_of
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.models.transformer_engine import without_extra_state
 from megarl.mcore.training.optimizer import Optimizer
@@ -62,10 +62,10 @@ class Part:
 
     def pieces(self, prefix: str, flat: Tensor, start: int, stop: int) -> Iterator[Piece]:
         """Elements [start, stop) of the part; `flat` begins with element `start`."""
-        for first, (offset, shape) in boxes_of(self.shape, start, stop):
-            at = tuple(a + b for a, b in zip(self.offset, offset, strict=True))
-            run = flat[first - start : first - start + math.prod(shape)]
-            yield Piece(prefix + self.name, self.whole, (at, shape), run.view(shape), self.may_end_early)
+        for first, part in boxes_of(self.shape, start, stop):
+            box = tuple((at + begin, at + end) for at, (begin, end) in zip(self.offset, part, strict=True))
+            run = flat[first - start : first - start + box_size(box)]
+            yield Piece(prefix + self.name, self.whole, box, run.view(box_shape(box)), self.may_end_early)
 
 
 def held_weights(model: Model, *, own: bool) -> Iterator[Piece]:
@@ -83,7 +83,7 @@ def held_optimizer(optimizer: Optimizer, model: Model, *, own: bool) -> Iterator
     if isinstance(optimizer.inner, FsdpOptimizer):
         for name, tensor in optimizer.inner.own_parts():
             shape = tuple(tensor.shape)
-            yield Piece(name, shape, (tuple(0 for _ in shape), shape), tensor)
+            yield Piece(name, shape, box_at([0] * len(shape), shape), tensor)
         return
     parts = _parts(model)
     for param, start, stop, state in optimizer.runs():
@@ -103,7 +103,7 @@ def _parts(model: Model) -> dict[int, list[Part]]:
     has_adapters = settings_of(model) is not None
     found: dict[int, list[Part]] = {}
     for chunk in model:
-        state = sharded_state(chunk) if has_adapters else _sharded(chunk)
+        state = _sharded_adapters(chunk) if has_adapters else _sharded(chunk)
         for entry in nested_values(state):
             assert isinstance(entry, ShardedTensor | ShardedTensorFactory), f"{entry}: only tensors are saved"
             cut: Iterable[Any] = nested_values([entry.build()]) if isinstance(entry, ShardedTensorFactory) else [entry]
@@ -113,6 +113,23 @@ def _parts(model: Model) -> dict[int, list[Part]]:
 
 def _sharded(chunk: nn.Module) -> dict[str, Any]:
     return without_extra_state(unwrap(chunk).sharded_state_dict())
+
+
+def _sharded_adapters(chunk: nn.Module) -> dict[str, Any]:
+    """The adapters for a checkpoint: {name in this chunk: sharded tensor under the name in the whole model}."""
+    names = {id(param): name for name, param in unwrap(chunk).named_parameters()}
+    dense, expert = ps.get_data_parallel_group(with_context_parallel=True), ps.get_expert_data_parallel_group()
+    state: dict[str, Any] = {}
+    for path, linear in adapted([chunk]):
+        groups = {"dp_cp_group": expert if linear.is_expert else dense, "tp_group": linear.tp_group}
+        for projection, low_rank in linear.lora.projections.items():
+            for factor, param in low_rank.named_parameters():
+                key, axis = f"{path}.lora.{projection}.{factor}", low_rank.cut[factor]
+                if axis is None:
+                    state[names[id(param)]] = make_sharded_tensor_for_checkpoint(param, key, **groups)
+                else:
+                    state[names[id(param)]] = make_tp_sharded_tensor_for_checkpoint(param, key, tp_axis=axis, **groups)
+    return state
 
 
 def _part(shard: ShardedTensor, param: Tensor) -> Part:

@@ -1,7 +1,7 @@
 """Reads the weights of Megatron's own checkpoints (`dist_checkpointing`, format torch_dist), which verl writes too.
 
 `.metadata` is a pickle: it says which part of which tensor lies where in the `.distcp` files.  It is read without
-running anything: only the classes of that list are made, every other one becomes a Nothing.  Tensors are read by
+running anything: each of its classes becomes a new one that only holds what it is given.  Tensors are read by
 `torch.load` with `weights_only`.
 Source: torch/distributed/checkpoint/{metadata,filesystem}.py, megatron/core/dist_checkpointing/mapping.py.
 """
@@ -17,38 +17,42 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 
-from megarl.mcore.checkpoint.boxes import Box, Shape, slices
+from megarl.arch.boxes import Box, Shape, box_at, origin, slices
+from megarl.io.durable_files import inside
 from megarl.mcore.checkpoint.files import Reader
 from megarl.mcore.checkpoint.held import Piece
 
 METADATA = ".metadata"
-_CLASSES = {
-    (metadata.__name__, name): getattr(metadata, name)
-    for name in (
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
-    )
-} | {(filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo, ("torch", "Size"): torch.Size}
+TENSOR = "TensorStorageMetadata"
 
 
-class Nothing:
-    """Stands for an object that is not needed, whatever its class does."""
+class Held:
+    """Stands for an object of any class: it has the attributes that a pickle gives it, or `state` if that has no names.
 
-    def __new__(cls, *_: Any, **__: Any) -> Nothing:
-        return super().__new__(cls)
+    An object that gets none is not needed, whatever its class does.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __setstate__(self, _: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
 
 
 class _Unpickler(pickle.Unpickler):
+    """Returns immutable types of torch, and for anything else a new class that only holds data."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        return _CLASSES.get((module, name), Nothing)
+        found = getattr(torch, name, None) if module == "torch" else None
+        return found if found is torch.Size or isinstance(found, torch.dtype) else type(name, (Held,), {})
+
+
+class Stored(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    size: Shape
+    dtype: torch.dtype
+    boxes: list[Box]
 
 
 class Chunk(NamedTuple):
@@ -82,15 +86,13 @@ class TorchDistReader(Reader):
         if key not in self.tensors:
             return  # `fill` names it
         tensor, axes = self.tensors[key], len(numbers)
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        self.sizes[name] = tuple(tensor.size[axes:]), dtype
-        for chunk in tensor.chunks:
-            begins, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            at = tuple(number - begin for number, begin in zip(numbers, begins, strict=False))
-            if all(0 <= i < size for i, size in zip(at, sizes, strict=False)):
-                place = self._places[key, begins]
-                where = Chunk(self.folder / place.relative_path, place.offset, place.length, at)
-                self._boxes[name].append(((begins[axes:], sizes[axes:]), where))
+        self.sizes[name] = tensor.size[axes:], str(tensor.dtype).removeprefix("torch.")
+        for box in tensor.boxes:
+            if all(begin <= number < end for number, (begin, end) in zip(numbers, box, strict=False)):
+                at = tuple(number - begin for number, (begin, _) in zip(numbers, box, strict=False))
+                place = self._places[key, origin(box)]
+                where = Chunk(inside(self.folder, place.relative_path), place.offset, place.length, at)
+                self._boxes[name].append((box[axes:], where))
 
     def _read(self, file: Any, wishes: list[tuple[str, Box, Box, Piece]]) -> None:
         """`file`: a Chunk."""
@@ -99,27 +101,34 @@ class TorchDistReader(Reader):
                 opened.seek(file.offset)
                 stored = torch.load(io.BytesIO(opened.read(file.length)), map_location="cpu", weights_only=True)
             for _, box, common, piece in wishes:
-                piece.memory[slices(common, piece.box[0])].copy_(stored[file.at][slices(common, box[0])])
+                piece.memory[slices(common, origin(piece.box))].copy_(stored[file.at][slices(common, origin(box))])
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, IndexError, TypeError) as error:
             raise ValueError(f"{file.file}: it cannot be read ({error}); expected an unchanged folder") from error
 
 
 def sizes_in(folder: Path) -> list[tuple[Shape, torch.dtype]]:
     """Shape and type of each tensor of the model, without the optimizer's."""
-    return [(tuple(tensor.size), tensor.properties.dtype) for tensor in _tensors_in(folder)[0].values()]
+    return [(tensor.size, tensor.dtype) for tensor in _tensors_in(folder)[0].values()]
 
 
-def _tensors_in(folder: Path) -> tuple[dict[str, Any], dict[tuple[str, Shape], Any]]:
+def _tensors_in(folder: Path) -> tuple[dict[str, Stored], dict[tuple[str, Shape], Any]]:
     """The description of each tensor of the model, and where its boxes lie, by name and offset."""
     try:
         with open(folder / METADATA, "rb") as file:
             found = _Unpickler(file).load()
         tensors = {
-            name: entry
+            name: _stored(entry)
             for name, entry in found.state_dict_metadata.items()
-            if isinstance(entry, metadata.TensorStorageMetadata) and not name.startswith("optimizer.")
+            if type(entry).__name__ == TENSOR and not name.startswith("optimizer.")
         }
         places = {(i.fqn, tuple(i.offset)): place for i, place in found.storage_data.items() if i.fqn in tensors}
     except Exception as error:  # a damaged pickle raises anything
         raise ValueError(f"{folder / METADATA}: it cannot be read ({error}); expected an unchanged folder") from error
     return tensors, places
+
+
+def _stored(entry: Any) -> Stored:
+    dtype = entry.properties.state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a tensor of the type {dtype!r}")
+    return Stored(tuple(entry.size), dtype, [box_at(chunk.offsets, chunk.sizes) for chunk in entry.chunks])

@@ -1,4 +1,7 @@
-"""Fused linear and softmax columns, computed in chunks over a vocabulary that is sharded over ranks.
+"""Columns of tokens from hidden states and the vocabulary head, without holding all logits in memory.
+
+16384 tokens with a vocabulary of 152k are 10 GB of logits in float32, and a plain softmax makes seven such tensors.
+Here the logits of a chunk are computed, used and discarded, in the forward and again in the backward pass.
 
 Saved from the forward pass: the hidden states, the weight, and a few numbers for each token.  In addition each pass
 needs one buffer of CHUNK_ELEMENTS logits (shared between the two models if a reference's logits are needed too) and, in
@@ -22,12 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from torch import Tensor
+from torch import Tensor, nn
 
 from megarl.mcore.logprobs import fused_torch
 from megarl.mcore.logprobs.main_grad import LogitGradients
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.logprobs.token_statistics import all_reduce_, columns_of, empty_statistics, factors_of, merged
+from megarl.mcore.models.model import unwrap
 
 gpu_kernels: Any = fused_torch
 if torch.cuda.is_available() and find_spec("triton"):
@@ -38,6 +42,7 @@ if torch.cuda.is_available() and find_spec("triton"):
 CHUNK_ELEMENTS = 2**26 if torch.cuda.is_available() else 2**23  # 256 MiB; a CPU gains nothing above 32 MiB
 CHUNK_TOKENS = 2**13
 IDS_SHARE = 16  # a chunk's tokens have one id in their supports for so many logits: about 40 bytes of indices each
+NAMES = ("log_probs", "entropy", "sum_pi_squared", "full_kl")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,76 @@ class Job:
     def num_real(self, rows: int) -> int:
         """Number of this rank's `rows` of the padded vocabulary that are real (not padding); they come first."""
         return min(rows, max(0, self.vocab_size - self.group.rank() * rows))
+
+
+@dataclass(frozen=True)
+class ReferenceStates:
+    """The frozen model for `full_kl`: its last-stage hidden states of the same tokens, and its head."""
+
+    hidden: Tensor  # like `hidden` of the actor; may be in host memory
+    weight: Tensor  # [V/tp, H of the reference]
+
+
+def token_columns(
+    job: Job,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    reference: ReferenceStates | None = None,
+    support: Support | None = None,
+) -> dict[str, Tensor]:
+    """hidden [T, H] ([T/tp, H] under sequence parallelism) of the last chunk, whose head is weight [V/tp, H], and
+    labels [T] -> {name: [T] float32}, for the job's names.
+
+    All use the softmax p of logits / temperature over the true vocabulary: padding rows have no probability.  Where a
+    label has a support, p (and q) is renormalised over it: the other ids have no probability either.
+    `log_probs` of the labels; `entropy` = -sum_v p log p; `sum_pi_squared` = sum_v p^2; `full_kl` = sum_v p (log p -
+    log q), q of the reference at the same temperature.
+    All are differentiable in the hidden states and the weight.
+    ValueError for an unknown name, or full_kl without a reference of the same vocabulary.
+    """
+    _check(job.names, weight, reference)
+    sides = () if reference is None or "full_kl" not in job.names else (reference.hidden, reference.weight)
+    return columns_of_chunks(job, hidden, weight, labels, *sides, support=support) if job.names else {}
+
+
+def job_of(chunk: nn.Module, names: Sequence[str], vocab_size: int, temperature: float) -> Job:
+    """How the columns of a model's last chunk are computed."""
+    config = unwrap(chunk).config
+    return Job(
+        tuple(names),
+        vocab_size,
+        temperature,
+        sequence_parallel=config.sequence_parallel,
+        fused_accumulation=config.gradient_accumulation_fusion,
+    )
+
+
+def _check(names: Sequence[str], weight: Tensor, reference: ReferenceStates | None) -> None:
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(f"names={list(names)}: there is no column {unknown[0]}; expected some of {', '.join(NAMES)}")
+    if "full_kl" not in names:
+        return
+    if reference is None:
+        raise ValueError(
+            "names: full_kl without a reference; expected a reference model in the actor's group and layout"
+        )
+    # Rows include padding; different vocabularies with the same padded size are detected from config.json at the start.
+    if len(reference.weight) != len(weight):
+        raise ValueError(
+            f"full_kl: the reference has {len(reference.weight)} rows of the vocabulary on this rank and the actor "
+            f"{len(weight)}; expected one vocabulary and one layout"
+        )
+
+
+def keep_hidden(hidden: Tensor) -> Tensor:
+    """A copy for later without the autograd graph: in pinned host memory if it is on a GPU, else not copied."""
+    if not hidden.is_cuda:
+        return hidden.detach()
+    kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
+    return kept.copy_(hidden.detach(), non_blocking=True)
 
 
 def columns_of_chunks(

@@ -15,15 +15,6 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 
-def has_fused_accumulation() -> bool:
-    """Whether weights' gradients are added to main_grad inside the matrix product, in every linear of the model.
-
-    This needs Apex's kernel and a GPU.  It is checked by Megatron's own import, not by the presence of the package: a
-    package that was built for another torch cannot be imported, and creating Megatron's linears would fail.
-    """
-    return torch.cuda.is_available() and hasattr(layers, "fused_weight_gradient_mlp_cuda")
-
-
 class WeightGradient:
     """Adds products to `main_grad`, or to a tensor of its own if the weight has no permanent one."""
 

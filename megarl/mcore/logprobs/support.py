@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch
-from megarl.ragged import COUNTS, gathered
-from megarl.sample import SUPPORT
+from megarl.samples.batch import Batch
+from megarl.samples.ragged import COUNTS, gathered
+from megarl.samples.sample import SUPPORT
 
 # In the place of the logit of a token that could not be drawn: e^x is 0, and no sum of these overflows or is NaN.
 EXCLUDED = -1e25

@@ -1,4 +1,4 @@
-"""How models of each family are built: their settings, Megatron's class of settings, and their layers.
+"""How models of each family are built: their settings, Megarl's parts of their attention, their layers.
 
 A family is added by one entry of FAMILIES; `model.py` knows none of them by name.
 """
@@ -7,16 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 
-from megarl.mcore.models.gpt_oss import gpt_oss
+from megarl.arch.model_types import refusal
+from megarl.arch.settings.families import SETTINGS
+from megarl.arch.settings.hf import HFConfig, Settings
 from megarl.mcore.models.layers import LayerSpec, local_layer
-from megarl.mcore.models.mla import latent_layer
-from megarl.mcore.models.qk_norm import layer_with_norms_of_all_heads
-from megarl.model_settings.families import SETTINGS
-from megarl.model_settings.hf import HFConfig, Settings
-from megarl.model_types import refusal
+
+LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors; independent of rms_norm_eps, which the other norms use
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,94 @@ class Family:
     settings: Callable[[HFConfig], Settings]  # fields of `config`; ValueError of one sentence if not supported
     config: type[TransformerConfig] = TransformerConfig
     layer: LayerSpec = local_layer
+
+
+class LatentAttention(MLASelfAttention):
+    """Multi-latent attention of DeepSeek-V3 and Kimi-K2 (arXiv:2412.19437): Megatron's, with the norms of the model's
+    own code, and the complete gradient of the keys' rotary part.
+
+    Every tensor-parallel rank rotates the shared part of the keys for its own heads, so its gradient is the sum over
+    ranks.  Megatron 0.16.1 gathers the columns of the projection that computes this part, and then never takes the sum
+    (multi_latent_attention:602-612).  With sequence parallelism it does take the sum if the projection's output is
+    whole on every rank, so a hook makes it whole.  Models with experts need sequence parallelism for tensor parallelism
+    anyway (`check_trainable`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_layernorm.eps = LATENT_NORM_EPS
+        if self.config.q_lora_rank is not None:
+            self.q_layernorm.eps = LATENT_NORM_EPS
+        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(_all_columns)
+
+
+def _all_columns(linear: nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:  # noqa: ARG001
+    """Forward hook: a rank's columns for all tokens -> all columns for its tokens."""
+    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), None
+
+
+def latent_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """One layer, dense or with experts."""
+    spec = local_layer(config, has_experts)
+    spec.submodules.self_attention.module = LatentAttention
+    return spec
+
+
+class NormOfAllHeads(nn.Module):
+    """MiniMax-M2's RMS norm of queries, and of keys, over all heads at once; Megatron's are of each head alone.
+
+    It is computed over the heads of all tensor-parallel ranks; a rank has the weight of its own heads.
+
+    Each token's squares are summed over the ranks, forwards and backwards: every rank's output depends on all of them.
+    """
+
+    weight: nn.Parameter  # [heads of this rank * head_dim]
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
+        """`hidden_size`: of one head, as Megatron passes it; `num_heads`: of the whole model."""
+        super().__init__()
+        self.size, self.eps = num_heads * hidden_size, eps
+        self.weight = nn.Parameter(torch.ones(self.size // config.tensor_model_parallel_size))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., heads of this rank, head_dim] -> the same."""
+        wide = x.float()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum((-2, -1), keepdim=True))
+        scale = torch.rsqrt(copy_to_tensor_model_parallel_region(squares) / self.size + self.eps)
+        return (wide * scale * self.weight.float().view(x.shape[-2:])).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """For checkpoints: the weight is cut over tensor-parallel ranks."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=ps.get_tensor_model_parallel_group(),
+            dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
+        )
+        return state
+
+
+def layer_with_norms_of_all_heads(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    """One layer, for `block_spec`.
+
+    `config.qk_layernorm` is false: otherwise Megatron would sum the gradients of norms with these names over
+    tensor-parallel ranks (finalize_model_grads:355), as if each rank had the whole weight.
+    """
+    assert not config.qk_layernorm
+    spec = local_layer(config, has_experts)
+    parts = spec.submodules.self_attention.submodules
+    parts.q_layernorm = ModuleSpec(NormOfAllHeads, params={"num_heads": config.num_attention_heads})
+    parts.k_layernorm = ModuleSpec(NormOfAllHeads, params={"num_heads": config.num_query_groups})
+    return spec
+
+
+def _gpt_oss(hf: HFConfig) -> Settings:
+    """Its settings with the activation, which is Megatron's: x * sigmoid(1.702 x)."""
+    return SETTINGS["gpt_oss"](hf) | {"activation_func": quick_gelu}
 
 
 def family_of(hf: HFConfig) -> Family:
@@ -40,5 +142,5 @@ FAMILIES: dict[str, Family] = {kind: Family(settings) for kind, settings in SETT
     "deepseek_v3": Family(SETTINGS["deepseek_v3"], MLATransformerConfig, latent_layer),
     "kimi_k2": Family(SETTINGS["kimi_k2"], MLATransformerConfig, latent_layer),
     "minimax_m2": Family(SETTINGS["minimax_m2"], layer=layer_with_norms_of_all_heads),
-    "gpt_oss": Family(gpt_oss),
+    "gpt_oss": Family(_gpt_oss),
 }

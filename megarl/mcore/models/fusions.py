@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine
+from megatron.core.tensor_parallel import layers
 from torch import nn
-
-from megarl.mcore.logprobs.main_grad import has_fused_accumulation
 
 _PERMUTATION = (
     "fused_permute",
@@ -22,6 +21,15 @@ _PERMUTATION = (
 def has_fused_permutation() -> bool:
     """Whether Transformer Engine has the kernels that sort tokens by expert: since 2.1."""
     return all(getattr(transformer_engine, name, None) is not None for name in _PERMUTATION)
+
+
+def has_fused_accumulation() -> bool:
+    """Whether weights' gradients are added to main_grad inside the matrix product, in every linear of the model.
+
+    This needs Apex's kernel and a GPU.  It is checked by Megatron's own import, not by the presence of the package: a
+    package that was built for another torch cannot be imported, and creating Megatron's linears would fail.
+    """
+    return torch.cuda.is_available() and hasattr(layers, "fused_weight_gradient_mlp_cuda")
 
 
 def fusions(
@@ -46,7 +54,7 @@ def fusions(
     """
     return {
         # One kernel for silu(gate) * up, compiled by torch.  It and the next product keep 3 numbers of a token for each
-        # of the intermediate size; separate operations keep 5 (tests/plan/memory/test_saved_tensors.py).
+        # of the intermediate size; separate operations keep 5 (tests/plan/test_saved_tensors.py).
         # With biases Megatron's local layers would clamp before they add one (fused_bias_geglu); TE's linears add it.
         "bias_activation_fusion": gpu and (transformer_engine or not biases),
         # Apex's kernel.  Transformer Engine has its own: `fuse_weight_gradients`.

@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.mcore.models.attention import SDPAttention
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.pointwise import Gate, Norm
 from megarl.mcore.models.transformer_engine import TransformerEngineProvider
-from megarl.mcore.training.execution import ExecutionOptions
 
 LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
 

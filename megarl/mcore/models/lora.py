@@ -21,9 +21,9 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+from megarl.arch.projections import ALL, LINEARS, TARGETS, chosen
 from megarl.mcore.models.low_rank import Adapter
 from megarl.mcore.models.model import Model, unwrap, whole_name
-from megarl.projections import ALL, LINEARS, TARGETS, chosen
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,16 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor, nn
 
-from megarl.layout import Layout, exchange_misfits, misfits, numbers_of, padded_vocab_size
-from megarl.mcore.models.experts import keep_router_biases
+from megarl.arch.layout import Layout, exchange_misfits, misfits, numbers_of, padded_vocab_size
+from megarl.arch.megatron_fields import FUSIONS
+from megarl.arch.settings.hf import HFConfig
+from megarl.arch.settings.rope import make_rope
+from megarl.mcore.models.biases import keep_router_biases, prepare_biases
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
-from megarl.mcore.models.gpt_oss import prepare_biases
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.transformer_engine import mark_shards, share_sinks
-from megarl.mcore.training.execution import ExecutionOptions
-from megarl.megatron_fields import FUSIONS
-from megarl.model_settings.hf import HFConfig
-from megarl.model_settings.rope import make_rope
 
 Model = list[nn.Module]  # this rank's chunks in layer order: one, or one for each interleaved stage
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,6 +1,6 @@
 """Rotary position embeddings of packed rows: angles of tokens in their sequences, and the rotation.
 
-The frequencies are those of `model_settings/rope.py`, which are passed to Megatron's rotary embedding.
+The frequencies are those of `arch/settings/rope.py`, which are passed to Megatron's rotary embedding.
 """
 
 from __future__ import annotations

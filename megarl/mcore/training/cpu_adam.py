@@ -14,7 +14,7 @@ import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from megarl.megatron_fields import CPU_OFFLOAD
+from megarl.arch.megatron_fields import CPU_OFFLOAD
 
 
 def check_cpu_adam(fields: Mapping[str, Any], *, name: str, is_wrapped: bool) -> None:

@@ -3,11 +3,11 @@
 Only memory moves, not tensor objects: a storage frees its bytes and later allocates the same size again.  So
 parameters, views into Megatron's contiguous buffers and the optimizer's references all stay valid.
 
-Parameters that were only read since they came from the host are still there: they are not copied back.  Who onloads
-says so, and whoever writes says so, too; without a word everything is copied.
+Parameters that were only read since they were onloaded are still in host memory and are not copied back: the caller
+onloads `to_read` and calls `written` before it writes them.  Otherwise everything is copied.
 
-What is needed late, as the moments are, can come beside what the device computes until then.  Its memory is taken at
-once, so that the peak is the same.  Nothing is offloaded beside anything: whoever comes next needs the memory.
+What is needed late, such as moments, can be copied while the device computes.  Its memory is allocated at once, so the
+peak is the same.  Offloading always waits, because the next role needs the memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, FullyShardedDataP
 from torch import Tensor, nn
 
 from megarl.mcore.models.model import Model
-from megarl.mcore.training import copies
-from megarl.mcore.training.host_memory import HostMemory
+from megarl.mcore.training.host_memory import HostMemory, begin_copies, copy_at_once
 from megarl.mcore.training.optimizer import Optimizer
 from megarl.mcore.training.wrappers import fsdp_shards, gather_fsdp, release_fsdp
 
@@ -116,9 +115,9 @@ class OffloadBuffer:
             storage.resize_(host.numel())
         pairs = [(_bytes(storage), host) for storage, host in kept]
         if beside:
-            self._arrive = copies.begin(pairs)
+            self._arrive = begin_copies(pairs)
         else:  # not behind another buffer's moments, which may be under way
-            copies.at_once(pairs)
+            copy_at_once(pairs)
         read = {x._cdata for x in self._parameters()} if to_read else set()
         self._same = {part: storage for part, storage in enumerate(self._kept) if storage._cdata in read}
         self._kept, self._emptied, self.is_offloaded = [], [], False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.layers import check_trainable
 from megarl.mcore.models.low_rank import sum_expert_gradients
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.cpu_adam import check_cpu_adam, make_host_state, match_trained, refresh_copies
-from megarl.mcore.training.execution import ExecutionOptions
 from megarl.mcore.training.gradient_check import uncounted_included
 from megarl.mcore.training.muon import Muon, muon_matrices
 from megarl.mcore.training.wrappers import FsdpOptimizer, OneProcess, wrap_fsdp
@@ -38,24 +39,24 @@ class OptimSettings:
     weight_decay: float = 0.01
     momentum: float = 0.0  # of sgd and muon
     max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    decay_style: str = "constant"  # constant | linear | cosine
-    decay_steps: int = 1  # the step at which min_lr is reached
+    lr_warmup_steps: int = 0
+    lr_decay_style: str = "constant"  # constant | linear | cosine
+    lr_decay_steps: int = 1  # the step at which min_lr is reached
     min_lr: float = 0.0
-    override: Mapping[str, Any] = field(default_factory=dict)  # further fields of Megatron's OptimizerConfig
+    override_optimizer_config: Mapping[str, Any] = field(default_factory=dict)  # fields of Megatron's OptimizerConfig
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
     """The learning rate of optimizer step `step` (the first is 0): linear warm-up, then the configured decay.
 
-    Example, warmup_steps=2, linear to 0 at 4, lr=1: 0.5, 1, 1, 0.5, 0, 0, ...
+    Example, lr_warmup_steps=2, linear to 0 at 4, lr=1: 0.5, 1, 1, 0.5, 0, 0, ...
     """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    if settings.decay_style == "constant":
+    if step < settings.lr_warmup_steps:
+        return settings.lr * (step + 1) / settings.lr_warmup_steps
+    if settings.lr_decay_style == "constant":
         return settings.lr
-    done = min(1.0, (step - settings.warmup_steps) / max(1, settings.decay_steps - settings.warmup_steps))
-    left = 1.0 - done if settings.decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    done = min(1.0, (step - settings.lr_warmup_steps) / max(1, settings.lr_decay_steps - settings.lr_warmup_steps))
+    left = 1.0 - done if settings.lr_decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return settings.min_lr + (settings.lr - settings.min_lr) * left
 
 
@@ -95,9 +96,9 @@ def reduce_in_last(model: Model) -> None:
         chunks[0].config.no_sync_func = contexts[0] if len(chunks) == 1 else contexts
 
 
-def _finish_gradients(model: Model, *args: Any, **how: Any) -> None:
+def _finish_gradients(model: Model, *args: Any, **more: Any) -> None:
     """Megatron's reductions of a step's gradients, and those of adapters on experts, which it does not know."""
-    finalize_model_grads(model, *args, **how)
+    finalize_model_grads(model, *args, **more)
     sum_expert_gradients(model)
 
 
@@ -161,7 +162,7 @@ class Optimizer:
         config, wrapper = chunks[0].config, chunks[0].ddp_config
         _check_optimizer(settings.name, wrapper, has_adapters=_has_adapters(model))
         is_wrapped = isinstance(chunks[0], DistributedDataParallel)
-        check_cpu_adam(settings.override, name=settings.name, is_wrapped=is_wrapped)
+        check_cpu_adam(settings.override_optimizer_config, name=settings.name, is_wrapped=is_wrapped)
         self.inner: Any = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam" if settings.name == "adamw" else "sgd",  # for muon only its groups are used
@@ -177,7 +178,7 @@ class Optimizer:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=wrapper.use_distributed_optimizer,
                 overlap_param_gather=wrapper.overlap_param_gather,
-                **settings.override,
+                **settings.override_optimizer_config,
             ),
             chunks,
             use_gloo_process_groups=False,
@@ -330,9 +331,11 @@ def _momentum_buffers(optimizer: torch.optim.Optimizer, _: Any = None) -> None:
 def _replace_by_muon(optimizer: Optimizer, config: TransformerConfig) -> None:
     """Replace Megatron's plain SGD by our Muon: groups, float32 master weights and clipping stay Megatron's."""
     settings = optimizer.settings
-    how: Any = {"momentum": settings.momentum, "betas": settings.betas, "eps": settings.eps}
     named = [pair for chunk in optimizer.model for pair in unwrap(chunk).named_parameters()]
     matrices = muon_matrices(named, config)
+    make = partial(
+        Muon, matrices=matrices, lr=settings.lr, momentum=settings.momentum, betas=settings.betas, eps=settings.eps
+    )
     for part in optimizer.parts:
-        part.optimizer = Muon(part.optimizer.param_groups, matrices, lr=settings.lr, **how)
+        part.optimizer = make(part.optimizer.param_groups)
         part.init_state_fn = lambda muon, _=None: muon.make_state()

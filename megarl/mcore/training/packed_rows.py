@@ -21,18 +21,18 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
-from megarl.batch import SEGMENT_IDS, Batch, MicroBatch
+from megarl.arch.layout import Layout
 from megarl.data.prefix_tree import CommonPrefixes, PrefixTree
-from megarl.layout import Layout
 from megarl.mcore.logprobs.support import Support
-from megarl.mcore.models.attention import PackedParams, pad_plan, zigzag
+from megarl.mcore.models.attention import PackedParams, PadPlan, pad_plan, zigzag
 from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.models.prefix_trees.tree_attention import TreePlan
 from megarl.mcore.models.rope import with_positions
+from megarl.samples.batch import SEGMENT_IDS, Batch, MicroBatch
 
 Columns = Sequence[str]  # names of a batch's columns
 _ALIGNED = 16  # bytes
-_SEQUENCES, _LONGEST = 8, 512  # multiples to which attention is told the number of sequences, and the longest
+_SEQUENCES, _LONGEST = 8, 512  # multiples to which the number of sequences, and the longest, are rounded for attention
 PLANS: dict[str, type[TreePlan] | type[FlexPlan]] = {"cpu": TreePlan, "cuda": FlexPlan}  # of rows that share prefixes
 
 
@@ -58,7 +58,7 @@ class PackedRow:
         return _at(column, self.targets)
 
     def support_there(self) -> Support | None:
-        """`support` on the row's device, which nobody waits for."""
+        """`support` on the row's device; the copy is not waited for."""
         if (own := self.support) is None:
             return None
         return Support(*on_device([own.starts, own.counts, own.ids], self.tokens.device))
@@ -107,20 +107,19 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: C
     predicted = torch.nonzero(inside > 0).squeeze(1)
     following = torch.full((batch.num_tokens + 1,), -1).index_copy(0, predicted - 1, predicted)  # the last: of padding
     positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
-    return _row(
-        micro,
-        device,
-        columns,
+    places = _Places(
         sources=sources,
         targets=following[sources],
         positions=positions[own],
         ends=ends,
         longest=max(padded),
-        plan={"pad": pad_plan(padded) if layout.cp == 1 else None},
+        pad=pad_plan(padded) if layout.cp == 1 else None,
+        tree=None,
         predicts=where_gathered(own, at[predicted] - 1, layout.cp, starts.tolist(), padded),
         predicted=predicted,
         num_own_tokens=int((sources >= 0).sum()),
     )
+    return _row(micro, device, columns, places)
 
 
 def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: Columns) -> PackedRow:
@@ -131,57 +130,54 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device, colu
     plan = PLANS[device.type].of(tree, device)
     padding = -tree.num_places % math.lcm(plan.UNIT, layout.tp if layout.sequence_parallel else 1)
     predicted = torch.nonzero(tree.predicts >= 0).squeeze(1)
-    return _row(
-        micro,
-        device,
-        columns,
+    places = _Places(
         sources=F.pad(tree.sources, (0, padding), value=-1),
         targets=F.pad(tree.targets, (0, padding), value=-1),
         positions=F.pad(torch.from_numpy(tree.place_positions), (0, padding)),
         ends=torch.tensor([tree.num_places + padding]),
         longest=plan.longest,
-        plan={"tree": plan},
+        pad=None,
+        tree=plan,
         predicts=tree.predicts[predicted],
         predicted=predicted,
         num_own_tokens=batch.num_tokens,  # a common token stands for those of all its rows
     )
+    return _row(micro, device, columns, places)
 
 
-def _row(
-    micro: MicroBatch,
-    device: torch.device,
-    columns: Columns,
-    *,
-    sources: Tensor,
-    targets: Tensor,
-    positions: Tensor,
-    ends: Tensor,
-    longest: int,
-    plan: dict[str, Any],
-    predicts: Tensor,
-    predicted: Tensor,
-    num_own_tokens: int,
-) -> PackedRow:
-    """`sources`, `targets`, `positions` [T/cp] of this rank's places; `plan`: that of attention, by its name."""
-    batch = micro.batch
+@dataclass(frozen=True)
+class _Places:
+    """Where tokens stand in a row, and what they predict; for `predicts` and what follows it see PackedRow."""
+
+    sources: Tensor  # [T/cp] of this rank's places: the index in the batch of each one's token; -1: padding
+    targets: Tensor  # [T/cp]
+    positions: Tensor  # [T/cp]
+    ends: Tensor  # [sequences] of the whole row
+    longest: int  # sequence
+    pad: PadPlan | None  # of attention, as PackedParams has them
+    tree: TreePlan | FlexPlan | None
+    predicts: Tensor
+    predicted: Tensor
+    num_own_tokens: int
+
+
+def _row(micro: MicroBatch, device: torch.device, columns: Columns, places: _Places) -> PackedRow:
+    batch, ends, pad = micro.batch, places.ends, places.pad
     of_row = {
-        "tokens": _at(batch.tokens, sources)[None],
-        "positions": positions[None],
-        "labels": _at(batch.tokens, targets),
-        "predicts": predicts,
-        "predicted": predicted,
+        "tokens": _at(batch.tokens, places.sources)[None],
+        "positions": places.positions[None],
+        "labels": _at(batch.tokens, places.targets),
+        "predicts": places.predicts,
+        "predicted": places.predicted,
     }
     # cuDNN compiles attention anew for each number of sequences, and Megatron makes a table of angles for each longest
     # one: empty sequences and a rounded length leave a few of both.
     rounded = F.pad(ends, (0, -len(ends) % _SEQUENCES), value=int(ends[-1]))
     cu_seqlens = F.pad(rounded, (1, 0)).to(torch.int32)
-    longest = -(-longest // _LONGEST) * _LONGEST
+    longest = -(-places.longest // _LONGEST) * _LONGEST
     of_loss = {name: batch.segment_ids if name == SEGMENT_IDS else batch.columns[name] for name in columns}
-    pad = plan.get("pad")
     slots = cu_seqlens if pad is None else pad.slots
     *found, cu_seqlens, slots = on_device([*of_row.values(), *of_loss.values(), cu_seqlens, slots], device)
-    if pad is not None:
-        plan = {"pad": replace(pad, slots=slots)}
     there = dict(zip(of_row, found, strict=False))
     cu_seqlens = with_positions(cu_seqlens, there["positions"][0])
     packed = PackedParams(
@@ -190,21 +186,22 @@ def _row(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **plan,
+        pad=None if pad is None else replace(pad, slots=slots),
+        tree=places.tree,
     )
     return PackedRow(
         **there,
-        targets=targets,
-        support=Support.of(batch, targets),
+        targets=places.targets,
+        support=Support.of(batch, places.targets),
         packed=packed,
         num_tokens=batch.num_tokens,
-        num_own_tokens=0 if micro.is_dummy else num_own_tokens,
+        num_own_tokens=0 if micro.is_dummy else places.num_own_tokens,
         columns=dict(zip(of_loss, found[len(of_row) :], strict=True)),
     )
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies of host tensors.  A GPU gets them in one copy, out of pinned memory, which nobody waits for."""
+    """Copies of host tensors.  A GPU gets them in one copy out of pinned memory, which is not waited for."""
     return in_one_block(tensors, device) if device.type == "cuda" else [tensor.to(device) for tensor in tensors]
 
 

@@ -5,7 +5,7 @@ of these tokens then differ far more than by rounding.  "rollout" replays what t
 arXiv 2510.11370), "old" what the pass of the old log-probs chose (Zheng et al. 2025, arXiv 2507.18071, section 5.3).
 Given are only the experts: their weights are the router's own scores, so it has a gradient, as in Megatron's replay.
 
-What is given is the column of `megarl.routed_experts`.  The tokens of a rank are those of its row's slice, with
+What is given is the column of `megarl.arch.routed_experts`.  The tokens of a rank are those of its row's slice, with
 sequence parallelism its part of them; the layers are those of the chunk that runs.  Each row's last token, padding and
 dummies predict nothing: they go to the first experts.
 Megatron's losses for balanced routers, which no family here has, would still count the experts of the router's choice.
@@ -24,17 +24,17 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megarl.batch import MicroBatch
+from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.mcore.models.layers import layers_with_experts
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.packed_rows import PackedRow, on_device
-from megarl.routed_experts import ROUTED_EXPERTS
+from megarl.samples.batch import MicroBatch
 
 
 class RouterReplay:
     """What a router asks for the experts of its tokens, in the place of Megatron's class of this name.
 
-    Megatron's (moe/router_replay.py) has one list of the routers of all models in a process, and has to be told before
+    Megatron's (moe/router_replay.py) has one list of the routers of all models in a process, and must know before
     each backward pass, which its pipeline schedules begin themselves, that a recomputation comes.  Here a call outside
     a forward step is one.  Schedules run the backward passes of a chunk in the order of its forward passes.
     """

@@ -22,23 +22,25 @@ from torch import Tensor, nn
 
 from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
-from megarl.batch import SEGMENT_IDS, Batch, LossOutput, MicroBatch, Stats, Unread, merge_stats
-from megarl.layout import Layout
-from megarl.mcore.logprobs.divergence import TeacherStates
-from megarl.mcore.logprobs.logprobs import DIVERGENCE, OF_IDS, ReferenceStates, job_of, keep_hidden, token_columns
-from megarl.mcore.logprobs.top_k import top_k_of_chunks
+from megarl.arch.layout import Layout
+from megarl.arch.routed_experts import ROUTED_EXPERTS
+from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
+from megarl.mcore.logprobs.fused import ReferenceStates, job_of, keep_hidden, token_columns
+from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
 from megarl.mcore.training.gradient_check import Limits, agreed
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, Rows, in_whole_turns, on_device
 from megarl.mcore.training.router_replay import Routing
-from megarl.ragged import names_in_batch
-from megarl.routed_experts import ROUTED_EXPERTS
-from megarl.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
+from megarl.samples.batch import SEGMENT_IDS, Batch, LossOutput, MicroBatch, Stats, Unread, merge_stats
+from megarl.samples.ragged import names_in_batch
+from megarl.samples.sample import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS
 
 Columns = dict[str, Tensor]
 LossFn = Callable[[Batch, Columns], LossOutput]
 
+DIVERGENCE = "divergence"  # the column [N] of the divergence from each token's teacher, at the same temperature
+OF_IDS = "log_probs_of_ids"  # the columns [N, K] of the log-probs of TEACHER_IDS
 HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the logits of each token
 TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
 TEACHER = "teacher"  # the column of a batch that says which teacher's TEACHER_HIDDEN is: see TeacherStates
@@ -80,19 +82,17 @@ class Outputs:
             job = job_of(chunk, (), self.vocab_size, self.temperature)
             found = top_k_of_chunks(job, output[0], output_weight(chunk), self.top_k)
             return {name: row.column(column) for name, column in zip(TOP_K, found, strict=True)}
-        columns = token_columns(
-            chunk,
-            output[0],
-            row.labels,
-            self.names,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            reference=reference,
-            support=row.support_there(),
-            divergence=self.divergence,
-            teachers=self._teachers(row, given, output.device) if DIVERGENCE in self.names else None,
-            ids=on_device([row.slice(given[TEACHER_IDS])], output.device)[0] if OF_IDS in self.names else None,
-        )
+        hidden, weight = output[0], output_weight(chunk)
+        own = [name for name in self.names if name not in (DIVERGENCE, OF_IDS)]
+        job = job_of(chunk, own, self.vocab_size, self.temperature)
+        columns = token_columns(job, hidden, weight, row.labels, reference=reference, support=row.support_there())
+        if DIVERGENCE in self.names:
+            assert self.divergence is not None, f"the column {DIVERGENCE} needs a divergence"
+            teachers = self._teachers(row, given, output.device)
+            columns[DIVERGENCE] = divergence_of_chunks(job, self.divergence, hidden, weight, teachers)
+        if OF_IDS in self.names:
+            ids = on_device([row.slice(given[TEACHER_IDS])], output.device)[0]
+            columns[OF_IDS] = log_probs_of_ids(job, hidden, weight, ids)
         return {name: row.column(column) for name, column in columns.items()}
 
     def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
@@ -152,13 +152,13 @@ def _run(
     `around(i, chunk)`: what surrounds the forward pass of a chunk over row i.
     """
     # Otherwise Float16Module makes a float32 copy of the hidden states.
-    how = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}
+    more = {"fp32_output": False} if unwrap(model[0]).config.bf16 else {}
 
     def forward_step(indices: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         i = next(indices)
         row = rows[i]
         with around(i, chunk):
-            output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed, **how)
+            output = chunk(row.tokens, row.positions, None, packed_seq_params=row.packed, **more)
         return output, lambda out, non_loss_data=False: finish(i, out)  # noqa: ARG005
 
     return get_forward_backward_func()(
@@ -222,7 +222,8 @@ def backward(
     `num_tokens` is the number of tokens of the whole optimizer step, prompts included, over all data-parallel ranks.
     `reference` is the frozen model of full_kl.  Experts are those of the micro-batches' column of routing replay, if
     they have one and the model is prepared for it.  A micro-batch with a number that is not finite gets a gradient of
-    NaN: the rank goes on, as the others wait for it, and all ranks see it in the norm.  `notes`: outputs to return too.
+    NaN: the rank goes on, as the others wait for it, and all ranks see it in the norm.
+    `notes`: the outputs of the forward pass, so of the weights before the step, that are returned.
     """
     micros = in_whole_turns(micros, outputs.layout)
     is_last = ps.is_pipeline_last_stage(ignore_virtual=True)
@@ -305,29 +306,21 @@ def _read(unread: Mapping[int, Unread], micros: list[MicroBatch]) -> tuple[Stats
 
 
 def train_step(
-    model: Model,
     optimizer: Optimizer,
-    micros: list[MicroBatch],
-    outputs: Outputs,
-    loss_fn: LossFn,
+    gradient: Callable[[], Gradient],
     *,
-    num_tokens: int,
-    device: torch.device,
-    reference: Model | None = None,
     limits: Limits | None = None,
-    notes: Sequence[str] = (),
     before_step: Callable[[], None] = lambda: None,
 ) -> Step:
     """One optimizer step.  It is not made if its gradient is not finite, or if a number is above `limits`.
 
     All ranks decide the same, before any of them changes a weight, a moment or the schedule.
-    `notes`: the outputs of its forward pass, so of the weights before the step, that are returned.
+    `gradient`: computes it, by `backward`.
     `before_step`: until it returns, the optimizer's state is neither read nor written.
     """
     lr = optimizer.lr
     optimizer.zero_grad()
-    how: dict[str, Any] = {"num_tokens": num_tokens, "device": device, "reference": reference, "notes": notes}
-    found = backward(model, micros, outputs, loss_fn, **how)
+    found = gradient()
     grad_norm, loss = optimizer.gradient_norm(), 0.0
     if limits is not None:
         grad_norm, loss = agreed(grad_norm, found.loss)

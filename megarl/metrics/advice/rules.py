@@ -6,41 +6,11 @@ megarl/algo/README.md explains the metrics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.metrics.advice import signals
-
-History = Mapping[str, Sequence[tuple[int, float]]]  # metric -> (step, value), oldest first
-
-
-STEPS = "{steps}"  # in an advice: the number of values that were looked at
-_FEWEST = 10
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Example: Rule("clipped_often", ("actor/pg_clipfrac",), 5, signals.above(0.3), "lower actor.optim.lr")."""
-
-    name: str
-    looks_at: tuple[str, ...]
-    window: int  # number of last values of each metric
-    holds: Callable[..., bool]  # of one list of `window` numbers for each metric, oldest first
-    advice: str
-    applies: Callable[[Mapping[str, Any]], bool] = lambda _: True  # to a run with this configuration
-
-    def within(self, steps: int | None) -> Rule:
-        """The same for a run of so many steps: it looks at half of them at most, but at 10 at least."""
-        window = self.window if steps is None else min(self.window, max(_FEWEST, steps // 2))
-        return replace(self, window=window, advice=self.advice.replace(STEPS, str(window)))
-
-    def speaks(self, history: History) -> bool:
-        """Does the problem exist?  False before the window is full or if the last step lacks a metric."""
-        tails = [list(history.get(name, ()))[-self.window :] for name in self.looks_at]
-        if any(len(tail) < self.window for tail in tails) or len({tail[-1][0] for tail in tails}) > 1:
-            return False
-        return self.holds(*([value for _, value in tail] for tail in tails))
+from megarl.metrics.advice.advice import Rule
 
 
 def in_turns(config: Mapping[str, Any]) -> bool:

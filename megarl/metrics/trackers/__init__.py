@@ -1,5 +1,6 @@
 """Where the metrics of a run go: a tracker for each name in `trainer.logger`, and those that every run has.
 
-`trackers`: the table of them, and how several are one. `console`, `mlflow_tracker`, `prometheus`: each a tracker of its
-own. `status`: what the run is doing now, which every run has. `run`: what a tracker is told of the run.
+`tracker`: the base class, and the decorator that gives a class its name. `trackers`: several as one, and the short
+ones. `console`, `mlflow_tracker`, `prometheus`, `status`: each a tracker of its own. A new one is a class in a file
+here, with `@register_tracker`.
 """

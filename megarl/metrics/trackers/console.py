@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megarl.metrics.evaluation.evaluation import CORE
-from megarl.metrics.pace import STEP_S, Pace, clock_text, is_step
-from megarl.metrics.trackers.run import Run
-from megarl.terminal import sentences
+from megarl.io.terminal import one_line, say
+from megarl.metrics.computing.evaluation import CORE
+from megarl.metrics.reading.pace import STEP_S, Pace, clock_text, is_step
+from megarl.metrics.trackers.tracker import Run, Tracker, register_tracker
 
 # (label, metric, format); metrics that a step does not have are left out
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -33,17 +33,16 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+note = say  # a sentence that belongs to no step, beside the results
+
+
 def warn(sentence: str) -> None:
     """Print a warning that belongs to no step."""
-    note(f"warning: {sentence}")
+    say(f"warning: {sentence}")
 
 
-def note(sentence: str) -> None:
-    """Print a sentence that belongs to no step, beside the results."""
-    sentences(stderr=True).print(sentence)
-
-
-class ConsoleTracker:
+@register_tracker("console")
+class ConsoleTracker(Tracker):
     """Prints lines and progress bar with rich."""
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,8 +68,8 @@ class ConsoleTracker:
             self._line(step, checks)
         if is_step(metrics):
             self._finish_step(step, metrics[STEP_S])
-            found = [f"{label} {metrics[name]:{style}}" for label, name, style in COLUMNS if name in metrics]
-            self._line(step, [*found, f"{metrics[STEP_S]:.2f} s", f"eta {self.eta}"])
+            columns = [f"{label} {metrics[name]:{style}}" for label, name, style in COLUMNS if name in metrics]
+            self._line(step, [*columns, f"{metrics[STEP_S]:.2f} s", f"eta {self.eta}"])
 
     def stage(self, name: str, done: int = 0, total: int = 0) -> None:
         """Draw the bar; it appears with the first stage of a run."""
@@ -96,7 +95,7 @@ class ConsoleTracker:
     def _line(self, step: int, parts: list[str]) -> None:
         width = len(str(self._total))
         text = "  ".join([f"step {step:>{width}}/{self._total}", *parts])
-        self._console.print(text, soft_wrap=True, highlight=self._console.is_terminal, markup=False)
+        self._console.print(one_line(text), soft_wrap=True, highlight=self._console.is_terminal, markup=False)
 
 
 def is_core(name: str) -> bool:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.metrics.trackers.run import Run
-from megarl.metrics.trackers.status import is_stop
+from megarl.metrics.reading.status import is_stop
+from megarl.metrics.trackers.tracker import Run, Tracker, register_tracker
 
 ADDRESS = "MLFLOW_TRACKING_URI"  # MLflow's own variable
 DATABASE = "mlflow.db"
@@ -22,7 +22,8 @@ _MOST_PARAMS = 100  # of one call
 _MOST_NAME, _MOST_TEXT = 250, 6000  # characters
 
 
-class MlflowTracker:
+@register_tracker("mlflow")
+class MlflowTracker(Tracker):
     """A run of the experiment `trainer.project_name`; a resumed run goes on with the same one.
 
     Without MLFLOW_TRACKING_URI, in the run's folder: `mlflow ui --backend-store-uri sqlite:///RUN/mlflow.db`
@@ -59,9 +60,6 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         rows = [self._metric(_name(name), float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows, tags=[self._tag(LAST_STEP, str(step))])
-
-    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Does nothing."""
 
     def close(self, error: BaseException | None = None) -> None:
         end = "FINISHED" if error is None else "KILLED" if is_stop(error) else "FAILED"

@@ -1,4 +1,4 @@
-"""The trackers of a run: a class for each name in `trainer.logger`, and the advice, which every run has.
+"""The trackers of a run: those that `trainer.logger` names, and those that every run has.
 
 A tracker that cannot start stops the run at its start; a tracker that fails later warns once and the run continues.
 """
@@ -10,23 +10,24 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
+from megarl.io.durable_files import StorageError
+from megarl.io.terminal import pages
 from megarl.metrics.advice.advice import Advisor
-from megarl.metrics.evaluation.audit import PARTED
-from megarl.metrics.evaluation.audit import sentence as audit_sentence
-from megarl.metrics.evaluation.evaluation import CUT_OFF, OF_EVALUATION, cut_off
-from megarl.metrics.jsonl import Followed, append_lines, drop_after
-from megarl.metrics.report import SAMPLES
-from megarl.metrics.trackers.console import ConsoleTracker
-from megarl.metrics.trackers.mlflow_tracker import MlflowTracker
-from megarl.metrics.trackers.prometheus import PrometheusTracker
-from megarl.metrics.trackers.run import Run
-from megarl.metrics.trackers.status import StatusTracker, is_stop
-from megarl.terminal import pages
+from megarl.metrics.advice.rules import RULES
+from megarl.metrics.computing.audit import PARTED
+from megarl.metrics.computing.audit import sentence as audit_sentence
+from megarl.metrics.computing.evaluation import CUT_OFF, OF_EVALUATION, cut_off
+from megarl.metrics.reading.jsonl import ADVICE, METRICS, SAMPLES, Followed, append_lines, drop_after
+from megarl.metrics.reading.status import is_stop
+from megarl.metrics.trackers.status import StatusTracker
+from megarl.metrics.trackers.tracker import Run, Tracker, register_tracker
+from megarl.plugins.declared import declared
 
 TABLE_COLUMNS = ("step", "prompt", "completion", "ground_truth", "reward")
 TABLE_ROWS = 64  # of a table of samples: the last ones
@@ -35,33 +36,12 @@ STEP = "training/global_step"  # the x axis of all metrics in wandb
 log = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """Receives metrics.  Steps count from 1; step 0 has the measurements before the first step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
-        """The current stage of the running step and its progress; total 0 if unknown."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """`error`: with which the run ends; None: it has done all that it was to do."""
-
-
-class Quiet:
-    """Base class of trackers that only receive metrics."""
-
-    def stage(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Does nothing."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Does nothing: nothing is open."""
-
-
-class JsonlTracker(Quiet):
+@register_tracker("jsonl")
+class JsonlTracker(Tracker):
     """`metrics.jsonl` in the run's folder: {"step": 3, "time": 1763700000.0, "actor/pg_loss": -0.01, ...}."""
 
     def __init__(self, run: Run) -> None:
-        self.path = run.run_dir / "metrics.jsonl"
+        self.path = run.run_dir / METRICS
         # The evaluation after the step of the save is made again.
         drop_after(self.path, run.resume_step, also=lambda row: row["step"] == run.resume_step and "val/score" in row)
 
@@ -69,15 +49,15 @@ class JsonlTracker(Quiet):
         append_lines(self.path, [{"step": step, "time": round(time.time(), 3), **metrics}])
 
 
-class AdviceTracker(Quiet):
+class AdviceTracker(Tracker):
     """Writes advice about the settings to the console and to `advice.jsonl`: {"step": 50, "advice": "..."}.
 
     Every run has this tracker; a run without advice has no such file.
     """
 
     def __init__(self, run: Run) -> None:
-        self.path, self._console = run.run_dir / "advice.jsonl", run.console
-        self._advisor, self._said_cut = Advisor(config=run.config, steps=run.total_steps), False
+        self.path, self._console = run.run_dir / ADVICE, run.console
+        self._advisor, self._said_cut = Advisor(RULES, config=run.config, steps=run.total_steps), False
         again = run.resume_step  # the evaluation after the step of the save is made again, and what it says with it
         of_evaluation = (PARTED, CUT_OFF)
         drop_after(self.path, again, also=lambda row: row["step"] == again and row["advice"].startswith(of_evaluation))
@@ -85,16 +65,17 @@ class AdviceTracker(Quiet):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         cut = None if self._said_cut else cut_off(metrics)  # once: the next evaluation has the same limit
         self._said_cut |= cut is not None
-        said = [*self._advisor.advise(step, metrics), *filter(None, [audit_sentence(metrics), cut])]
-        for sentence in said:
+        sentences = [*self._advisor.advise(step, metrics), *filter(None, [audit_sentence(metrics), cut])]
+        for sentence in sentences:
             self._console.print(
                 f"advice at step {step}: {sentence}", style="yellow", soft_wrap=True, highlight=False, markup=False
             )
-        if said:
-            append_lines(self.path, [{"step": step, "advice": sentence} for sentence in said])
+        if sentences:
+            append_lines(self.path, [{"step": step, "advice": sentence} for sentence in sentences])
 
 
-class TensorBoardTracker(Quiet):
+@register_tracker("tensorboard")
+class TensorBoardTracker(Tracker):
     """Event files in `tensorboard/` of the run's folder."""
 
     def __init__(self, run: Run) -> None:
@@ -112,7 +93,8 @@ class TensorBoardTracker(Quiet):
         self._writer.close()
 
 
-class WandbTracker(Quiet):
+@register_tracker("wandb")
+class WandbTracker(Tracker):
     """Weights & Biases, online or offline as set by WANDB_MODE; a resumed run keeps its id.
 
     With each evaluation, and at the end, it gets a table of the last samples since the one before.
@@ -162,13 +144,9 @@ class WandbTracker(Quiet):
         return {"samples": table}
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {
-    "console": ConsoleTracker,
-    "jsonl": JsonlTracker,
-    "mlflow": MlflowTracker,
-    "prometheus": PrometheusTracker,
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
+# name in trainer.logger -> module:class, or what makes one
+TRACKERS: dict[str, str | Callable[[Run], Tracker]] = {
+    name: found.address for name, found in sorted(declared("register_tracker", "metrics/trackers").items())
 }
 
 
@@ -177,7 +155,7 @@ class Trackers:
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
-        self._failures: dict[str, int] = {}
+        self._failed: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics), f"log step {step}")
@@ -186,7 +164,7 @@ class Trackers:
         self._each(lambda tracker: tracker.stage(name, done, total), f"show {name}")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close all trackers, also after failures, and log the number of failures of each.
+        """Close all trackers, also after failures.
 
         `error`: with which the run ends; None: it has done all that it was to do.
         """
@@ -195,16 +173,16 @@ class Trackers:
                 tracker.close(error)
             except Exception as fault:  # the next one still has to be closed
                 log.warning("trainer.logger %s did not close: %s", name, one_line(fault))
-        for name, count in self._failures.items():
-            log.warning("trainer.logger %s failed %d times", name, count)
 
     def _each(self, act: Callable[[Tracker], None], what: str) -> None:
         for name, tracker in self._trackers.items():
             try:
                 act(tracker)
+            except StorageError:  # the run has waited for room, and ends
+                raise
             except Exception as error:  # an error in a tracker's library must not stop the run
-                self._failures[name] = self._failures.get(name, 0) + 1
-                if self._failures[name] == 1:
+                if name not in self._failed:
+                    self._failed.add(name)
                     log.warning("trainer.logger %s could not %s, the run goes on: %s", name, what, one_line(error))
 
 
@@ -231,12 +209,20 @@ def make_trackers(
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}: expected some of {', '.join(TRACKERS)}")
         try:
-            started[name] = TRACKERS[name](run)
+            started[name] = _class_of(TRACKERS[name])(run)
         except Exception as error:  # libraries raise different errors if they cannot start
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
     started |= {"advice": AdviceTracker(run), "status": StatusTracker(run)}
     return Trackers(started)
+
+
+def _class_of(tracker: str | Callable[[Run], Tracker]) -> Callable[[Run], Tracker]:
+    if not isinstance(tracker, str):
+        return tracker
+    module, _, name = tracker.partition(":")
+    made: Callable[[Run], Tracker] = getattr(import_module(module), name)
+    return made
 
 
 def one_line(error: Exception) -> str:

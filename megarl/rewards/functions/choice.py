@@ -7,7 +7,7 @@ import re
 from megarl.rewards import register_reward
 from megarl.rewards.functions.boxes import BOX, after_reasoning, last_box
 from megarl.rewards.result import ground_truth_of
-from megarl.sample import Completion, Prompt
+from megarl.samples.sample import Completion, Prompt
 
 # Possessive quantifiers (*+) give nothing back: with several \s* in a row the time would grow with the fourth power of
 # the number of spaces in a text.

@@ -24,8 +24,8 @@ from megarl.rewards.functions.boxes import without_reasoning
 from megarl.rewards.functions.code_tests import Assertions, Outcome, assertions, run_assertions, run_outputs
 from megarl.rewards.result import truth_of
 from megarl.rewards.surroundings import time_limit_s
-from megarl.sample import Completion, Prompt
-from megarl.sandbox import Limits
+from megarl.samples.sample import Completion, Prompt
+from megarl_sandbox import Limits
 
 _SHARE = 0.7  # of a sample's time; the rest is for comparisons, and for starts of processes
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)")

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl import sandbox
-from megarl.sandbox import Limits, SandboxError
+import megarl_sandbox
+from megarl_sandbox import Limits, SandboxError
 
 _LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 _JUDGE_S = 1.0  # of a processor's time to compare values, at least
@@ -147,7 +147,7 @@ def run_outputs(program: str, inputs: Sequence[str], outputs: Sequence[str], lim
         if left <= 0:
             passed.append(False)
             continue
-        result = sandbox.run(program, stdin=given, limits=replace(limits, seconds=left))
+        result = megarl_sandbox.run(program, stdin=given, limits=replace(limits, seconds=left))
         left -= result.seconds
         timed_out |= result.why == "time"
         passed.append(result.is_good and _lines(result.stdout) == _lines(wanted))
@@ -160,7 +160,7 @@ def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outc
     Raises SandboxError if the machine is too slow to evaluate the asserts.
     """
     order = {"program": program, "setup": assertions.setup, "calls": assertions.calls, "name": assertions.name}
-    called = sandbox.run(_CALLER, stdin=json.dumps(order), limits=limits)
+    called = megarl_sandbox.run(_CALLER, stdin=json.dumps(order), limits=limits)
     sent = dict(_sent(called.stdout, len(assertions.calls)))
     timed_out = called.why == "time"
     ready = [at for at, (_, needed) in enumerate(assertions.tests) if sent.keys() >= set(needed)]
@@ -169,7 +169,7 @@ def run_assertions(program: str, assertions: Assertions, limits: Limits) -> Outc
         tests = [assertions.tests[at] for at in ready]
         judged = {"setup": assertions.setup, "tests": tests, "sent": sent, "prefix": _VALUE}
         share = max(_JUDGE_S, 0.2 * limits.seconds)
-        result = sandbox.run(
+        result = megarl_sandbox.run(
             _JUDGE,
             stdin=json.dumps(judged),
             limits=replace(limits, seconds=_JUDGE_WAIT_S, processor_seconds=share),

@@ -15,7 +15,7 @@ from fractions import Fraction
 from megarl.rewards import register_reward
 from megarl.rewards.functions.boxes import BOX, after_reasoning, last_box
 from megarl.rewards.result import ground_truth_of
-from megarl.sample import Completion, Prompt
+from megarl.samples.sample import Completion, Prompt
 
 # A sign belongs to a number unless it joins two of them, as in 2-3.
 _NUMBER = re.compile(

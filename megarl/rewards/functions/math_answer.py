@@ -19,7 +19,7 @@ from megarl.rewards.functions.boxes import BOX, after_reasoning, last_box
 from megarl.rewards.functions.math_limits import ProcessorTimeError, final_part, is_small, processor_time
 from megarl.rewards.result import ground_truth_of
 from megarl.rewards.surroundings import time_limit_s
-from megarl.sample import Completion, Prompt
+from megarl.samples.sample import Completion, Prompt
 
 _TINY = 1e-3
 _SHARE = 0.4  # of a sample's time, for an answer that takes long; the ground truth is read before

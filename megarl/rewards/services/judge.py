@@ -1,4 +1,4 @@
-"""Reward from another language model, through any OpenAI-compatible endpoint: it is asked, and its answer is read."""
+"""Rewards from other models: a judge, which is asked and whose answer is read, and a reward model on a server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megarl.float32 import is_finite
+from transformers import AutoTokenizer
+
 from megarl.rewards.result import truth_of
 from megarl.rewards.services.limit import Limit, ServiceError
 from megarl.rewards.services.service import REPLY_BYTES, Service
-from megarl.sample import Completion, Prompt, line_of, text_of
+from megarl.samples.float32 import is_finite
+from megarl.samples.sample import Completion, Prompt, line_of, text_of
 
+ROUTE = "/classify"  # of SGLang, which scores the tokens of a conversation
 JSON = "json:"  # in front of the name of a field
 _LONGEST = 1 << 17  # tokens of an answer where reward.judge.request has no limit
 _TOKEN_BYTES = 512  # of a reply for each token of an answer, with its log-prob
@@ -59,9 +62,9 @@ class Judge:
             self._service.post("/chat/completions", body, self._number, most_bytes=self._most_bytes)
             for _ in range(self._votes)
         )
-        found = await asyncio.gather(*votes, return_exceptions=True)
-        errors = [one for one in found if isinstance(one, BaseException)]
-        numbers = [one for one in found if not isinstance(one, BaseException)]
+        replies = await asyncio.gather(*votes, return_exceptions=True)
+        errors = [one for one in replies if isinstance(one, BaseException)]
+        numbers = [one for one in replies if not isinstance(one, BaseException)]
         serious = [error for error in errors if not isinstance(error, ServiceError)]
         if serious or not numbers:
             raise (serious or errors)[0]
@@ -89,7 +92,7 @@ def filled(template: str, prompt: Prompt, completion: Completion) -> str:
         "answer": lambda: completion.text,
         "truth": lambda: text_of(truth_of(prompt)),
     }
-    return re.sub(r"\{(question|answer|truth)\}", lambda found: values[found[1]](), template)
+    return re.sub(r"\{(question|answer|truth)\}", lambda match: values[match[1]](), template)
 
 
 def question_of(prompt: Prompt) -> str:
@@ -113,16 +116,16 @@ def reader(read: str) -> Callable[[str], float | None]:
     """
     if read.startswith(JSON):
         field = read.removeprefix(JSON)
-        return lambda text: _last(found[field] for found in _objects(text) if field in found)
+        return lambda text: _last(fields[field] for fields in _objects(text) if field in fields)
     pattern = re.compile(read)
     assert pattern.groups == 1, f"reward.judge.read={read}: expected one group"
     return lambda text: _last(pattern.findall(text.replace("\u2212", "-")))
 
 
-def _last(found: Any) -> float | None:
+def _last(values: Any) -> float | None:
     """The last of these values that is a finite number of float32."""
     last = None
-    for value in found:
+    for value in values:
         try:
             number = float(_THOUSANDS.sub("", value) if isinstance(value, str) else value)
         except (TypeError, ValueError):
@@ -137,9 +140,62 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
     decoder, at = json.JSONDecoder(), text.find("{")
     while at >= 0:
         try:
-            found, end = decoder.raw_decode(text, at)
+            value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):  # no JSON, or nested too deeply
             end = at + 1
         else:
-            yield found
+            yield value
         at = text.find("{", end)
+
+
+class RewardModel:
+    """Example: reward = RewardModel("/models/reward", "http://host:30000", limit=Limit(64)).
+
+    Args:
+        path: the model's folder or hub name.  Its tokenizer and its chat template write the conversation: the policy's
+            tokens mean nothing to it.
+        url: of the server; it runs with `--is-embedding`.
+        key: of the server; "": it needs none.
+    """
+
+    def __init__(self, path: str, url: str, *, limit: Limit, key: str = "") -> None:
+        self._service = Service(url, limit, api_key=key)
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        """The model's first number.  Raises ServiceError if there is none."""
+        return await self._service.post(ROUTE, {"input_ids": self.token_ids(prompt, completion)}, _score_in)
+
+    def token_ids(self, prompt: Prompt, completion: Completion) -> list[int]:
+        """The conversation in the model's tokens; without a chat template the texts of prompt and answer, joined."""
+        if self._tokenizer.chat_template is None:
+            question = (
+                prompt.text if isinstance(prompt.text, str) else "\n".join(m["content"] or "" for m in prompt.text)
+            )
+            return list(self._tokenizer(question + completion.text)["input_ids"])
+        asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
+        messages = [*asked, {"role": "assistant", "content": completion.text}]
+        written = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        return list(self._tokenizer(written, add_special_tokens=False)["input_ids"])  # the template writes them
+
+
+class ScoredOnRanks:
+    """Stands in for a reward model on the run's ranks: 0 until it scores what is trained on.
+
+    Each sample that is to be scored has its number among the extra numbers, as "model": with several rewards that is so
+    anyway, and if it `is_alone`, it adds it.
+    """
+
+    def __init__(self, *, is_alone: bool, limit: Limit) -> None:
+        """Nothing is asked, so `limit` has no use."""
+        self._result = {"score": 0.0, "model": 0.0} if is_alone else {"score": 0.0}
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]:
+        return self._result
+
+
+def _score_in(reply: Any) -> float:
+    try:
+        return float(reply["embedding"][0])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ServiceError(f"the reward model's reply has no score: {str(reply)[:200]}", passes=False) from None

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 MINUTE_S = 60.0
 KNOCK_S = 1.0  # between two tries to reach a service that is away
 LONGEST_WAIT_S = 300.0  # a service that asks for more is as good as gone
+# Lost connections of aiohttp, httpx and openai, which are no ConnectionError.
+_LOST = ("ClientConnectionError", "TransportError", "APIConnectionError")
 _AWAY = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
@@ -26,7 +28,7 @@ class ServiceError(Exception):
     """A service gave no answer.
 
     `passes`: the same call may succeed later.  `after_s`: when the service wants it, None if it did not say.
-    `is_away`: the call was not sent, because nobody listens there.
+    `is_away`: the call was not sent, because nothing listens there.
     """
 
     def __init__(
@@ -81,30 +83,15 @@ class Limit:
                 try:
                     result = await self._within(call)
                 except Exception as error:
-                    if isinstance(error, ServiceError) and error.is_away:
-                        if not self._waits(error):
-                            raise
-                        continue
-                    self._away_since = None
                     wait_s = self._wait_s(error, tried)
                     if wait_s is None:
                         raise
+                    tried += self._away_since is None
                 else:
                     self._away_since = None
                     return result
-            await self._sleep(wait_s)
-            tried += 1
-
-    def _waits(self, error: Exception) -> bool:
-        """Whether to go on waiting for a service that is away; then no call begins before the next knock."""
-        now = self._clock()
-        if self._away_since is None:
-            self._away_since = now
-            log.warning("a service of rewards is away, and is waited for, %g s at most: %s", self._away_s, error)
-        if now - self._away_since >= self._away_s:
-            return False
-        self._next = max(self._next, now + KNOCK_S)
-        return True
+            if wait_s:
+                await self._sleep(wait_s)
 
     async def _within(self, call: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -122,38 +109,48 @@ class Limit:
         self._next = now + self._gap_s
 
     def _wait_s(self, error: Exception, tried: int) -> float | None:
-        """Seconds before the next try; None if there is none."""
-        if tried >= self._retries or not may_pass(error):
+        """Seconds before the next try; None if there is none.  May also delay the beginning of all calls."""
+        now, fault = self._clock(), fault_of(error)
+        if fault.is_away:
+            if self._away_since is None:
+                self._away_since = now
+                log.warning("a service of rewards is away, and is waited for, %g s at most: %s", self._away_s, error)
+            if now - self._away_since >= self._away_s:
+                return None
+            self._next = max(self._next, now + KNOCK_S)
+            return 0.0
+        self._away_since = None
+        if tried >= self._retries or not fault.passes:
             return None
-        asked_s = retry_after(error)
-        if asked_s is None:
+        if fault.after_s is None:
             return 2.0**tried * (1 - 0.5 * self._draw())
-        if asked_s > LONGEST_WAIT_S:
+        if fault.after_s > LONGEST_WAIT_S:
             return None
-        self._next = max(self._next, self._clock() + asked_s)
-        return asked_s
+        self._next = max(self._next, now + fault.after_s)
+        return fault.after_s
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the same call may succeed later."""
+def fault_of(error: Exception) -> ServiceError:
+    """The error of a call as a ServiceError: whether the same call may succeed later, and when.
+
+    Errors of aiohttp, httpx and openai, which need not be installed, carry the status and the headers of the reply.
+    """
     if isinstance(error, ServiceError):
-        return error.passes
-    if isinstance(error, TimeoutError | ConnectionError):
-        return True
-    status = _status(error)
-    if status is not None:
-        return is_busy(status)
-    # Lost connections of aiohttp, httpx and openai, which are no ConnectionError and need not be installed.
-    return any(
-        kind.__name__ in ("ClientConnectionError", "TransportError", "APIConnectionError")
-        for kind in type(error).__mro__
-    )
+        return error
+    reply = getattr(error, "response", error)
+    fields = [getattr(holder, name, None) for holder in (error, reply) for name in ("status", "status_code")]
+    status = next((value for value in fields if isinstance(value, int)), None)
+    is_lost = any(kind.__name__ in _LOST for kind in type(error).__mro__)
+    passes = isinstance(error, TimeoutError | ConnectionError) or (is_lost if status is None else is_busy(status))
+    headers = getattr(reply, "headers", None)
+    after_s = None if headers is None else seconds_of(headers.get("Retry-After"))
+    return ServiceError(str(error), passes=passes, after_s=after_s)
 
 
 def nobody_listens(error: BaseException) -> bool:
-    """Whether a call could not connect, so that it was not sent: nobody listens there, or no way leads there.
+    """Whether a call could not connect, so that it was not sent: nothing listens there, or no way leads there.
 
-    A name that nobody knows is another mistake.  The clients put the system's error behind one of their own.
+    An unknown name is another mistake.  The clients put the system's error behind one of their own.
     """
     return any(isinstance(cause, OSError) and cause.errno in _AWAY for cause in _causes(error))
 
@@ -172,14 +169,6 @@ def is_busy(status: int) -> bool:
     return status in (408, 429) or 500 <= status < 600
 
 
-def retry_after(error: Exception) -> float | None:
-    """The seconds that the service asks for; None if it does not."""
-    if isinstance(error, ServiceError):
-        return error.after_s
-    headers = getattr(getattr(error, "response", error), "headers", None)
-    return seconds_of(headers.get("Retry-After")) if headers is not None else None
-
-
 def seconds_of(header: str | None) -> float | None:
     """The value of a Retry-After header, which is a number of seconds or a date.
 
@@ -196,12 +185,3 @@ def seconds_of(header: str | None) -> float | None:
         return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):  # no date, or one without a time zone
         return None
-
-
-def _status(error: Exception) -> int | None:
-    """The HTTP status that an error of a client carries."""
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status", "status_code"):
-            if isinstance(value := getattr(holder, name, None), int):
-                return value
-    return None

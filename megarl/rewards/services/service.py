@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from megarl.network.http_calls import PLAIN, TooLarge, read_at_most
+from megarl.io.http_calls import PLAIN, TooLarge, read_at_most
 from megarl.rewards.services.limit import Limit, ServiceError, is_busy, nobody_listens, seconds_of
 
 T = TypeVar("T")
@@ -53,13 +53,13 @@ class Service:
                 content = await read_at_most(reply, most_bytes)
                 if reply.status == 200:
                     return json.loads(content)
-                said = " ".join(content.decode(errors="replace").split())[:SHOWN]
+                text = " ".join(content.decode(errors="replace").split())[:SHOWN]
                 after_s = seconds_of(reply.headers.get("Retry-After"))
         except TooLarge as error:
             raise ServiceError(f"{url}: {error}") from error
         except (aiohttp.ClientError, ValueError, RecursionError) as error:  # no JSON, or nested too deeply
             raise ServiceError(f"{url}: {error!r}", is_away=nobody_listens(error)) from error
-        raise ServiceError(f"{url} answered {reply.status}: {said}", passes=is_busy(reply.status), after_s=after_s)
+        raise ServiceError(f"{url} answered {reply.status}: {text}", passes=is_busy(reply.status), after_s=after_s)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None or self._http.closed:

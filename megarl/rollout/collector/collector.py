@@ -1,7 +1,4 @@
-"""The child process behind `Collectors`: an asyncio loop that requests completions from servers and scores them.
-
-It talks to the driver over one pipe, in the words of `messages`.
-"""
+"""The child process behind `Collectors`: an asyncio loop that requests completions from servers and scores them."""
 
 from __future__ import annotations
 
@@ -10,58 +7,48 @@ import contextlib
 import faulthandler
 import logging
 import os
-import resource
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Protocol
 
 from transformers import AutoTokenizer
 
+from megarl.io.callers import allow_all_files
+from megarl.io.environment import start_fork_server
+from megarl.io.job_signals import leave_to_driver
 from megarl.processes.garbage import collect_garbage_rarely
 from megarl.processes.lifetime import die_with_parent
-from megarl.rollout.collect import MakeWriter, Scored, Writer
-from megarl.rollout.collector.messages import (
-    Cancel,
-    Close,
-    Fence,
-    Hold,
-    Join,
-    Leave,
-    Message,
-    Order,
-    Outbox,
-    Trust,
-    pack,
-    sentence,
-)
-from megarl.rollout.collector.scoring_time import SPENT, ScoringTime, timed
+from megarl.rollout.collect import Completions, MakeGenerator, SampleGenerator, Score, Scored
+from megarl.rollout.collector.messages import Cancel, Close, Join, Leave, Message, Order, Outbox, pack, sentence
 from megarl.rollout.pool.pool import EnginePool
-from megarl.rollout.wire_columns import EngineColumn
-from megarl.sample import Completion, LostRollout, Prompt
-from megarl.sandbox.environment import start_fork_server
+from megarl.rollout.server_states import ServerState
+from megarl.rollout.settings import GenerationSettings
+from megarl.samples.sample import Completion, LostRollout, Prompt
 
 logger = logging.getLogger("megarl.rollout.collector.collector")
 
 HEARTBEAT_S = 1.0
 BLOCKED_S = 10.0  # code that blocks the event loop for so long is named in the log
-# What the processes of rewards and agents need, so that none of them imports it again.
+# Imported once for the processes of rewards and agents.
 PRELOADED = ("__main__", "megarl.rewards.worker", "megarl.agents.process")
-# What finishes within this time is one message, as completions take much longer; the last group of all is sent at once.
+# What finishes within this time is one message; the last group of all is sent at once.
 GATHER_S = 0.01
 
 
 class Scorer(Protocol):
-    """A reward with resources: `start` and `stop` run in the child, before and after all scoring.
-
-    `first_errors`: by kind of error, why the first sample could not be scored, or audited.
-    """
+    """A reward with resources: `start` and `stop` run in the child, before and after all scoring."""
 
     @property
-    def first_errors(self) -> Mapping[str, str]: ...
+    def first_errors(self) -> Mapping[str, str]:
+        """By kind of error, why the first sample could not be scored, or audited."""
+        ...
 
     def start(self) -> None: ...
 
@@ -72,34 +59,27 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class CollectorSettings:
+    """The settings of one collector, or of all that share the servers."""
+
     urls: tuple[str, ...]
     token: str = field(repr=False)
     tokenizer_path: str
-    timeout_s: float  # of one request
-    max_in_flight: int  # completions
-    piece_tokens: int  # of one request; 0: no limit
-    fenced: bool  # a server gets no request before a `Trust` names it
-    salted: bool  # the servers know salts of their prefix caches
-    dp_ranks: int  # of each server, with a prefix cache each
-    joins: bool  # short answers that are asked for at once travel in one request
-    columns: tuple[EngineColumn, ...]  # what is to travel with the tokens of every completion
-    num_ids: int | None  # of the model's vocabulary; None: not known
-    reports_unfit: bool  # a server that fails again and again is fenced, and the driver is told
-    slow_factor: float | None  # so is one whose replies take so many times as long as others'
-    make_scorer: Callable[[], Scorer]
-    make_writer: MakeWriter
-    log_path: str
-    parent_pid: int
+    generation: GenerationSettings
+    make_scorer: Callable[[], Scorer]  # pickled into each collector and called there, as is `make_generator`
+    log_path: Path  # of several collectors, number i writes to <stem>_<i><suffix>
+    make_generator: MakeGenerator = Completions
+    parent_pid: int = field(default_factory=os.getpid)
 
 
 def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
-    """The child's main function; returns when it is told to close, when the pipe is closed, or after an error."""
+    """The child's main function; returns after `Close`, when the pipe is closed, or after an error."""
     die_with_parent(settings.parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and ends this process
     _log_to(settings.log_path)
-    _allow_all_files()
+    allow_all_files()
     start_fork_server(*PRELOADED)  # before rewards and agents add variables of their own
-    outbox = Outbox(pipe, partial(_tell, pipe), gather_s=GATHER_S)
+    leave_to_driver(runs_users_code=True)
+    outbox = Outbox(pipe, partial(_report_unsendable, pipe), gather_s=GATHER_S)
     try:
         scorer = settings.make_scorer()
         scorer.start()
@@ -116,18 +96,20 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    said = sentence(error)
-    return said if isinstance(error, Exception) else f"{said}: code of a reward or an agent ended its collector with it"
+    reason = sentence(error)
+    if isinstance(error, Exception):
+        return reason
+    return f"{reason}: code of a reward or an agent ended its collector with it"
 
 
-def _tell(pipe: Connection, error: Exception) -> None:
+def _report_unsendable(pipe: Connection, error: Exception) -> None:
     """The last message of a collector whose messages cannot be sent."""
     logger.error("a message cannot be sent", exc_info=error)
     with contextlib.suppress(OSError):  # the driver is gone
         pipe.send([("error", sentence(error))])
 
 
-def _log_to(path: str) -> None:
+def _log_to(path: Path) -> None:
     """Send stdout, stderr and the log of this process and its workers to the log file."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -135,36 +117,58 @@ def _log_to(path: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
 
 
-def _allow_all_files() -> None:
-    """Every request has a socket, and the usual limit is 1024 open files."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+@dataclass
+class ScoringTime:
+    """How long one group waited for its rewards, after all of it, also the last of its episodes, was generated.
+
+    Example:
+        score = timed(scorer.score)
+        SPENT.set(spent := ScoringTime())
+        await generator.group(...)          # calls `score` in this task, or in tasks that it starts
+        spent.seconds                       # between the last begin and the last end of a call
+    """
+
+    began: float = 0.0  # the last call of the reward
+    ended: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, self.ended - self.began)
+
+
+SPENT: ContextVar[ScoringTime] = ContextVar("SPENT")  # of the group that the running task makes
+
+
+def timed(score: Score, clock: Callable[[], float] = time.monotonic) -> Score:
+    """The same reward, which notes in SPENT when it was called."""
+
+    async def scored(prompt: Prompt, completions: list[Completion]) -> Sequence[Scored | str]:
+        spent = SPENT.get()
+        spent.began = clock()
+        try:
+            return await score(prompt, completions)
+        finally:
+            spent.ended = clock()
+
+    return scored
 
 
 async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings, scorer: Scorer) -> None:
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path)
-    pool = EnginePool(
-        settings.urls,
-        settings.token,
-        timeout_s=settings.timeout_s,
-        max_in_flight=settings.max_in_flight,
-        fenced=settings.fenced,
-        salted=settings.salted,
-        dp_ranks=settings.dp_ranks,
-        joins=settings.joins,
-        columns=settings.columns,
-        num_ids=settings.num_ids,
-        on_unfit=(lambda url, reason: outbox.put(("unfit", url, reason))) if settings.reports_unfit else None,
-        slow_factor=settings.slow_factor,
-    )
-    writer = settings.make_writer(pool, tokenizer, timed(scorer.score), settings.piece_tokens)
+
+    def report(url: str, reason: str) -> None:
+        outbox.put(("unfit", url, reason))
+
+    generation = settings.generation
+    pool = EnginePool(settings.urls, settings.token, generation, report if generation.reports_unfit else None)
+    generator = settings.make_generator(pool, tokenizer, timed(scorer.score))
     inbox: asyncio.Queue[list[Message] | Exception] = asyncio.Queue()
     collect_garbage_rarely()
     threading.Thread(target=_read_all, args=(pipe, asyncio.get_running_loop(), inbox), daemon=True).start()
-    async with pool, writer:
+    async with pool, generator:
         try:
             async with asyncio.TaskGroup() as tasks:
-                await _Collecting(pool, writer, scorer, outbox, tasks).obey(inbox)
+                await _Collecting(pool, generator, scorer, outbox, tasks).obey(inbox)
         except BaseExceptionGroup as group:
             error = _first(group)
             if not isinstance(error, _Closed):
@@ -172,18 +176,18 @@ async def _collect(pipe: Connection, outbox: Outbox, settings: CollectorSettings
 
 
 class _Collecting:
-    """What runs between the first message and the last one."""
+    """The running orders, from the first message to the last one."""
 
     def __init__(
-        self, pool: EnginePool, writer: Writer, scorer: Scorer, outbox: Outbox, tasks: asyncio.TaskGroup
+        self, pool: EnginePool, generator: SampleGenerator, scorer: Scorer, outbox: Outbox, tasks: asyncio.TaskGroup
     ) -> None:
-        self._pool, self._writer, self._scorer, self._outbox, self._tasks = pool, writer, scorer, outbox, tasks
+        self._pool, self._generator, self._scorer, self._outbox, self._tasks = pool, generator, scorer, outbox, tasks
         self._running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
-        self._told: set[str] = set()  # kinds of errors of rewards, of which the driver knows the first one
+        self._reported: set[str] = set()  # kinds of errors of rewards
         tasks.create_task(self._beat())
 
     async def obey(self, inbox: asyncio.Queue[list[Message] | Exception]) -> None:
-        """Do what the messages say.  Raises _Closed, or what happened when one was read."""
+        """Obey the messages.  Raises _Closed, or the error of reading one."""
         while True:
             messages = await inbox.get()
             if isinstance(messages, Exception):
@@ -199,12 +203,8 @@ class _Collecting:
             case Cancel(number):
                 if number in self._running:  # it may have ended just now
                     self._running[number].cancel()
-            case Trust(url, version, adapter):
-                self._pool.trust(url, version, adapter)
-            case Fence(url):
-                self._pool.fence(url)
-            case Hold(url):
-                self._pool.hold(url)
+            case ServerState():
+                self._pool.update(message)
             case Join(url, num_slots):
                 self._pool.join(url, num_slots)
             case Leave(url, num_slots):
@@ -215,10 +215,12 @@ class _Collecting:
     async def _order(self, order: Order) -> None:
         spent = ScoringTime()
         SPENT.set(spent)  # of this task and of those that it starts
-        group = await self._writer.group(order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent)
+        group = await self._generator.group(
+            order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent
+        )
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
-        self._tell_reward_errors()  # before its group: a run may end with that
+        self._report_reward_errors()  # before its group: a run may end with that
         self._outbox.put(("group", order.number, pack(group), spent.seconds))
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
@@ -233,14 +235,14 @@ class _Collecting:
 
     async def _beat(self) -> None:
         while True:
-            self._tell_reward_errors()
-            self._outbox.put(("beat", self._pool.counters() | self._writer.counters()))
+            self._report_reward_errors()
+            self._outbox.put(("beat", self._pool.counters() | self._generator.counters()))
             faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _tell_reward_errors(self) -> None:
-        for kind in self._scorer.first_errors.keys() - self._told:
-            self._told.add(kind)
+    def _report_reward_errors(self) -> None:
+        for kind in self._scorer.first_errors.keys() - self._reported:
+            self._reported.add(kind)
             self._outbox.put(("reward error", kind, self._scorer.first_errors[kind]))
 
 
@@ -251,7 +253,7 @@ class _Closed(Exception):
 def _read_all(
     pipe: Connection, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[list[Message] | Exception]
 ) -> None:
-    """Put all messages into the inbox; last a list with a `Close`, or what happened when a message was read."""
+    """Put all messages into the inbox; the last is a list with a `Close`, or the error of reading one."""
     messages: list[Message] | Exception = []
     while not isinstance(messages, Exception) and Close() not in messages:
         try:

@@ -1,11 +1,10 @@
-"""What the driver and a collector say to each other over a pipe, in lists of messages.
+"""The messages between the driver and a collector, which travel over a pipe in lists.
 
-Driver to collector: `Order`, `Cancel`, `Trust`, `Fence`, `Hold`, `Join`, `Leave`, `Close`.
-Collector to driver: ("group", number, packed group, seconds that it waited only for rewards), ("beat", counters),
-("unfit", url, reason), ("left", url), and at most once ("error", sentence), and of each kind ("reward error", kind,
-sentence).
-A group is sent as plain tuples and without its prompt, which the driver still has, to make pickling cheap: rows that
-begin with the prompt's tokens are sent without them.
+Driver to collector: `Message`.  Collector to driver: ("group", number, packed group, seconds that it waited only for
+rewards), ("beat", counters), ("unfit", url, reason), ("left", url), ("reward error", kind, sentence) once of each kind,
+and at most once ("error", sentence).
+
+A group is sent as plain tuples and without the tokens of its prompt, which the driver has: pickling is cheap then.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import LostRollout, Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
+from megarl.rollout.server_states import ServerState
+from megarl.samples.sample import LostRollout, Prompt, Row, Sample, TurnSpan, VersionSpan, without_prefix
 
 PackedGroup = list[tuple[Any, ...]] | tuple[str, int]  # one tuple per sample, or what a LostRollout says
 
 
 @dataclass(frozen=True)
 class Order:
-    """n completions of one prompt, and with `greedy` one more, greedy completion.
-
-    `urgent`: somebody waits for nothing else, so it comes before orders that are not.
-    """
+    """n completions of one prompt, and with `greedy` a greedy one more.  `urgent`: before orders that are not."""
 
     number: int
     prompt: Prompt
@@ -45,37 +42,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody wants this order any more."""
+    """The group of this order is not wanted any more."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Trust:
-    """The server holds this version of the weights, verified."""
-
-    url: str
-    version: int
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class Fence:
-    """The server's weights are not verified."""
-
-    url: str
-
-
-@dataclass(frozen=True)
-class Hold:
-    """The server gets no new requests until the next `Trust`; what runs comes back."""
-
-    url: str
-
-
-@dataclass(frozen=True)
 class Join:
-    """One more server, which may run so many completions more; it gets no requests before a `Trust`."""
+    """One more server, fenced at first, with which so many more completions may run."""
 
     url: str
     num_slots: int
@@ -83,7 +57,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Leave:
-    """The server is to get no more requests: what runs comes back, and then the collector says "left"."""
+    """The server gets no more requests: what runs comes back, and then the collector sends "left"."""
 
     url: str
     num_slots: int
@@ -94,16 +68,15 @@ class Close:
     """The collector is to end."""
 
 
-Message = Order | Cancel | Trust | Fence | Hold | Join | Leave | Close
+Message = Order | Cancel | ServerState | Join | Leave | Close
 
 
 class Outbox:
     """Sends messages in a thread, in lists of all that wait: a full pipe blocks this thread, not the caller.
 
-    `gather_s`: after a first message it waits so long for more, or until `hurry`: threads of both sides wake up once
-    for all of them.
-    `on_error`: called in this thread if messages cannot be sent although the other side is there, for example because
-    one cannot be pickled.  Nothing is sent after that.
+    `gather_s`: time to wait for more messages after the first one, unless `hurry` is called.
+    `on_error`: called in this thread, at its end, if a message cannot be sent, for example pickled, although the other
+    side is there.
     """
 
     def __init__(self, pipe: Connection, on_error: Callable[[Exception], None], *, gather_s: float = 0.0) -> None:
@@ -117,11 +90,11 @@ class Outbox:
         self._waiting.put(message)
 
     def hurry(self) -> None:
-        """Nothing more comes soon: what waits is sent at once; if nothing does, the next message is."""
+        """Send what waits, or else the next message, at once."""
         self._hurried.set()
 
     def close(self) -> None:
-        """No more messages follow; the thread ends when all are sent, or when the other side is gone."""
+        """The thread ends when all messages are sent, or when the other side is gone."""
         self._waiting.put(None)
         self.hurry()
 
@@ -138,7 +111,7 @@ class Outbox:
                 messages.append(self._waiting.get())
             try:
                 self._pipe.send([message for message in messages if message is not None])
-            except OSError:  # the other side is gone: who reads its messages knows that too
+            except OSError:  # the other side is gone, which the reader of its messages notices too
                 return
             except Exception as error:
                 return self._on_error(error)

@@ -1,8 +1,8 @@
 """Sends short requests that start at once as one request: an answer of a few tokens costs less than its HTTP.
 
-All of them get their replies when the last is written.  Until then their slots stay taken, so it is for answers that
-are short anyway; and while others wait for a slot, only the answers to one prompt travel together, which end at about
-the same time.  One that is cancelled is written to its end, unless nobody waits for the others either.
+All get their replies, and give back their slots, when the last one is generated.  So while others wait for a slot, only
+the answers to one prompt travel together, which end at about the same time.  A cancelled one is generated to its end,
+unless all others are cancelled too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Joined:
         self._sent: dict[asyncio.Task[None], set[str]] = {}  # the request ids of those that are under way
 
     async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> tuple[Any, object]:
-        """The reply to this request alone, and what identifies that in which it was sent; raises what `post` raises."""
+        """The reply to this request alone, and an identity of what was sent; raises what `post` raises."""
         loop, place = asyncio.get_running_loop(), (url, joint_key(body))
         if place not in self._open:
             self._open[place] = []
@@ -76,7 +76,7 @@ class Joined:
         num_waiting = len(wanted)
 
         def cancel_if_unwanted(_: object) -> None:
-            """Nobody waits any more: the server is to stop, which it does when the connection ends."""
+            """When all are cancelled the connection ends, and the server stops."""
             nonlocal num_waiting
             num_waiting -= 1
             if not num_waiting:

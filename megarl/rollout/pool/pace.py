@@ -1,15 +1,14 @@
 """Whether a server is slow: how long its replies took, compared with those of the other servers.
 
-A request for which a server computes p tokens of the prompt and writes n takes c0 + c1 p + c2 n seconds, with unknown
-costs c0 >= 0 and c2 >= c1 >= 0.  So another one, of P and N tokens, takes at most
+A request for which a server computes p tokens of the prompt and generates n takes c0 + c1 p + c2 n seconds, with
+unknown costs c0 >= 0 and c2 >= c1 >= 0.  So another one, of P and N tokens, takes at most
 
     max(1, N / n, (P + N) / (p + n))
 
 times as long on an equal server, and with L times as many requests beside it at most L times as long again.  A reply is
 slow if it took more than a factor times the median of these limits, over replies that other servers gave since it was
-begun.  A server is slow if 3 of its last 5 replies were, of which each was begun when the one before had come: what
-stalls a server once, or all of them, makes one.  Short answers that travel in one request (`Joined`) end together, on
-every server alike; what they wait for each other is at most 64 tokens.
+begun.  A server is slow if 3 of its last 5 replies were, each begun when the one before had come: what stalls a server
+once makes one.  Short answers that travel in one request (`Joined`) wait for each other at most 64 tokens.
 """
 
 from __future__ import annotations

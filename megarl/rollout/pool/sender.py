@@ -9,7 +9,7 @@ import itertools
 import resource
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,10 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megarl.network.http_calls import PLAIN, read_at_most
-from megarl.network.tls import trusted
+from megarl.io.http_calls import PLAIN, read_at_most
+from megarl.io.tls import trusted
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool_server import (
-    Affinity,
     Ask,
     FailedInside,
     NoFilesLeft,
@@ -35,18 +34,20 @@ from megarl.rollout.pool.pool_server import (
 )
 from megarl.rollout.protocol import (
     KEEP_ALIVE_S,
+    ORDER_BYTES,
     ROUTING_KEY,
     Reply,
     Route,
     SamplingParams,
     auth_headers,
+    completion_bytes,
     error_message,
     generate_body,
     parse_replies,
 )
-from megarl.rollout.reply_sizes import ORDER_BYTES, completion_bytes
-from megarl.rollout.wire_columns import ColumnsLost, EngineColumn
-from megarl.sample import Completion, VersionSpan
+from megarl.rollout.settings import GenerationSettings
+from megarl.rollout.wire_columns import ColumnsLost
+from megarl.samples.sample import Completion, VersionSpan
 
 _JSON = {"Content-Type": "application/json"}
 _CONNECT_S = 10.0
@@ -54,13 +55,13 @@ GRACE_S = 10.0  # a server that was told to end a request returns its tokens wit
 _FAULTS_OF_THE_REQUEST = (400, 413, 422)
 
 
-class TrustChanged:
-    """Wakes those that wait for the next `trust` or `fence`."""
+class Changes:
+    """Wakes those that wait for the next change of a server's state."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 
@@ -71,30 +72,16 @@ class TrustChanged:
 
 
 class Sender:
-    """Example: async with Sender(token, 120, salted=True) as sender: await sender.write(server, ask, [5, 6], params)
+    """Example: async with Sender(token, settings, ...) as sender: await sender.send(ask)
 
-    `timeout_s`: of a request; then the server is told to return what it has written so far.  `columns`: what is to
-    travel with the tokens of every request.  `num_ids`: of the model's vocabulary; None: not known.  `joins`: short
-    answers that are asked for at once travel in one request, see `Joined`; of our own server only.  `is_crowded`:
-    whether requests wait for their turn.  `slack`: see PoolServer.rank_for.
+    `is_crowded`: whether requests wait for their turn.  `slack`: see PoolServer.rank_for.
     """
 
-    def __init__(
-        self,
-        token: str,
-        timeout_s: float,
-        *,
-        salted: bool,
-        columns: Sequence[EngineColumn] = (),
-        num_ids: int | None = None,
-        joins: bool = False,
-        is_crowded: Callable[[], bool] = lambda: False,
-        slack: int = 1,
-    ) -> None:
-        self._token, self._timeout_s, self._salted, self._columns = token, timeout_s, salted, columns
-        self._slack = slack
-        self._num_ids, self._joined = num_ids, Joined(self._post, is_crowded) if joins else None
-        self.changed = TrustChanged()
+    def __init__(self, token: str, settings: GenerationSettings, *, is_crowded: Callable[[], bool], slack: int) -> None:
+        self._token, self._settings, self._slack = token, settings, slack
+        self._timeout_s = settings.timeout_s
+        self._joined = Joined(self._post, is_crowded)
+        self.changes = Changes()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
         self._errands: set[asyncio.Task[None]] = set()
         self._http: aiohttp.ClientSession | None = None
@@ -120,76 +107,90 @@ class Sender:
         assert self._http is not None, "enter the pool first: async with pool"
         return self._http
 
-    async def write(
-        self,
-        server: PoolServer,
-        ask: Ask,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        alone: bool = False,
-        num_known: int = 0,
-        began: int | None = None,
-        affinity: Affinity | None = None,
-    ) -> tuple[Completion, bool]:
-        """What the server wrote, at least one token, and whether its cache may have given it KV of other weights.
+    async def send(self, ask: Ask) -> tuple[Completion, bool]:
+        """The completion, of at least one token, and whether its cache may have given it KV of other weights.
 
-        `began`, `affinity`: see EnginePool.generate.
-        `alone`: with a salt that no other request has, so that it gets no KV from the cache.  `num_known`: of so many
-        tokens of the prompt the caller has the columns.
         Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, Refused if perhaps not.
         """
-        adapter, version = server.adapter, server.newest if self._salted else None
-        # KV of earlier weights is not used, nor that of another run, whose versions have the same numbers; but what the
-        # completion itself began with is.  On a server that has older weights yet it gets their salt: under each salt
-        # no server holds KV of weights before that version.  Salts from before a fence are not used again: what was
-        # written under them, perhaps by weights that failed their check, may be in the cache still.
-        if version is not None and began is not None and server.trusted:
-            version = max(min(version, began), min(server.trusted))
-        salt = None if version is None else f"{self._name}.{version}"
-        rid = f"{next(self._numbers)}-{self._name}"  # no rid is the beginning of another: SGLang aborts by beginnings
-        ask.rid = rid
-        salt = f"{salt}.{rid}" if salt and alone else salt
-        columns = [column for column in self._columns if column.is_of(params.temperature, params.top_p, params.top_k)]
-        ask.dp_rank = rank = server.rank_for(affinity, self._slack)
-        key = "" if affinity is None else affinity.key
-        body = generate_body(prompt_ids, 1, params, rid, salt, columns=columns, num_known=num_known, dp_rank=rank)
+        server, request = ask.server, ask.request
+        params, num_known, num_asked = request.params, request.num_known, len(request.prompt_ids)
+        salt_version = self._salt_version(ask)
+        columns = [c for c in self._settings.columns if c.is_of(params.temperature, params.top_p, params.top_k)]
+        ask.rid = f"{next(self._numbers)}-{self._name}"  # none is the beginning of another: SGLang aborts by beginnings
+        ask.dp_rank = server.rank_for(request.affinity, self._slack)
+        ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, ask)
+        body = generate_body(
+            request.prompt_ids,
+            1,
+            params,
+            ask.rid,
+            self._salt(ask, salt_version),
+            columns=columns,
+            num_known=num_known,
+            dp_rank=ask.dp_rank,
+        )
+        adapter = server.state.adapter  # of now: a push may change it before the reply comes
         if adapter is not None:
-            body["lora_path"] = adapter[0]
-        ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
-        is_short = self._joined is not None and params.max_new_tokens <= SHORT and adapter is None
-        most_bytes, sent = completion_bytes(len(prompt_ids), params, columns), object()
-        if self._joined is not None and is_short:
+            body["lora_path"] = adapter
+        most_bytes, sent = completion_bytes(num_asked, params, columns), object()
+        if self._settings.joins and params.max_new_tokens <= SHORT and adapter is None:
             reply, sent = await self._joined.ask(server.url, body, most_bytes)
         else:
-            reply = await self._post(server.url, body, most_bytes, key)
+            reply = await self._post(server.url, body, most_bytes, request.affinity.key if request.affinity else "")
         ask.stop_clock()
         try:
-            (parsed,) = parse_replies(reply, 1, num_asked=len(prompt_ids), columns=columns, num_known=num_known)
-            self._check(parsed, rid, params)
+            (parsed,) = parse_replies(reply, 1, num_asked=num_asked, columns=columns, num_known=num_known)
+            self._check(parsed, ask.rid, params)
         except ColumnsLost as error:
             ask.num_tokens = error.num_tokens
             raise
         except ValueError as error:
             raise Senseless(str(error), sent) from error
-        completion, cached_tokens = parsed.completion, parsed.cached_tokens
+        completion = self._accept(ask, parsed, has_adapter=adapter is not None)
+        if server.unverified(completion):
+            await self._verify(server, completion)
+        # A push that the salt does not know of ended before the first token.  The KV in the cache may be older, or of
+        # another request of this salt with the new weights: the reply does not say.
+        is_other = salt_version not in (None, completion.versions[0].version)
+        return completion, request.began is None and is_other and bool(parsed.cached_tokens)
+
+    @staticmethod
+    def _accept(ask: Ask, reply: Reply, *, has_adapter: bool) -> Completion:
+        """Count the tokens of a reply.  Raises an error if there is none, or if it has older weights than it should."""
+        server, completion = ask.server, reply.completion
         ask.num_tokens = num_tokens = len(completion.token_ids)
         if not num_tokens:
             raise TakenOut if ask.is_excused else ServerFailed("it ended the request before the first token")
         server.succeeded()
         server.num_tokens += num_tokens
-        server.wrote_s += time.monotonic() - ask.begun
-        ask.done = ask.so_far(num_tokens, cached_tokens or 0)
-        if adapter is not None:  # the server reports the version of the base weights
-            completion = replace(completion, versions=(VersionSpan(adapter[1], 0, num_tokens),))
+        server.generated_s += time.monotonic() - ask.begun
+        ask.done = ask.so_far(num_tokens, reply.cached_tokens or 0)
+        if has_adapter and ask.version is not None:  # the server reports the version of the base weights
+            completion = replace(completion, versions=(VersionSpan(ask.version, 0, num_tokens),))
         if ask.version is not None and (oldest := completion.versions[0].version) < ask.version:
-            raise Untrustworthy(f"it wrote with weights version {oldest} although it was given version {ask.version}")
-        if server.unverified(completion):
-            await self._verify(server, completion)
-        # A push of which the salt does not know ended before the first token.  Whether the KV in the cache was older is
-        # not in the reply: another request of this salt may just have written it with the new weights.
-        is_stale = began is None and version not in (None, completion.versions[0].version) and bool(cached_tokens)
-        return completion, is_stale
+            raise Untrustworthy(
+                f"it generated with weights version {oldest} although it was given version {ask.version}"
+            )
+        return completion
+
+    def _salt_version(self, ask: Ask) -> int | None:
+        """The version of the weights whose KV a request may get from the cache; None: salts are not used.
+
+        The KV of other runs and of earlier weights is not used, except that with which the completion itself began.  On
+        a server that still has older weights the request gets their salt: under each salt no server holds KV of weights
+        before that version.  Salts from before a fence are not used again: KV of weights that failed their check may be
+        in the cache.
+        """
+        trusted_versions, began = ask.server.trusted, ask.request.began
+        if not self._settings.salted or not trusted_versions:
+            return None
+        newest = max(trusted_versions)
+        return newest if began is None else max(min(newest, began), min(trusted_versions))
+
+    def _salt(self, ask: Ask, version: int | None) -> str | None:
+        if version is None:
+            return None
+        return f"{self._name}.{version}.{ask.rid}" if ask.request.alone else f"{self._name}.{version}"
 
     def _check(self, reply: Reply, rid: str, params: SamplingParams) -> None:
         """Raises ValueError for a completion that cannot be one of this request."""
@@ -198,31 +199,32 @@ class Sender:
             raise ValueError(f"the reply is one to request {reply.rid}, not to {rid}")
         if len(tokens) > params.max_new_tokens:
             raise ValueError(f"a completion has {len(tokens)} tokens, and {params.max_new_tokens} at most were wanted")
-        if self._num_ids is not None and tokens and max(tokens) >= self._num_ids:
-            raise ValueError(f"a completion holds the token id {max(tokens)}: expected 0 .. {self._num_ids - 1}")
+        num_ids = self._settings.num_ids
+        if num_ids is not None and tokens and max(tokens) >= num_ids:
+            raise ValueError(f"a completion holds the token id {max(tokens)}: expected 0 .. {num_ids - 1}")
 
     async def _verify(self, server: PoolServer, completion: Completion) -> None:
         """Return once all its versions are trusted; a fence ends this wait."""
         deadline = time.monotonic() + self._timeout_s
         while unverified := server.unverified(completion):
             try:
-                await self.changed.wait(deadline - time.monotonic())
+                await self.changes.wait(deadline - time.monotonic())
             except TimeoutError:
-                if server.held:  # during a push no time limit ends
+                if server.is_held:  # during a push no time limit ends
                     deadline = time.monotonic() + self._timeout_s
                     continue
-                raise ServerFailed(f"it wrote with unverified weights (version {unverified[0]})") from None
+                raise ServerFailed(f"it generated with unverified weights (version {unverified[0]})") from None
 
-    def _send(
+    def _request(
         self, url: str, route: Route, body: object, key: str = ""
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        how: dict[str, Any] = {"allow_redirects": False, "ssl": trusted(url, self._token)}
         headers = {**_JSON, ROUTING_KEY: key} if key else _JSON
-        return self._session.post(url + route, data=orjson.dumps(body), headers=headers, **how)
+        data, ssl = orjson.dumps(body), trusted(url, self._token)
+        return self._session.post(url + route, data=data, headers=headers, allow_redirects=False, ssl=ssl)
 
     async def _post(self, url: str, body: dict[str, Any], most_bytes: int, key: str = "") -> Any:
         try:
-            async with self._send(url, Route.GENERATE, body, key) as reply:
+            async with self._request(url, Route.GENERATE, body, key) as reply:
                 if reply.status != 200:
                     said = (await read_at_most(reply, ORDER_BYTES)).decode(errors="replace")
                     message = error_message(said, reply.reason or "")
@@ -239,42 +241,42 @@ class Sender:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ServerFailed(f"{type(error).__name__} {error}") from error
 
-    def bring_back(self, server: PoolServer, ask: Ask) -> None:
-        """Its server leaves: it is to return what it has written, and is tried elsewhere if it does not do so soon."""
+    def bring_back(self, ask: Ask) -> None:
+        """Its server leaves: end the request, which is tried elsewhere if the server does not return it soon."""
         ask.stop_clock()
         if ask.rid:
-            self._run(self._abort(server.url, ask.rid))
+            self._run(self._abort(ask.server.url, ask.rid))
         ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), ask.cut, TakenOut())
 
-    def hurry(self, server: PoolServer, ask: Ask) -> None:
-        """The server is to return what it has written, of all that travels together, before the time is over."""
-        rids = {ask.rid} if self._joined is None else self._joined.beside(ask.rid)
-        for each in server.asks:
-            if each.rid in rids:
+    def hurry(self, ask: Ask) -> None:
+        """Let the server return what it has generated, for all that travels together, before the time is over."""
+        together = self._joined.beside(ask.rid)
+        for each in ask.server.asks:
+            if each.rid in together:
                 each.is_overdue = True
-                self._run(self._abort(server.url, each.rid))
+                self._run(self._abort(ask.server.url, each.rid))
 
-    def _end(self, server: PoolServer, ask: Ask) -> None:
-        """The time of a request is over: the server is to return what it has written."""
-        if server.held:  # it may be paused, and returns nothing before it goes on
-            ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, server, ask)
+    def _end(self, ask: Ask) -> None:
+        """The time of a request is over: let the server return what it has generated."""
+        if ask.server.is_held:  # it may be paused, and returns nothing before it goes on
+            ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, ask)
             return
         if not ask.is_overdue:  # else it was ended before, perhaps with another one that travels with it
-            self.hurry(server, ask)
-        self._await_end(server, ask)
+            self.hurry(ask)
+        self._await_end(ask)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         errand = asyncio.get_running_loop().create_task(work)
         self._errands.add(errand)
         errand.add_done_callback(self._errands.discard)
 
-    def _await_end(self, server: PoolServer, ask: Ask) -> None:
+    def _await_end(self, ask: Ask) -> None:
         """Cut the request off if the server does not return it soon."""
-        ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), self._cut, server, ask)
+        ask.timer = asyncio.get_running_loop().call_later(min(GRACE_S, self._timeout_s), self._cut, ask)
 
-    def _cut(self, server: PoolServer, ask: Ask) -> None:
-        if server.held:
-            self._await_end(server, ask)
+    def _cut(self, ask: Ask) -> None:
+        if ask.server.is_held:
+            self._await_end(ask)
         elif ask.is_hung:
             ask.cut(Untrustworthy(f"no answer within {self._timeout_s:g} s, and no token for any other request"))
         else:
@@ -283,7 +285,7 @@ class Sender:
     async def _abort(self, url: str, rid: str) -> None:
         # The request is cut off if this does not help.
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(GRACE_S), self._send(url, Route.ABORT, {"rid": rid, "abort_all": False}):
+            async with asyncio.timeout(GRACE_S), self._request(url, Route.ABORT, {"rid": rid, "abort_all": False}):
                 pass
 
 
@@ -301,7 +303,7 @@ def _refusal(status: int, message: str, *, adapter: str | None) -> RuntimeError:
 
 
 def _files(error: OSError) -> str:
-    """Who limits the open files: this process, or its machine."""
+    """The sentence for a process, or a machine, without open files."""
     if error.errno == errno.ENFILE:
         return "rollout.max_in_flight: this machine has no open file left for a request; expected a larger fs.file-max"
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

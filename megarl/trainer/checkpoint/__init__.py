@@ -1,5 +1,1 @@
-"""Checkpoints of a run.
-
-`saver` writes them, `manifest` says what must be in their files, `retention` which are kept; `checkpoint` finds and
-restores them, `resume` goes on from one.
-"""
+"""Checkpoints of a run: `saver` writes them, `checkpoint` finds, checks and deletes them, `resume` begins at one."""

@@ -1,43 +1,44 @@
 """Checkpoints of a run: one folder per saved step, which has its name only when all of it is on the disk.
 
 A save is written as `.step_N.partial`.  Its manifest, written last, is plain JSON with size and SHA-256 of every file;
-models and optimizers are beside it as sharded checkpoints, which can be loaded into another parallel layout.
+models and optimizers are beside it as sharded checkpoints, which can be loaded into another parallel layout.  Its text
+ends with the SHA-256 of all before it, so that one changed bit anywhere is noticed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config import Config
 from megarl.config.schema import Trainer
-from megarl.durable_files import facts_of
-from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged, faults_in, read_manifest
+from megarl.io.durable_files import ABSENT, THREADS, Unreadable, facts_of, fault_of, inside, write_text
+from megarl.io.own_folders import check_own
+from megarl.processes import watchdog
 
+MANIFEST = "manifest.json"
+SCORES = "scores.json"  # of the evaluations after the steps that were saved
 ROLLOUTS = "rollouts"  # folder of the finished groups that waited
 EXPECTED = "expected auto, disable, or the folder of a checkpoint"
 FILES_OF_RANKS = "*rank_*.safetensors"
+# Settings that a run may change when it goes on: its length, its loggers, its saves, and where its machines are.
+_FREE = (
+    "total_training_steps total_epochs logger prometheus_port resume_mode async_save save_freq save_every_s "
+    "failed_saves term_grace_s verify_resume keep_every_steps keep_best master_addr master_port node_rank spare_nodes "
+    "ports prometheus_host share_results trust_shared_folders"
+)
+FREE = {f"trainer.{key}" for key in _FREE.split()}
 
 
-class Saves(Protocol):
-    """The part of a role that a checkpoint uses."""
-
-    def save(self, folder: Path, *, in_background: bool) -> None:
-        """Write the role; `in_background`: return when its ranks may train on."""
-        ...
-
-    def is_saved(self) -> bool:
-        """Whether nothing of the last save is written any more; raises SaveError if it could not be written."""
-        ...
-
-    def faults(self, folder: Path) -> list[str]:
-        """A sentence for each damaged file of the ranks."""
-        ...
-
-    def restore(self, folder: Path) -> None: ...
+class Damaged(ValueError):
+    """A file of a save is missing, cut or changed; the sentence names it."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +51,11 @@ class Checkpoint:
     origin: str | None = None  # SHA-256 of the manifest at which trainer.resume_mode let its training begin, if any
 
 
-def restore(checkpoint: Checkpoint, roles: Mapping[str, Saves], *, verify: bool) -> None:
-    """Load the state of every role.  `verify`: before that, the ranks read all files and compare their SHA-256.
-
-    Raises ValueError if the checkpoint has other roles, Damaged if a file has changed.
-    """
-    saved = read_manifest(checkpoint.folder)["roles"]
-    if saved != sorted(roles):
-        raise ValueError(
-            f"trainer.resume_mode: {checkpoint.folder} holds {', '.join(saved)}, this run trains "
-            f"{', '.join(sorted(roles))}; expected the same roles, or trainer.resume_mode=disable"
-        )
-    if verify:
-        for name, role in roles.items():
-            if faults := role.faults(checkpoint.folder / name):
-                raise Damaged("; ".join(faults))
-    for name, role in roles.items():
-        role.restore(checkpoint.folder / name)
+def to_resume(settings: Trainer, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The checkpoint from which a run goes on, as `find` says.  Raises ValueError too if others can change it."""
+    saves, mode = settings.run_dir / "checkpoints", settings.resume_mode
+    found = find(mode, saves, warn, verify=settings.verify_resume)
+    return None if found is None else _checked(found, settings)
 
 
 def find(
@@ -74,10 +63,9 @@ def find(
 ) -> Checkpoint | None:
     """auto: the newest whole checkpoint under `root`, if there is any; disable: none; otherwise that of a folder.
 
-    If there are newer ones under `root` that come from that folder's, the newest of these: who is told the same again,
-    as by Slurm or Kubernetes, goes on.  `warn` is told.
+    If this run has already resumed from that folder, its newest later checkpoint, so that a requeued job continues.
     All sizes are checked.  `verify`: SHA-256 too, except of the ranks' files, which `restore` has checked by the ranks.
-    `before`: only earlier steps under `root` are taken.  `warn` is told of each damaged one that is passed over.
+    `before`: only earlier steps under `root` count.  `warn` is called for each damaged one that is skipped.
     Raises ValueError for a folder without a whole checkpoint, and if auto finds only damaged ones; Unreadable, because
     the run would replace a newer save that may be whole.
     """
@@ -128,6 +116,13 @@ def save_before(damaged: Checkpoint, error: Damaged, settings: Trainer, warn: Ca
     mode = "auto" if settings.resume_mode == "disable" else settings.resume_mode  # which begins anew only once
     found = find(mode, damaged.folder.parent, warn, verify=settings.verify_resume, before=damaged.step)
     assert found is not None, "find raises an error if there is none"
+    return _checked(found, settings)
+
+
+def _checked(found: Checkpoint, settings: Trainer) -> Checkpoint:
+    """Raises ValueError if others can change it, and the run does not trust them."""
+    if not settings.trust_shared_folders:
+        check_own(found.folder, f"trainer.resume_mode={settings.resume_mode}", contents=True)
     return found
 
 
@@ -168,7 +163,7 @@ def all_checkpoints(root: Path) -> list[Checkpoint]:
 def forget(folder: Path, warn: Callable[[str], None]) -> None:
     """Delete a save; it loses its name first, so that an interrupted deletion leaves none that is not whole.
 
-    Raises OSError if it keeps its name.  `warn` is told of what cannot be deleted without a name.
+    Raises OSError if it keeps its name.  `warn` is called if it cannot be deleted after that.
     """
     doomed = folder.with_name(f".{folder.name}.deleted")
     delete(doomed, warn)  # what an interrupted deletion has left
@@ -177,13 +172,13 @@ def forget(folder: Path, warn: Callable[[str], None]) -> None:
 
 
 def forget_left(root: Path, warn: Callable[[str], None]) -> None:
-    """Delete what runs that died during a save or a deletion have left.  `warn` is told of what cannot be."""
+    """Delete what runs that died during a save or a deletion have left; `warn` is called if that fails."""
     for left in root.glob(".step_*"):
         delete(left, warn)
 
 
 def delete(path: Path, warn: Callable[[str], None]) -> None:
-    """Delete a folder with all that is in it, or of a symbolic link the link; `warn` is told if that cannot be."""
+    """Delete a folder with all that is in it, or of a symbolic link the link; `warn` is called if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -194,12 +189,9 @@ def delete(path: Path, warn: Callable[[str], None]) -> None:
 
 
 def changes(before: Config, now: Config) -> list[str]:
-    """Settings that differ, as `key old -> new`, except the run's length, its loggers, and what concerns its saves."""
+    """Settings that differ, as `key old -> new`, except those that change no result (FREE)."""
     old, new = _flat(asdict(before)), _flat(asdict(now))
-    free = {f"trainer.{key}" for key in ("total_training_steps", "total_epochs", "logger", "resume_mode", "async_save")}
-    free |= {f"trainer.{key}" for key in ("save_freq", "save_every_s", "term_grace_s")}
-    free |= {f"trainer.{key}" for key in ("verify_resume", "keep_every_steps", "keep_best")}
-    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in free]
+    changed = [key for key in {**new, **old} if old.get(key) != new.get(key) and key not in FREE]
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in changed]
 
 
@@ -214,3 +206,107 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _read(folder: Path) -> Checkpoint:
     content = read_manifest(folder)
     return Checkpoint(folder, content["step"], content["state"], content.get("origin"))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which saves of a run are kept: the newest, milestones, and the best by validation score."""
+
+    newest: int  # as many of the last steps
+    every: int = -1  # each multiple of so many steps is a milestone; -1: none
+    best: int = 0  # as many of the highest scores; of two equal ones the later
+    first: int | None = None  # the step of the save that trainer.resume_mode names, while the command may come again
+
+    @classmethod
+    def of(cls, config: Config) -> Retention:
+        trainer, named = config.trainer, Path(config.trainer.resume_mode)
+        step, own = named.name.removeprefix("step_"), (trainer.run_dir / "checkpoints").resolve()
+        first = int(step) if step.isdecimal() and named.parent.resolve() == own else None
+        return cls(trainer.max_checkpoints_to_keep, trainer.keep_every_steps, trainer.keep_best, first)
+
+    def reasons(self, steps: Collection[int], scores: Mapping[int, float]) -> dict[int, list[str]]:
+        """step -> why it is kept: newest, milestone, best, first; none: it may be deleted.
+
+        Example: Retention(1, every=20, best=1).reasons([10, 20, 30], {10: 0.9, 20: 0.8})
+        -> {10: ["best"], 20: ["milestone"], 30: ["newest"]}
+        """
+        scored = sorted((step for step in steps if step in scores), key=lambda step: (scores[step], step))
+        chosen: dict[str, Sequence[int | None]] = {
+            "newest": sorted(steps)[-self.newest :],
+            "milestone": [step for step in steps if self.every > 0 and step % self.every == 0],
+            "best": scored[-self.best :] if self.best else [],
+            "first": [self.first],
+        }
+        return {step: [reason for reason, kept in chosen.items() if step in kept] for step in sorted(steps)}
+
+
+def read_scores(root: Path) -> dict[int, float]:
+    """step -> validation score.  Raises ValueError for a file that is damaged."""
+    file = root / SCORES
+    if not file.exists():
+        return {}
+    try:
+        return {int(step): float(score) for step, score in json.loads(file.read_text()).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: it cannot be read ({error}); expected an unchanged file, or none") from error
+
+
+def write_scores(root: Path, scores: Mapping[int, float]) -> None:
+    write_text(root / SCORES, json.dumps({str(step): scores[step] for step in sorted(scores)}))
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """`content["files"]`: the Facts of each other file in the folder, by its name relative to it."""
+    write_text(folder / MANIFEST, _manifest_text(content))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises Damaged if it is missing, or not what was written; Unreadable if that cannot be said."""
+    file = folder / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+        content: dict[str, Any] = json.loads(text)
+        del content["sha256"]
+        intact = _manifest_text(content) == text
+    except ABSENT:
+        raise Damaged(f"{file} is missing") from None
+    except OSError as error:
+        raise Unreadable.of(file, error) from error
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise Damaged(f"{file} is damaged, or of another version of megarl")
+    return content
+
+
+def faults_in(folder: Path, *, reads: bool, skip: str = "") -> list[str]:
+    """A sentence for each damaged file of a save, its manifest included.
+
+    `reads`: also compare digests, for which all of a file is read, except of files whose name has the pattern `skip`.
+    Raises Unreadable.
+    """
+    try:
+        files = read_manifest(folder)["files"]
+    except Damaged as error:
+        return [str(error)]
+
+    def look(name: str) -> str | None:
+        try:
+            inside(folder, name)
+        except ValueError as error:
+            return str(error)
+        fault = fault_of(folder / name, files[name], reads=reads and not fnmatchcase(name, skip))
+        return fault and f"{folder / name} {fault}"
+
+    with ThreadPoolExecutor(THREADS) as threads:  # they read and digest beside each other
+        faults: list[str] = []
+        for sentence in threads.map(look, files):
+            watchdog.heartbeat()
+            if sentence:
+                faults.append(sentence)
+        return faults
+
+
+def _manifest_text(content: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1)

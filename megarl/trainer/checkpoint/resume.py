@@ -1,4 +1,4 @@
-"""Resuming: the settings that have changed, the ledger of the visits, and the finished groups that waited.
+"""Resuming: roles, settings that have changed, the ledger of the visits, and the finished groups that waited.
 
 A finished group is used only if this run would generate it with the same settings.
 """
@@ -18,10 +18,11 @@ from megarl.config.validate.rewards import names_of
 from megarl.data.groups import load_groups
 from megarl.data.ledger import Ledger
 from megarl.data.readers import content_digest
+from megarl.io.terminal import say
 from megarl.rewards import REWARDS, SERVICES
-from megarl.sample import Sample
-from megarl.terminal import sentences
-from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, changes
+from megarl.roles.handles import Role
+from megarl.samples.sample import Sample
+from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint, Damaged, changes, read_manifest
 
 # The settings on which a finished group depends: its prompt, its completions with their columns, and its rewards.
 _KEYS = (
@@ -80,7 +81,7 @@ def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
 
     Raises ValueError for a finished run with other settings: its results must not appear under the new ones.
     """
-    folder, console = config.trainer.run_dir, sentences(stderr=True)
+    folder = config.trainer.run_dir
     file = folder / "config.yaml"
     changed = changes(read_yaml(file), config) if file.exists() else []
     if changed and checkpoint.step >= num_steps:
@@ -88,9 +89,8 @@ def announce(checkpoint: Checkpoint, config: Config, num_steps: int) -> None:
             f"{folder} is finished, with other settings ({', '.join(changed)}); use another "
             "trainer.experiment_name, more steps, or trainer.resume_mode=disable"
         )
-    for change in changed:
-        console.print(f"warning: changed since the run began: {change}")
-    console.print(f"going on from step {checkpoint.step} ({checkpoint.folder})")
+    say(*(f"warning: changed since the run began: {change}" for change in changed))
+    say(f"going on from step {checkpoint.step} ({checkpoint.folder})")
 
 
 def take_over(
@@ -120,6 +120,25 @@ def take_over(
     ledger.load_state_dict(checkpoint.state["ledger"], finished=waiting)
     ledger.leave_out(left_out)
     return ledger, waiting
+
+
+def restore(checkpoint: Checkpoint, roles: Mapping[str, Role], *, verify: bool) -> None:
+    """Load the state of every role.  `verify`: before that, the ranks read all files and compare their SHA-256.
+
+    Raises ValueError if the checkpoint has other roles, Damaged if a file has changed.
+    """
+    saved = read_manifest(checkpoint.folder)["roles"]
+    if saved != sorted(roles):
+        raise ValueError(
+            f"trainer.resume_mode: {checkpoint.folder} holds {', '.join(saved)}, this run trains "
+            f"{', '.join(sorted(roles))}; expected the same roles, or trainer.resume_mode=disable"
+        )
+    if verify:
+        for name, role in roles.items():
+            if faults := role.faults(checkpoint.folder / name):
+                raise Damaged("; ".join(faults))
+    for name, role in roles.items():
+        role.restore(checkpoint.folder / name)
 
 
 def check_is_known(checkpoint: Checkpoint) -> None:

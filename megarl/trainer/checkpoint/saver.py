@@ -1,11 +1,13 @@
 """Saves the checkpoints of a run: under a temporary name, on the disk before they count, the old ones deleted.
 
 A save that fails (full disk, no permission) is deleted.  The run goes on if an earlier save is there, because the disk
-may have room when the next one is due; otherwise it stops, because there would be nothing to go on from.
+may have room when the next one is due.  If there is none, or too many have failed in a row, nothing would keep what is
+trained: then a save is owed, and the run waits for room to make it.  Where waiting cannot help, it stops.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,23 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.groups import save_groups
-from megarl.durable_files import PRIVATE_FILE, PRIVATE_FOLDER, Unreadable, sync
 from megarl.group.failures import RankError
-from megarl.rank_files import UNWRITTEN, facts_under
-from megarl.roles.handles import SaveError
-from megarl.sample import Sample
+from megarl.io.durable_files import (
+    MAY_PASS,
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
+    StorageError,
+    Unreadable,
+    kept,
+    number_of,
+    sync,
+)
+from megarl.io.rank_files import UNWRITTEN, facts_under
+from megarl.processes import watchdog
+from megarl.roles.handles import Role, SaveError
+from megarl.samples.sample import Sample
 from megarl.trainer.checkpoint.checkpoint import (
     ROLLOUTS,
     Checkpoint,
-    Saves,
+    Retention,
     all_checkpoints,
     delete,
     folders_under,
     forget,
     forget_left,
+    read_scores,
+    write_manifest,
+    write_scores,
 )
-from megarl.trainer.checkpoint.manifest import write_manifest
-from megarl.trainer.checkpoint.retention import Retention, read_scores, write_scores
 
 POLL_S = 0.05  # between two questions whether all files are written
 SAY_S = 60.0  # between two sentences about a save that is waited for
@@ -42,38 +55,40 @@ class Saver:
     def __init__(
         self,
         root: Path,
-        roles: Mapping[str, Saves],
+        roles: Mapping[str, Role],
         retention: Retention,
         *,
         in_background: bool,
+        allowed: int = 0,
         limit_s: float,
         warn: Callable[[str], None],
         origin: str | None = None,
     ) -> None:
         """`root`: in the run's folder, whose logs (`*.jsonl`) are on the disk before a save counts.
 
-        `in_background`: ranks train on while they write.  `limit_s`: for which training waits for a save at most.
-        `warn` is told of saves that fail, and while it waits.
-        `origin`: that of the saves.
+        `in_background`: ranks train on while they write.  `allowed`: saves in a row that may fail before one is owed,
+        0: any number.  `limit_s`: for which training waits for a save at most.  `origin`: that of the saves.
         """
         self.last: Checkpoint | None = None  # of the finished ones
         self.failed = 0  # saves since the start
+        self._in_row, self._allowed = 0, allowed
+        self._owed: StorageError | None = None  # why a save is owed
         self._root, self._roles, self._retention = root, roles, retention
         self._in_background, self._limit_s, self._warn, self._origin = in_background, limit_s, warn, origin
         self._pending: tuple[int, dict[str, Any] | None] | None = None
-        self._writing: list[Saves] = []  # the roles of the pending one
+        self._writing: list[Role] = []  # the roles of the pending one
 
     def start(self, step: int) -> None:
         """Begin the save of the models as they are after `step` iterations, when the one before is finished.
 
-        Raises SaveError, as all methods do, for a save that fails if there is no earlier one; RankError, as those that
-        wait, for one that is not written within the limit: a file system can hold a write for ever.
+        Raises SaveError, as all methods do, for a save that may not fail and for which no room helps; RankError, as
+        all that wait, for one that is not written within the limit: a file system can hold a write without end.
         """
         self.finish()
         try:
             forget_left(self._root, self._warn)
             folder = self._partial(step)
-            self._root.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+            self._root.mkdir(PRIVATE_FOLDER, exist_ok=True)  # without the run's folder, which another run may make anew
             folder.mkdir(PRIVATE_FOLDER)
         except OSError as error:
             return self._fail(step, error)
@@ -107,6 +122,7 @@ class Saver:
             if state is None or not all(role.is_saved() for role in self._roles.values()):
                 return False
             self.last = self._commit(step, state)
+            self._in_row, self._owed = 0, None
         except (SaveError, OSError, ValueError) as error:
             self._fail(step, error)
         self._pending = None
@@ -118,9 +134,31 @@ class Saver:
         if self._pending is not None:
             self._wait(self._pending[0], self.poll)
 
+    def insist(self, save: Callable[[], None]) -> None:
+        """If a save is owed, call `save`, which starts and describes one of the state now, until it is kept.
+
+        Raises StorageError if there is no room for it within the time for which the run waits.
+        """
+
+        def again() -> None:
+            save()
+            self.finish()
+            if self._owed is not None:
+                raise self._owed
+
+        if self._owed is not None:
+            self.finish()  # the one that is being written may do
+        if self._owed is not None:
+            kept(self._root, again)
+
+    def give_way(self) -> None:
+        """Delete the save that is being written, since the run itself has no room, for which it waits."""
+        watchdog.heartbeat()
+        if self._pending is not None:
+            self._fail(self._pending[0], StorageError(errno.ENOSPC, "the run's own files need its room"))
+
     def settle(self) -> None:
-        """As `finish`, for a run that ends because of something else: a save without a state yet is left, as is one
-        that fails, which `warn` is told of."""
+        """As `finish`, for a run that ends for another reason: a save without a state, or that fails, is left."""
         if self._pending is None or self._pending[1] is None:
             return
         try:
@@ -176,9 +214,9 @@ class Saver:
     def _fail(self, step: int, error: Exception) -> None:
         """Count a failed save, and delete it when no rank writes to it any more.
 
-        Raises SaveError if there is no earlier one.
+        Raises SaveError if it may not fail, and for no lack of room.
         """
-        self.failed += 1
+        self.failed, self._in_row = self.failed + 1, self._in_row + 1
         self._pending = None
         self._wait(step, lambda: all(_is_over(role) for role in self._writing))
         self._writing = []
@@ -188,9 +226,17 @@ class Saver:
             earlier = [checkpoint.folder for checkpoint in all_checkpoints(self._root)]
         except Unreadable:
             earlier = folders_under(self._root)
-        if not earlier:
-            raise SaveError(f"{sentence}; there is no earlier one to go on from") from error
-        self._warn(f"{sentence}; the run goes on, and {earlier[-1].name} is its newest checkpoint")
+        if earlier and (self._in_row < self._allowed or not self._allowed):
+            self._warn(f"{sentence}; the run goes on, and {earlier[-1].name} is its newest checkpoint")
+            return
+        none = "there is no earlier one to go on from"
+        many = f"{self._in_row} in a row have failed (trainer.failed_saves={self._allowed})"
+        sentence = f"{sentence}; {many if earlier else none}"
+        if (number := number_of(error)) not in MAY_PASS:
+            raise SaveError(sentence) from error
+        if self._owed is None:
+            self._warn(sentence)
+        self._owed = StorageError(number, sentence)
 
     def _wait(self, step: int, is_over: Callable[[], bool]) -> None:
         began = said = time.monotonic()
@@ -211,7 +257,7 @@ class Saver:
         return self._root / f".step_{step:08d}.partial"
 
 
-def _is_over(role: Saves) -> bool:
+def _is_over(role: Role) -> bool:
     try:
         return role.is_saved()
     except SaveError:

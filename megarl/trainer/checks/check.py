@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from difflib import get_close_matches
+from functools import partial
 from os.path import expanduser
 from pathlib import Path
 
+from megarl.arch.hf_config import read_hf_config
 from megarl.config import Config, used_roles
-from megarl.config.idle import idle
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
+from megarl.config.validate.algorithms import idle
 from megarl.config.validate.models import MINI_PLACE, group_of, missing_folder, model_of, to_prepare, with_own_models
-from megarl.data import FILE_KINDS
 from megarl.data.chat import load_tokenizer
-from megarl.data.prompts import Prompts, Row
+from megarl.data.prompts import PromptRow, Prompts
 from megarl.data.readers import missing, read_rows
-from megarl.plan.command.report import report
-from megarl.plugins import load_plugins, user_function
-from megarl.terminal import sentences
+from megarl.io.terminal import say, sentences
+from megarl.plan.report import report
+from megarl.plugins.load import load_plugins, user_function
 from megarl.trainer.algorithm import Algorithm, make_algorithm
 from megarl.trainer.build import cached_folder, num_iterations, read_prompts
-from megarl.trainer.checkpoint.checkpoint import find
+from megarl.trainer.checkpoint.checkpoint import to_resume
 from megarl.trainer.checkpoint.resume import check_is_known
-from megarl.trainer.checks.machine import lacks_memory, memory_on_cpu
-from megarl.trainer.checks.models import check_model
-from megarl.trainer.checks.reward_rows import check_truths, say_chosen
 from megarl.trainer.checks.reward_trial import RewardTrial
-from megarl.trainer.collectors import check_agents, check_rewards
-from megarl.trainer.observed.profile import check_profile
-from megarl.trainer.reward_model import check_reward_model
+from megarl.trainer.checks.rewards import check_reward_model, check_rewards, check_truths, say_chosen
+from megarl.trainer.collectors import check_agents
+from megarl.trainer.predictions import lacks_memory, memory_on_cpu
 from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.trainer.sft import read_examples, training_steps
 from megarl.trainer.teachers import check_taught, check_teachers
-from megarl.weights.hf.folder import INDEX, SINGLE, files_of_index
+from megarl.trainer.telemetry.profile import check_profile
+from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index
+from megarl.weights.hf.named import check_complete, check_folder, check_for_sglang, check_tied, open_for
+from megarl.weights.mapping.blocks import Role as Kind
+from megarl.weights.mapping.families import table_for, tied
+from megarl.weights.mapping.names import ShardCoordinate
+
+WHOLE_BYTES = 2 * 2**30  # of weights that are read whole, in a few seconds; of more of them only norms and biases
+_say = partial(say, stderr=False)
 
 
 def main(config: Config, command: str = "train") -> int:
@@ -46,7 +51,7 @@ def main(config: Config, command: str = "train") -> int:
     check.files()
     check.faults.stop_if_any()
     unseen = f"; not checked: {', '.join(check.unseen)}" if check.unseen else ""
-    check.say(f"nothing was found that would stop this run{unseen}")
+    _say(f"nothing was found that would stop this run{unseen}")
     return 0
 
 
@@ -58,23 +63,19 @@ class Check:
         self.config, self.command = config, command
         self.faults = Faults()
         self.unseen: list[str] = []  # what is on another machine, or not made yet
-        self._console = sentences()
         self._algorithm: Algorithm | None = None
         self._tries = False  # rewards, as the plug-ins have loaded
-
-    def say(self, line: str) -> None:
-        self._console.print(line)
 
     def layout(self) -> None:
         """Roles, ranks and their memory."""
         config = self.config
         if used_roles(config, self.command):
-            with self._collect():
-                report(config, self._console, self.command)
-            with self._collect():
+            with self.faults.collect():
+                report(config, sentences(), self.command)
+            with self.faults.collect():
                 self._memory()
         if self.command == "train":
-            with self._collect():
+            with self.faults.collect():
                 check_shared_gpus(config)
 
     def _memory(self) -> None:
@@ -82,27 +83,27 @@ class Check:
             parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in budget.items() if name != "total")
             sure = self.config.trainer.device == "cpu"
             where = "on this machine's CPUs" if sure else "if this machine runs it, which has no GPU"
-            self.say(f"{where}: about {budget['total'] / 1e9:.1f} GB of memory ({parts})")
+            _say(f"{where}: about {budget['total'] / 1e9:.1f} GB of memory ({parts})")
             if sentence := lacks_memory(budget):
-                self.say(f"{'warning: ' * sure}{sentence}")
+                _say(f"{'warning: ' * sure}{sentence}")
 
     def algorithm(self) -> None:
         """Plug-ins, rewards, and what the loss layer refuses."""
         config = self.config
         if self.command == "sft":
             return
-        with self._collect():
+        with self.faults.collect():
             load_plugins(config.algorithm.plugins)
             self._tries = True
         if not self._tries:
             return
-        with self._collect():
+        with self.faults.collect():
             check_rewards(config)
         if self.command == "train":
-            with self._collect():
+            with self.faults.collect():
                 self._algorithm = make_algorithm(config)
                 for line in (source_of_old_log_probs(config, self._algorithm.why_own_pass), *idle(config)):
-                    self.say(line)
+                    _say(line)
 
     def files(self) -> None:
         """Models, data, and rewards on this data."""
@@ -111,20 +112,17 @@ class Check:
         folders = {role: cached_folder(path) for role in roles if (path := model_of(config, role).path)}
         makes = to_prepare(config) if self.command == "train" else []
         if makes:
-            with self._collect():
-                self.say(self._made_first(files))
+            with self.faults.collect():
+                _say(self._made_first(files))
         elif not any(folders.values()) and not _present(files):
             self.unseen += ["models", "data"]
-            return self.say("data and models of this run are not on this machine: they were not looked at")
+            return _say("data and models of this run are not on this machine: they were not looked at")
         for role, folder in folders.items():
-            with self._collect():
-                self.say(self._model(role, folder))
+            with self.faults.collect():
+                _say(self._model(role, folder))
         self.faults.sentences += () if makes else missing(files)
-        with self._collect():
+        with self.faults.collect():
             self._data(folders.get("actor"))
-
-    def _collect(self) -> AbstractContextManager[None]:
-        return self.faults.collect()
 
     def _data_files(self) -> list[str]:
         """The files of prompts or examples that the command reads."""
@@ -183,20 +181,17 @@ class Check:
             tokenizer = None  # of this hub name only other files were downloaded
         if tokenizer is None or folder is None:
             for file in self._data_files():
-                with self._collect():
-                    read_rows(_present([file]), FILE_KINDS)
+                with self.faults.collect():
+                    read_rows(_present([file]), self.config.data.max_row_bytes)
             self.unseen.append("prompts" if self.command != "sft" else "examples")
-            return self.say("without tokenizer and model no prompt was read")
+            return _say("without tokenizer and model no prompt was read")
         here = deepcopy(self.config)
         here.model.path, here.model.tokenizer_path = folder, tokenizer
         load_tokenizer(tokenizer)
-        if self.command == "sft":
-            return self._examples(here, sets)
-        self._prompts(here, sets)
-
-    def _examples(self, here: Config, sets: dict[str, list[str]]) -> None:
+        if self.command != "sft":
+            return self._prompts(here, sets)
         for key, files in sets.items():
-            with self._collect():
+            with self.faults.collect():
                 examples = read_examples(here, key, files)
                 if key == "sft.train_files":
                     check_profile(here.trainer.profile, training_steps(here, examples), ())
@@ -204,36 +199,36 @@ class Check:
     def _prompts(self, here: Config, sets: dict[str, list[str]]) -> None:
         """Prompts, and rewards on some of them; what else a run asks of its models, tokenizers and save."""
         here.reward.try_rows *= self._tries
-        with self._collect():
+        with self.faults.collect():
             if reason := check_agents(here):
-                self.say(f"warning: {reason}")
+                _say(f"warning: {reason}")
         if self.command == "train" and self._algorithm is not None:
-            with self._collect():
-                check_reward_model(here, self._algorithm)
-            with self._collect():
+            with self.faults.collect():
+                check_reward_model(here, wants_greedy=self._algorithm.wants_greedy)
+            with self.faults.collect():
                 check_teachers(here)
-        rows: list[Row] = []
+        rows: list[PromptRow] = []
         read: list[Prompts] = []
         with RewardTrial(here) as trial:
             for key, files in sets.items():
                 trains, prompts = key == "data.train_files", None
-                with self._collect():
+                with self.faults.collect():
                     prompts = read_prompts(here, files, max_rows=here.data.train_max_samples if trains else None)
                 if prompts is None:
                     continue
                 if trains:
-                    with self._collect():
+                    with self.faults.collect():
                         self._run(prompts)
                 rows += prompts.some(here.reward.try_rows)
                 read.append(prompts)
-                self.say(_prompts(key, files, prompts))
-            say_chosen(here, [question for prompts in read for question in prompts.questions], self.say)
-            with self._collect():
+                _say(_prompts(key, files, prompts))
+            say_chosen(here, [question for prompts in read for question in prompts.questions], _say)
+            with self.faults.collect():
                 check_truths(here, read if self._tries else [])
-            with self._collect():
+            with self.faults.collect():
                 trial.check(rows)
         if trial.is_tried and rows:
-            self.say(f"rewards: tried on {len(rows)} rows")
+            _say(f"rewards: tried on {len(rows)} rows")
 
     def _run(self, prompts: Prompts) -> None:
         """What a run asks of its training prompts, and the save from which it would go on."""
@@ -243,10 +238,9 @@ class Check:
             prompts.check_saveable()
         warmup = 0 if self._algorithm is None else self._algorithm.critic_warmup
         check_profile(trainer.profile, num_iterations(config, len(prompts), warmup), ())
-        saves = trainer.run_dir / "checkpoints"
-        if (save := find(trainer.resume_mode, saves, self.say, verify=trainer.verify_resume)) is not None:
+        if (save := to_resume(trainer, _say)) is not None:
             check_is_known(save)
-            self.say(f"trainer.resume_mode={trainer.resume_mode}: the run goes on from {save.folder}")
+            _say(f"trainer.resume_mode={trainer.resume_mode}: the run goes on from {save.folder}")
 
 
 def _is_whole(snapshot: Path) -> bool:
@@ -265,3 +259,29 @@ def _prompts(key: str, files: Sequence[str], found: Prompts) -> str:
     more += f", {found.num_cut:,} are too long and cut" if found.num_cut else ""
     more += f"; {found.tools_said}" if found.tools_said else ""
     return f"{key}=[{', '.join(files)}]: {len(found):,} prompts of up to {found.longest:,} tokens{more}"
+
+
+def check_model(config: Config, role: str, folder: str, *, trains: bool, serves: bool) -> str:
+    """A line on a role's model.  Raises ValueError with the sentence of the ranks or servers that would refuse it.
+
+    As many weights are read as WHOLE_BYTES allow, to find numbers that are not finite.  `trains`: ranks do;
+    `serves`: rollout servers read the policy's folder.
+    """
+    kind: Kind = "critic" if role == "critic" else "actor"
+    num_tensors = check_folder(folder, kind) if trains else check_complete(folder)
+    if serves and role == "actor" and config.rollout.engine != "hf":
+        check_for_sglang(folder)
+    hf = read_hf_config(folder)
+    with open_for(folder, hf) as held:
+        if kind == "actor" and trains:
+            check_tied(held, tied(hf), table_for(hf), ShardCoordinate())
+        names = _to_read(held, Path(folder))
+        for name in names:
+            held.read(name, 0, 0, held.shapes[name][0])  # raises for numbers that are not finite
+        rest = "" if len(names) == len(held.shapes) else f", of which the norms and biases, {len(names):,}, were read"
+    return f"{group_of(role)}.path={model_of(config, role).path}: {num_tensors:,} tensors{rest}"
+
+
+def _to_read(held: HFFolder, folder: Path) -> list[str]:
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return [name for name, shape in held.shapes.items() if shape and (len(shape) == 1 or size <= WHOLE_BYTES)]

@@ -1,4 +1,4 @@
-"""Scores a few rows of the data before a run starts: a reward that cannot work stops it in seconds.
+"""Reads the prompts of a run and tries its rewards on a few of them: one that cannot work stops it in seconds.
 
 The rewards run in a process like that of a collector, with the same few variables of the environment.  Judges and
 reward models are not asked: their servers may not be there yet.
@@ -20,20 +20,22 @@ from typing import NamedTuple, Self
 from megarl.config import Config
 from megarl.config.names import AUTO, REWARDS_OF_CODE
 from megarl.config.validate.rewards import names_of
-from megarl.data.prompts import Row
+from megarl.data.prompts import PromptRow, Prompts
+from megarl.io.job_signals import leave_to_driver
+from megarl.io.terminal import one_line
 from megarl.metrics.trackers.console import note, warn
-from megarl.plugins import is_async
+from megarl.plugins.load import is_async
+from megarl.processes import watchdog
 from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent
-from megarl.processes.presence import show_life
 from megarl.processes.programs import Program
 from megarl.rewards import REWARDS, SERVICES, load_reward
 from megarl.rewards.functions.auto import reward_of
 from megarl.rewards.result import Outcome
-from megarl.rewards.scorer import Rewards
-from megarl.sample import Completion, Prompt, VersionSpan, text_of
-from megarl.trainer.build import plugins
-from megarl.trainer.checks.reward_rows import Need, need_of, rewards_of
+from megarl.rewards.scorer import Rewards, RewardSettings
+from megarl.samples.sample import Completion, Prompt, VersionSpan, text_of
+from megarl.trainer.build import plugins, read_prompts, shortened
+from megarl.trainer.checks.rewards import Need, check_truths, need_of, rewards_of, say_chosen
 from megarl.trainer.collectors import surroundings
 
 PATIENCE_S = 60.0  # more than an ordinary reward's own limit: its first call may load what it needs
@@ -47,6 +49,29 @@ SENTENCE = "So the answer is {}."  # as a model says it that was asked in a chat
 # same again and again until the limit, where a reward of quadratic time shows.
 ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```", "1 (" * 2**14)
 _SHOWN = 60  # characters of an answer
+
+
+def read_and_try(
+    config: Config, keys: Sequence[str], warn: Callable[[str], None], note: Callable[[str], None]
+) -> list[Prompts]:
+    """The prompts of the files of each key, data.train_files or data.val_files; the rewards are tried on some of them.
+
+    `warn` and `note` get a line on what was left out, and on how rewards were chosen.
+    """
+    data, read = config.data, list[Prompts]()
+    with RewardTrial(config) as trial:
+        for key in keys:
+            trains = key == "data.train_files"
+            files = data.train_files if trains else data.val_files
+            read.append(read_prompts(config, files, max_rows=data.train_max_samples if trains else None))
+        for key, prompts in zip(keys, read, strict=True):
+            counted = None if key == "data.train_files" else data.val_max_samples
+            if line := shortened(key, config, prompts, counted):
+                warn(line)
+        say_chosen(config, [question for prompts in read for question in prompts.questions], note)
+        check_truths(config, read)
+        trial.check([row for prompts in read for row in prompts.some(config.reward.try_rows)])
+    return read
 
 
 class Job(NamedTuple):
@@ -86,7 +111,8 @@ class RewardTrial:
         # Those of files and plug-ins: no built-in function is async, and this process need not import them.
         mine = [fn for fn in functions if not isinstance(REWARDS.get(fn), str)]
         self._async = {fn for fn in mine if is_async(load_reward(fn))}
-        make = partial(Rewards, num_workers=0, plugins=plugins(config), surroundings=surroundings(config))
+        settings = RewardSettings(num_workers=0, plugins=plugins(config))
+        make = partial(Rewards, settings=settings, surroundings=surroundings(config))
         with open(os.devnull, "wb") as nowhere:
             self._process, self._pipe = start_child(run_trial, (os.getpid(), make), log=nowhere)
 
@@ -103,7 +129,7 @@ class RewardTrial:
         """Whether there are rewards to try."""
         return self._process is not None
 
-    def check(self, rows: Sequence[Row]) -> None:
+    def check(self, rows: Sequence[PromptRow]) -> None:
         """Call the rewards of each row with the right answer, and once each with ODD_ANSWERS.
 
         Warns of a reward that pays the right answer no more than an empty one, and says so of one that pays the right
@@ -131,7 +157,7 @@ class RewardTrial:
                     continue
                 if isinstance(outcome, str):
                     raise ValueError(
-                        f"reward.fn={fn}: tried on {on} it failed: {outcome}; "
+                        f"reward.fn={fn}: tried on {on} it failed: {one_line(outcome)}; "
                         "reward.try_rows=0 starts a run without this trial"
                     )
                 _note_pay(paid.setdefault(fn, _Paid()), where, prompt, answer, outcome.reward)
@@ -153,7 +179,7 @@ class RewardTrial:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send(job)
         while not self._pipe.poll(1.0):
-            show_life()
+            watchdog.heartbeat()
             waited = time.monotonic() - began
             if waited > QUIET_S and not is_told:
                 is_told = True
@@ -204,7 +230,7 @@ def _short(answer: str) -> str:
 
 
 def stand_in(prompt: Prompt, text: str) -> Completion:
-    """An answer that no model wrote; its tokens are those of the prompt, so that there are some."""
+    """An answer that no model generated; its tokens are those of the prompt, so that there are some."""
     num_tokens = len(prompt.token_ids)
     return Completion(prompt.token_ids, [0.0] * num_tokens, "stop", (VersionSpan(0, 0, num_tokens),), text)
 
@@ -213,6 +239,7 @@ def run_trial(pipe: Connection, argument: tuple[int, Callable[[list[str]], Rewar
     """The process: answers each job with its outcome and the seconds that it took, until the pipe is closed."""
     parent_pid, make = argument
     die_with_parent(parent_pid)
+    leave_to_driver(runs_users_code=True)
     made: dict[str, Rewards] = {}
     with suppress(EOFError), asyncio.Runner() as runner:
         while True:

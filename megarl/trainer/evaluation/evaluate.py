@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, to_yaml
-from megarl.config.names import RIGHT_OR_WRONG
-from megarl.config.validate.rewards import trained_names
-from megarl.data.prompts import Prompts
-from megarl.durable_files import write_text
-from megarl.metrics.evaluation.audit import Audit
-from megarl.metrics.evaluation.evaluation import (
+from megarl.config import Config
+from megarl.metrics.computing.audit import Audit
+from megarl.metrics.computing.evaluation import (
     ACC,
     CLIP_RATIO,
     REWARD,
     Answers,
     Mean,
-    cut_off,
     is_accuracy,
     is_share,
     set_metrics,
 )
-from megarl.metrics.jsonl import append_lines, read_lines
-from megarl.metrics.report import write_samples, write_summary
-from megarl.metrics.trackers.console import is_core
-from megarl.plugins import load_plugins
+from megarl.metrics.reading.jsonl import read_lines
 from megarl.rollout.collector.collector_client import Collectors, Ticket
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, LostRollout, Prompt, Sample
-from megarl.servers.router import Router
-from megarl.servers.supervisor import ServerDied, Servers, State
-from megarl.terminal import sentences
-from megarl.trainer.build import read_prompts, shortened
-from megarl.trainer.checks.reward_rows import check_truths, chosen_rewards, say_chosen
-from megarl.trainer.checks.reward_trial import RewardTrial
-from megarl.trainer.collectors import check_agents, check_rewards, make_collectors
-from megarl.trainer.evaluation.record import new_folder, weights_of
-from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.servers.abilities import dp_ranks_of
+from megarl.samples.sample import AUDIT, AUDIT_ERROR, REWARD_ERROR, LostRollout, Prompt, Sample
 
 EVALUATIONS = "evaluations.jsonl"  # a line for each evaluation, see Evaluation.line
-ANSWERS = "answers.jsonl"  # of `megarl evaluate`: every answer, as samples.jsonl has some of a training
-TENTHS = 10  # lines of progress where no terminal shows the status
 _TRIES = 3  # to get all replies of one version of the weights
 
 
@@ -207,10 +185,6 @@ def _prompt(group: list[Sample] | LostRollout) -> Prompt:
     return group.prompt if isinstance(group, LostRollout) else group[0].prompt
 
 
-def _is_unscored(group: list[Sample] | LostRollout) -> bool:
-    return isinstance(group, LostRollout) and group.unscored > 0
-
-
 class EvaluationLost(RuntimeError):
     """No prompt has a score; `by_rewards`: all of them have answers, which no reward could score."""
 
@@ -280,11 +254,11 @@ class Evaluator:
         """The evaluation, once it is ready.  Raises EvaluationLost if every prompt was lost."""
         groups = [ticket.group for ticket in self._tickets if ticket.group is not None]
         assert len(groups) == len(self._tickets), "an evaluation is taken when it is ready"
-        if groups and all(isinstance(group, LostRollout) for group in groups):
-            reason = next(group.reason for group in groups if isinstance(group, LostRollout))
+        lost = [group for group in groups if isinstance(group, LostRollout)]
+        if groups and len(lost) == len(groups):
             raise EvaluationLost(
-                f"every prompt of the evaluation was lost; the first: {reason}",
-                by_rewards=all(_is_unscored(group) for group in groups),
+                f"every prompt of the evaluation was lost; the first: {lost[0].reason}",
+                by_rewards=all(group.unscored > 0 for group in lost),
             )
         return Evaluation(groups, self._n, self._sets, self._version)
 
@@ -313,100 +287,3 @@ class Evaluator:
         for at, ticket in zip(wrong, self._asked([self.prompts[at] for at in wrong]), strict=True):
             self._tickets[at] = ticket
         return False
-
-
-def look_after(servers: Servers, router: Router | None) -> None:
-    """Restart servers that died, with the same weights.  Raises ServerDied if no server, or no router, is left.
-
-    The router is told which servers come and go, because it does not notice by itself.
-    """
-    for event in servers.poll():
-        if router is not None:
-            (router.add if event.state is State.SERVING else router.remove)(event.url)
-        if all(state is State.OUT for state in servers.states):
-            raise ServerDied(f"no server is left; {event.reason}")
-
-
-def main(config: Config) -> int:
-    """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration.
-
-    Numbers, answers and what the weights were are written to a new folder in evaluations/ of the run's folder.
-    """
-    if not config.data.val_files:
-        raise ValueError("data.val_files=[]: there is nothing to evaluate; expected at least one file of prompts")
-    console = sentences()
-    load_plugins(config.algorithm.plugins)
-    check_rewards(config)
-    if reason := check_agents(config):
-        console.print(f"warning: {reason}")
-    with RewardTrial(config) as trial:
-        read = read_prompts(config, config.data.val_files)
-        say_chosen(config, read.questions, console.print)
-        check_truths(config, [read])
-        trial.check(read.some(config.reward.try_rows))
-    weights = weights_of(config)  # before servers load them
-    prompts, sets = read.all(config.data.val_max_samples), read.sets(config.data.val_max_samples)
-    if line := shortened("data.val_files", config, read, config.data.val_max_samples):
-        console.print(line)
-    with Infrastructure(config, trains=False) as infrastructure, console.status("starting the servers") as status:
-        servers, router = infrastructure.serve(), infrastructure.router
-        if router is not None:
-            for url in servers.urls:
-                router.add(url)
-        with closing(
-            make_collectors(
-                config,
-                [router.url] if router else servers.urls,
-                infrastructure.server_token,
-                reward_url=infrastructure.reward_url,
-                dp_ranks=dp_ranks_of(infrastructure.ask_servers()),
-            )
-        ) as collectors:
-            evaluator = Evaluator(collectors, prompts, config, sets)
-            evaluator.submit()
-            began, told = time.monotonic(), -1
-            while not evaluator.ready():
-                look_after(servers, router)
-                done, total = evaluator.progress
-                status.update(f"evaluating: {done} of {total} prompts")
-                if not console.is_terminal and done * TENTHS // total > told:  # there the status is not seen
-                    told = done * TENTHS // total
-                    console.print(f"evaluating: {done} of {total} prompts, {time.monotonic() - began:.0f} s")
-            found, seconds = evaluator.take(), time.monotonic() - began
-    summary = _summary(config, found, read, seconds) | {"rewards": config.reward.fn}
-    if chosen := chosen_rewards(config, prompts):
-        summary["rewards_by_data_source"] = chosen
-    for name, value in summary["metrics"].items():
-        if is_core(name):
-            console.print(f"{name} {value:.4f}")
-    console.print(
-        f"{len(found.samples)} answers in {seconds:.1f} s: {summary['tokens_per_s']:.0f} tokens/s; all metrics are in "
-        "summary.json"
-    )
-    if sentence := cut_off(summary["metrics"]):
-        console.print(f"warning: {sentence}")
-    if "accuracy" in summary:
-        console.print(f"accuracy {summary['accuracy']:.4f}")
-    folder = new_folder(config.trainer.run_dir)
-    write_text(folder / "config.yaml", to_yaml(config))
-    append_lines(folder / EVALUATIONS, [found.line(step=0)])
-    answered = [group for group in found.groups if not isinstance(group, LostRollout)]
-    write_samples(folder / ANSWERS, 0, answered, num_groups=len(answered))
-    write_summary(folder / "summary.json", {**summary, "weights": weights})
-    console.print(f"results: {folder.resolve()}")
-    return 0
-
-
-def _summary(config: Config, found: Evaluation, read: Prompts, seconds: float) -> dict[str, Any]:
-    """Of `megarl evaluate`.  Its servers hold one version of the weights, so a number for it would say nothing."""
-    tokens = sum(sample.num_learnt for sample in found.samples)
-    numbers: dict[str, Mean] = {"score": found.mean}
-    is_known = not config.has_agents and set(trained_names(config)) <= RIGHT_OR_WRONG
-    if found.accuracy is not None and (found.has_acc or found.mean.value > 0 or is_known):
-        numbers["accuracy"] = found.accuracy
-    out = {name: mean.value for name, mean in numbers.items()}
-    out |= {f"{name}_stderr": mean.stderr for name, mean in numbers.items() if math.isfinite(mean.stderr)}
-    metrics = {name: value for name, value in found.metrics().items() if name != "val/version"}
-    out |= {"prompts": len(found.groups), "prompts_filtered": read.left_out(config.data.val_max_samples)}
-    out |= {"prompts_cut": read.num_cut, "answers_per_prompt": found.n}
-    return out | {"seconds": round(seconds, 1), "tokens_per_s": round(tokens / seconds, 1), "metrics": metrics}

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from megarl.arch.hf_config import read_config
 from megarl.data.chat import load_tokenizer
-from megarl.hf_config import read_config
+from megarl.processes import watchdog
 from megarl.processes.child import end_session, start_child
 from megarl.processes.lifetime import die_with_parent, last_lines
-from megarl.processes.presence import show_life
 from megarl.rewards.result import Outcome
 from megarl.rewards.scorer import Rewards
-from megarl.sample import Completion, Prompt, VersionSpan
+from megarl.samples.sample import Completion, Prompt, VersionSpan
 
 BATCH = 64  # prompts at most: so news come often enough for a limit on the time between them
 
@@ -61,7 +61,7 @@ class TransformersScore:
         done, heard = 0, time.monotonic()
         with suppress(EOFError, OSError):
             while time.monotonic() - heard < self._silence_s:
-                show_life()
+                watchdog.heartbeat()
                 progress(done, self._total)
                 if self._pipe.poll(1.0):
                     news, heard = self._pipe.recv(), time.monotonic()

@@ -5,13 +5,13 @@ The data are written again each time, the model once; a training that was interr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megarl.config import Config, load_config
 from megarl.config.validate.models import group_of, model_of
-from megarl.terminal import sentences
+from megarl.data.examples.sizes import TinySizes
+from megarl.io.terminal import sentences
 from megarl.trainer.sft import sft
 
 
@@ -20,7 +20,8 @@ def cold_start(
     words: Sequence[str],
     *,
     write_data: Callable[[Path], object],
-    model: Mapping[str, Any],
+    model: TinySizes,
+    tokens: Sequence[str] = (),
     role: str = "actor",
 ) -> None:
     """Make the folder of a role's model in `config`, by a training on the actor's ranks in its layout.
@@ -28,7 +29,8 @@ def cold_start(
     Args:
         words: what would follow `megarl sft`.
         write_data: called with the folder of sft.train_files.
-        model: arguments of write_tiny_model.
+        model: the sizes of the model that is trained.
+        tokens: words that are tokens of their own in its tokenizer.
         role: "actor", of model.path, or "teachers.NAME".
     Raises: ValueError if the role's path is not the folder that this training writes.
     """
@@ -51,6 +53,6 @@ def cold_start(
     write_data(data)
     if not (start / "config.json").exists():
         console.print(f"a tiny model with random weights: {start}")
-        write_tiny_model(start, **model)
+        write_tiny_model(start, model, words=tokens)
     console.print(f"its cold start: {training.trainer.run_dir}")
     sft(training)

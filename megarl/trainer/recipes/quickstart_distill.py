@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from megarl.config import Config
-from megarl.data.examples.arithmetic import write_task
-from megarl.data.examples.reversal import join, write_reversals
-from megarl.terminal import sentences
+from megarl.data.examples.tasks import join, write_reversals, write_task
+from megarl.io.terminal import sentences
 from megarl.trainer.build import read_prompts
 from megarl.trainer.collectors import make_rewards
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
 from megarl.trainer.recipes import quickstart
 from megarl.trainer.recipes.cold_start import cold_start
 
-TEACHER = quickstart.MODEL | {"layers": 4}
-CARELESS = quickstart.TASK["careless"]
+TEACHER = replace(quickstart.MODEL, layers=4)
+CARELESS = quickstart.TASK.careless
 # The same problems as those of the policy's own cold start, with right answers.
-RIGHT = quickstart.TASK | {"careless": 0.0}
+RIGHT = replace(quickstart.TASK, careless=0.0)
 TASKS: dict[str, Callable[[Path], object]] = {
-    "sums": partial(write_task, **RIGHT),
+    "sums": partial(write_task, sums=RIGHT),
     "reversals": partial(write_reversals, demonstrations=2),
 }
 
@@ -62,7 +62,7 @@ def _prepare_two(config: Config) -> None:
 
 def _write_both(folder: Path) -> None:
     sums, reversals = folder / "sums", folder / "reversals"
-    write_task(sums, **quickstart.TASK)
+    write_task(sums, quickstart.TASK)
     write_reversals(reversals, careless=CARELESS, demonstrations=2)
     join(folder, [sums, reversals])
 

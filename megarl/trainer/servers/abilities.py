@@ -4,79 +4,64 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+from megarl.arch.projections import chosen, projections_of
+from megarl.arch.sglang_options import untried
 from megarl.config import Config, model_config
-from megarl.config.tried import untried
+from megarl.config.validate.generation import PREFERRED, WHY_NOT_PREFERRED, WITHOUT_ROUTES, largest_top_k
 from megarl.config.validate.lora import adapts_experts, adapts_latents
-from megarl.config.validate.router_replay import WITHOUT_ROUTES
-from megarl.config.validate.sampling import PREFERRED, WHY_NOT_PREFERRED, largest_top_k
-from megarl.processes.presence import wait_for
-from megarl.projections import chosen, projections_of
-from megarl.rollout.client import ServerClient, ServerError
+from megarl.rollout.client import ServerClient, of_all
 from megarl.rollout.protocol import Abilities
+from megarl.rollout.settings import GenerationSettings
 
 ANSWER_S = 30.0  # in which a server that serves answers; it only looks up what it was started with
 
-Told = Mapping[str, Mapping[str, Any]]  # url -> what a server says of itself
+ServerInfoByUrl = Mapping[str, Mapping[str, Any]]  # url -> what a server says of itself
 
 
-def ask_servers(urls: Sequence[str], token: str, limit_s: float = ANSWER_S) -> tuple[Told, dict[str, str]]:
+def ask_servers(urls: Sequence[str], token: str, limit_s: float = ANSWER_S) -> tuple[ServerInfoByUrl, dict[str, str]]:
     """What the servers say of themselves, and url -> why of those that say nothing; all are asked at once."""
 
-    def ask(url: str) -> dict[str, Any] | ServerError:
+    def ask(url: str) -> dict[str, Any]:
         with closing(ServerClient(url, token, timeout_s=limit_s)) as server:
-            try:
-                return server.server_info()
-            except ServerError as error:
-                return error
+            return server.server_info()
 
-    with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="ask") as threads:
-        asked = {url: threads.submit(ask, url) for url in urls}
-        wait_for(asked.values())
-    answers = {url: answer.result() for url, answer in asked.items()}
-    told = {url: answer for url, answer in answers.items() if not isinstance(answer, ServerError)}
-    return told, {url: str(answer) for url, answer in answers.items() if isinstance(answer, ServerError)}
+    servers, failed = of_all(urls, ask)
+    return servers, {url: str(error) for url, error in failed.items()}
 
 
-def fitting(told: Told, config: Config, *, drains: bool) -> list[Abilities]:
+def fitting(servers: ServerInfoByUrl, config: Config, *, drains: bool) -> list[Abilities]:
     """What the servers can do.  Raises ValueError if one of them does not fit the run."""
-    abilities = abilities_of(told)
+    abilities = [Abilities.of(str(info.get("version", ""))) for info in servers.values()]
     check_abilities(abilities, config, drains=drains)
-    check_tried(told)
-    check_draws_as_asked(told)
+    check_tried(servers)
+    check_draws_as_asked(servers)
     if config.actor.router_replay == "rollout":
-        check_reports_routes(told)
+        check_reports_routes(servers)
     if config.narrows_sampling:
-        check_tells_support(told, config)
+        check_tells_support(servers, config)
     return abilities
 
 
-def dp_ranks_of(told: Told) -> int:
+def dp_ranks_of(servers: ServerInfoByUrl) -> int:
     """The data-parallel ranks of each server, attention groups or replicas; 1, if servers differ: they choose then."""
-    found = {int(info.get("dp_size") or 1) * int(info.get("attn_dp_size") or 1) for info in told.values()}
+    found = {int(info.get("dp_size") or 1) * int(info.get("attn_dp_size") or 1) for info in servers.values()}
     return found.pop() if len(found) == 1 else 1
 
 
-def check_newcomer(url: str, config: Config, token: str, *, drains: bool, salted: bool, dp_ranks: int) -> None:
+def check_newcomer(url: str, config: Config, token: str, *, drains: bool, generation: GenerationSettings) -> None:
     """Raises ValueError if a server does not fit that joins, or that is back, maybe with other options."""
-    told, silent = ask_servers([url], token)
+    servers, silent = ask_servers([url], token)
     if silent:
         raise ValueError(silent[url])
-    (ability,) = fitting(told, config, drains=drains)
-    if salted and not ability.cache_salt:
+    (ability,) = fitting(servers, config, drains=drains)
+    if generation.salted and not ability.cache_salt:
         raise ValueError(f"{url} knows no salts of its prefix cache, unlike the run's servers")
-    if dp_ranks not in (1, dp_ranks_of(told)):  # a request may name any of them
-        raise ValueError(
-            f"{url} has {dp_ranks_of(told)} data-parallel ranks: expected {dp_ranks}, as the run's servers"
-        )
-
-
-def abilities_of(told: Told) -> list[Abilities]:
-    """Features of each server."""
-    return [Abilities.of(str(info.get("version", ""))) for info in told.values()]
+    dp_ranks, wanted = dp_ranks_of(servers), generation.dp_ranks
+    if wanted not in (1, dp_ranks):  # a request may name any of them
+        raise ValueError(f"{url} has {dp_ranks} data-parallel ranks: expected {wanted}, as the run's servers")
 
 
 def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: bool) -> None:
@@ -110,7 +95,7 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
             )
 
 
-def check_tells_support(told: Told, config: Config) -> None:
+def check_tells_support(servers: ServerInfoByUrl, config: Config) -> None:
     """Raises ValueError for a server that does not tell exactly from which tokens it drew.
 
     One that does says of how many at most; null: of any number.  SGLang 0.5.17 does not: it rebuilds this set after the
@@ -118,7 +103,7 @@ def check_tells_support(told: Told, config: Config) -> None:
     """
     rollout = config.rollout
     given = f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k}"
-    for url, info in told.items():
+    for url, info in servers.items():
         limit = info.get("sampling_mask_max_tokens", "")
         if limit is not None and type(limit) is not int:
             raise ValueError(
@@ -133,10 +118,10 @@ def check_tells_support(told: Told, config: Config) -> None:
             )
 
 
-def check_draws_as_asked(told: Told) -> None:
+def check_draws_as_asked(servers: ServerInfoByUrl) -> None:
     """Raises ValueError for a server that adds something to how a request wants its tokens drawn."""
     field = PREFERRED.removeprefix("--").replace("-", "_")
-    for url, info in told.items():
+    for url, info in servers.items():
         if preferred := info.get(field):
             raise ValueError(
                 f"rollout.urls: {url} was started with {PREFERRED}={json.dumps(preferred)}: {WHY_NOT_PREFERRED}; "
@@ -144,12 +129,12 @@ def check_draws_as_asked(told: Told) -> None:
             )
 
 
-def check_tried(told: Told) -> None:
+def check_tried(servers: ServerInfoByUrl) -> None:
     """Raises ValueError for a server with an option with which pushes were not tried.
 
     It may come from who started the server, or from SGLang, which chooses some of them by the GPU and the model.
     """
-    for url, info in told.items():
+    for url, info in servers.items():
         for given, option in untried(info):
             raise ValueError(f"{url} runs with {given}: {option.why}; expected {option.expected}")
         if info.get("quantization") is not None and info.get("load_format") != "flash_rl":
@@ -159,9 +144,9 @@ def check_tried(told: Told) -> None:
             )
 
 
-def check_reports_routes(told: Told) -> None:
+def check_reports_routes(servers: ServerInfoByUrl) -> None:
     """Raises ValueError for a server that runs already and does not report the experts of tokens, or loses them."""
-    for url, info in told.items():
+    for url, info in servers.items():
         if info.get("enable_return_routed_experts") is False:
             raise ValueError(
                 f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "

@@ -7,15 +7,15 @@ released.  The record outlives a restart of the ranks; a restarted server has re
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
 from megarl.config import Config
 from megarl.config.placement import check_shared_seats, servers_map_memory
-from megarl.processes.presence import wait_for
-from megarl.rollout.client import ServerClient, ServerError
+from megarl.rollout.client import ServerClient, of_all
 from megarl.weights.push.gpu_handles import check_can_be_mapped
 from megarl.weights.verify.canary import Canary, disagreement
 
@@ -44,14 +44,11 @@ class Colocation:
         new = tuple(each for each in what if each not in lent)
         if not new:
             return
-        engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
-        try:
+        with self._client(url) as engine:
             engine.pause("abort")  # the server refuses to release memory while a request runs, even an abandoned one
             if not lent:  # else nothing has run since, and the cache may be released already
                 engine.wait_until_idle()
             engine.release_memory(new)
-        finally:
-            engine.close()
         self._given[url] = (*lent, *new)
 
     def resume_memory(self, url: str, what: Sequence[str] = ALL) -> None:
@@ -64,13 +61,10 @@ class Colocation:
         if not back:
             return
         rest = tuple(each for each in lent if each not in what)
-        engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
-        try:
+        with self._client(url) as engine:
             engine.resume_memory(back)
             if not rest:
                 engine.resume()
-        finally:
-            engine.close()
         self._given[url] = rest
 
     def forget(self, url: str) -> None:
@@ -80,22 +74,24 @@ class Colocation:
     def examine(self, canary: Canary, urls: Sequence[str], adapter: str | None = None) -> dict[str, str]:
         """url -> why the canary failed, for servers that have resumed all their memory."""
 
-        def ask(url: str) -> list[float] | str:
-            engine = ServerClient(url, self._token, timeout_s=self._timeout_s)
-            try:
+        def ask(url: str) -> list[float]:
+            with self._client(url) as engine:
                 return engine.prompt_log_probs(canary.prompt_ids, adapter=adapter)
-            except ServerError as error:
-                return str(error)
-            finally:
-                engine.close()
 
-        with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="canary") as threads:
-            asked = {url: threads.submit(ask, url) for url in urls}
-            wait_for(asked.values())
-        answers = {url: answer.result() for url, answer in asked.items()}
-        silent = {url: answer for url, answer in answers.items() if isinstance(answer, str)}
-        heard = {url: answer for url, answer in answers.items() if not isinstance(answer, str)}
-        return silent | disagreement(canary, heard)
+        heard, silent = of_all(urls, ask)
+        return {url: str(error) for url, error in silent.items()} | disagreement(canary, heard)
+
+    def _client(self, url: str) -> closing[ServerClient]:
+        return closing(ServerClient(url, self._token, timeout_s=self._timeout_s))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How servers and trainer use the same GPUs in turn."""
+
+    memory: Colocation
+    canary: Callable[[], Canary]  # computes it on the trainer
+    lends: Sequence[str] = ALL  # the memory that servers release while the trainer computes
 
 
 def check_shared_gpus(config: Config) -> None:

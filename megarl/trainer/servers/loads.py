@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from contextlib import suppress
 from statistics import mean
 from types import TracebackType
 from typing import Self
@@ -57,20 +57,14 @@ class ServerLoads:
     def _watch(self) -> None:
         clients: dict[str, ServerClient] = {}
         while not self._ended.wait(self._every_s):
+            look: list[Load] = []
             for url in self.servers:
                 if url not in clients:
                     clients[url] = ServerClient(url, self._token, timeout_s=_ANSWER_S)
-            look = list(_answers(clients[url] for url in self.servers if url in clients))
+                with suppress(ServerError):
+                    look += clients[url].loads()
             if look:
                 with self._lock:
                     self._looks.append(look)
         for client in clients.values():
             client.close()
-
-
-def _answers(clients: Iterable[ServerClient]) -> Iterable[Load]:
-    for client in clients:
-        try:
-            yield from client.loads()
-        except ServerError:
-            continue

@@ -1,4 +1,4 @@
-"""What a run tells its pushes: how ranks reach the servers, and the canary that servers have to reproduce."""
+"""Settings of pushes: how ranks reach the servers, and the canary that servers have to reproduce."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megarl.batch import Batch
 from megarl.config import Config
 from megarl.config.placement import gpu_seats
 from megarl.data.prompts import Prompts
 from megarl.roles.handles import Actor
-from megarl.roles.push_settings import PushSettings
+from megarl.samples.batch import Batch
+from megarl.weights.push.settings import PushSettings
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
 # Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.
@@ -25,6 +25,11 @@ CANARY_TOKENS = 64
 def keeps_kv(config: Config) -> bool:
     """Whether servers keep their KV in a push; in any other push they flush their prefix caches."""
     return config.rollout.ahead > 0 and config.rollout.update == "in_place"
+
+
+def drains(config: Config) -> bool:
+    """Whether a push waits for what is generated."""
+    return config.rollout.ahead > 0 and config.rollout.update == "drain"
 
 
 def push_settings(config: Config, urls: Sequence[str], token: str) -> PushSettings:

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.processes.presence import show_life, wait_for
-from megarl.rollout.client import ServerError
-from megarl.rollout.trust import Trusts
+from megarl.processes import watchdog
+from megarl.rollout.client import of_all
+from megarl.rollout.server_states import Requester, ServerTable
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
-from megarl.trainer.servers.colocation import ALL, GENERATION, WEIGHTS, Colocation
+from megarl.trainer.servers.colocation import GENERATION, WEIGHTS, Turns
 from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
-from megarl.weights.verify.canary import Canary
 
 Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
 
@@ -44,53 +42,47 @@ class ServerManager:
     def __init__(
         self,
         servers: Servers,
-        collector: Trusts,
+        requester: Requester,
         push: Push,
         warn: Callable[[str], None],
-        colocation: Colocation | None = None,
-        canary: Callable[[], Canary] | None = None,
-        lends: Sequence[str] = ALL,
-        unfit: Callable[[], Mapping[str, str]] = dict,
+        turns: Turns | None = None,
         members: Memberships | None = None,
         check: Callable[[str], None] = lambda _: None,
         loads: ServerLoads | None = None,
     ) -> None:
-        """`unfit`: url -> why, of servers that, since the last call, hang, or have answered wrongly again and again.
+        """`requester`: the collectors, or the router before them.
+        `turns`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the canary.
         `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
-        `loads`: is told which servers to look at, and its metrics are among those of a step.
-        `colocation`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the
-        canary.  With colocation, `canary` computes it on the trainer, and servers release the memory in `lends`."""
-        self._servers, self._collector, self._push, self._warn, self._colocation = (
-            servers,
-            collector,
-            push,
-            warn,
-            colocation,
-        )
-        self._canary, self._lends, self._unfit, self._members = canary, lends, unfit, members
-        self._check, self._loads = check, loads
+        `loads`: is told which servers to look at, and its metrics are among those of a step."""
+        self._servers, self._requester, self._push, self._warn = servers, requester, push, warn
+        self._table = ServerTable(requester.update)  # which servers may generate, and with which weights
+        self._turns, self._members, self._check, self._loads = turns, members, check, loads
         self.version: int | None = None  # of the last push
-        self.holding: set[str] = set()  # servers that hold this version, verified
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
         self._failures: Counter[str] = Counter()  # failed pushes in a row
         self._last_reason = ""
         self._tended = 0.0
 
     @property
+    def holding(self) -> set[str]:
+        """Servers that hold the version of the last push, verified."""
+        return set() if self.version is None else self._table.holding(self.version)
+
+    @property
     def shares_gpus(self) -> bool:
         """Whether servers and trainer share GPUs (colocation), and so use them in separate phases."""
-        return self._colocation is not None
+        return self._turns is not None
 
     def push(self, version: int) -> dict[str, Any]:
         """Push the trainer's weights to every live server; returns the report once at least one holds them.
 
         Raises ServerDied when no server is left.
         """
-        self._look(starts=self._colocation is None)
-        self.version, self.holding = version, set()
-        serving = self._serving()
+        self._look(starts=self._turns is None)
+        self.version = version
+        serving = self._servers.serving
         for url in serving:  # the push pauses it: a new request, and the time limit of a running one, wait for the end
-            self._collector.hold(url)
+            self._table.hold(url, for_push=True)
         report = self._deliver(serving)
         while not self.holding:
             time.sleep(_TEND_EVERY_S)
@@ -119,32 +111,26 @@ class ServerManager:
         Waits for servers that are starting: they load a model into the memory that the trainer needs.  What a
         completion has so far is kept, and another request continues it after the push.
         """
-        if (colocation := self._colocation) is None:
+        if (turns := self._turns) is None:
             return
         while State.STARTING in self._servers.states:
             time.sleep(_TEND_EVERY_S)
             self._look(starts=False)
-        serving = self._serving()
+        serving = self._servers.serving
         for url in serving:
-            self._collector.hold(url)
-        self._in_turn(serving, lambda url: colocation.release_memory(url, self._lends))
+            self._table.hold(url)
+        self._in_turn(serving, lambda url: turns.memory.release_memory(url, turns.lends))
 
     def _in_turn(self, urls: Sequence[str], act: Callable[[str], None]) -> list[str]:
         """Call `act` for all servers in parallel; returns those where it succeeded.
 
         A server that fails is restarted, which frees its memory too.
         """
-        with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="turn") as threads:
-            orders = {url: threads.submit(act, url) for url in urls}
-            wait_for(orders.values())
-        failures = {url: order.exception() for url, order in orders.items()}
-        for url, error in failures.items():
-            if error is not None:
-                if not isinstance(error, ServerError):
-                    raise error
-                self._fence(url, str(error))
-                self._note(self._servers.restart(self._servers.urls.index(url), str(error)))
-        return [url for url, error in failures.items() if error is None]
+        done, failed = of_all(urls, act)
+        for url, error in failed.items():
+            self._fence(url, str(error))
+            self._note(self._servers.restart(url, str(error)))
+        return list(done)
 
     def metrics(self, report: dict[str, Any]) -> dict[str, float]:
         """Metrics of a step whose push returned this report; counts are totals since the start."""
@@ -158,31 +144,27 @@ class ServerManager:
     def _repair(self) -> dict[str, Any] | None:
         """Push to servers that were restarted or whose push failed; returns the report, None if there are none."""
         self._look()
-        if self._colocation is not None and (self.holding or State.STARTING in self._servers.states):
+        if self._turns is not None and (self.holding or State.STARTING in self._servers.states):
             self._tended = time.monotonic()  # until the next phase the trainer has no memory for a push
             return None
-        lagging = [url for url in self._serving() if url not in self.holding]
+        lagging = [url for url in self._servers.serving if url not in self.holding]
         report = self._deliver(lagging) if lagging and self.version is not None else None
         self.counts["repaired"] += len(set(lagging) & self.holding)
         self._tended = time.monotonic()
         return report
 
-    def _serving(self) -> list[str]:
-        return [
-            url for url, state in zip(self._servers.urls, self._servers.states, strict=True) if state is State.SERVING
-        ]
-
     def _look(self, *, starts: bool = True) -> None:
         """Take dead servers out of service, and restart them if `starts`.  Raises ServerDied if no server is left."""
-        show_life()
+        watchdog.heartbeat()
         if self._members is not None:
-            self.holding -= set(self._members.tend(self.holding))
-        for url, reason in self._unfit().items():
+            for url in self._members.poll_members(self.holding):
+                self._table.forget(url)
+        for url, reason in self._requester.take_unfit().items():
             if url in self.holding:  # else it is being started again already
-                self._note(self._servers.restart(self._servers.urls.index(url), reason))
+                self._note(self._servers.restart(url, reason))
         self._note(self._servers.poll(starts=starts))
         if self._loads is not None:
-            self._loads.servers = tuple(self._serving())
+            self._loads.servers = tuple(self._servers.serving)
         if all(state is State.OUT for state in self._servers.states):
             raise ServerDied(f"no server is left; {self._last_reason}")
 
@@ -193,22 +175,20 @@ class ServerManager:
                 continue
             self.counts["servers_died"] += 1
             self._fence(event.url, event.reason)
-            if self._colocation is not None:
-                self._colocation.forget(event.url)
+            if self._turns is not None:
+                self._turns.memory.forget(event.url)
 
     def _welcome(self, url: str) -> None:
         """Before a server that is back gets anything: its owner may have started it with other options."""
         try:
-            show_life()
+            watchdog.heartbeat()
             self._check(url)
         except ValueError as error:
-            self._note(self._servers.restart(self._servers.urls.index(url), str(error)))
+            self._note(self._servers.restart(url, str(error)))
 
     def _deliver(self, urls: Sequence[str]) -> dict[str, Any]:
         assert self.version is not None, "there is nothing to push before the first version"
-        report = (
-            self._push(urls, self.version) if self._colocation is None else self._push_in_turn(self._colocation, urls)
-        )
+        report = self._push(urls, self.version) if self._turns is None else self._push_in_turn(self._turns, urls)
         for url, sentences in report["fallbacks"].items():
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
@@ -220,26 +200,25 @@ class ServerManager:
         for url in urls:
             if url in report["transports"]:
                 self._failures.pop(url, None)
-                self.holding.add(url)
-                self._collector.trust(url, self.version, report["adapter"])
+                self._table.trust(url, self.version, report["adapter"])
         return report
 
-    def _push_in_turn(self, colocation: Colocation, urls: Sequence[str]) -> dict[str, Any]:
+    def _push_in_turn(self, turns: Turns, urls: Sequence[str]) -> dict[str, Any]:
         """A push in colocation.
 
         A server that failed to resume memory is in neither the transports nor the failures of the report.
         """
-        assert self.version is not None and self._canary is not None, "a push in colocation has a version and a canary"
+        assert self.version is not None, "there is nothing to push before the first version"
         self.release_memory()
-        canary = self._canary()
-        serving = set(self._serving())
+        canary = turns.canary()
+        serving = set(self._servers.serving)
         awake = self._in_turn(
-            [url for url in urls if url in serving], lambda url: colocation.resume_memory(url, [WEIGHTS])
+            [url for url in urls if url in serving], lambda url: turns.memory.resume_memory(url, [WEIGHTS])
         )
         report = self._push(awake, self.version)
         began = time.monotonic()
-        full = self._in_turn(list(report["transports"]), lambda url: colocation.resume_memory(url, GENERATION))
-        report["failed"] |= (wrong := colocation.examine(canary, full, report["adapter"]))
+        full = self._in_turn(list(report["transports"]), lambda url: turns.memory.resume_memory(url, GENERATION))
+        report["failed"] |= (wrong := turns.memory.examine(canary, full, report["adapter"]))
         report["transports"] = {
             url: transport for url, transport in report["transports"].items() if url in full and url not in wrong
         }
@@ -252,10 +231,9 @@ class ServerManager:
         self._fence(url, f"the push of weights version {self.version} failed: {reason}")
         if self._failures[url] >= _PATIENCE:
             del self._failures[url]
-            self._note(self._servers.restart(self._servers.urls.index(url), reason))
+            self._note(self._servers.restart(url, reason))
 
     def _fence(self, url: str, reason: str) -> None:
-        self.holding.discard(url)
-        self._collector.fence(url)
+        self._table.fence(url)
         self._last_reason = reason
         self._warn(f"{url} is out of service: {reason}")

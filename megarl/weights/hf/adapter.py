@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.arch.projections import LINEARS, chosen, projections_of
 from megarl.mcore.models.lora import LoraSettings, adapted, settings_in
 from megarl.mcore.models.model import Model
-from megarl.projections import LINEARS, chosen, projections_of
 from megarl.weights.hf.export import BUFFER_BYTES
 from megarl.weights.hf.folder import write_whole
-from megarl.weights.hf.gather import ModelParallel, whole_tensors
+from megarl.weights.hf.gather import ModelParallel, to_its_end, whole_tensors
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import table_for
 from megarl.weights.mapping.names import Op, Rename
@@ -112,8 +111,7 @@ def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_mod
     Every rank of rank 0's copy of the model must call it, so let all ranks call it.  An adapter that already exists
     there is replaced.
     """
-    stream = adapter_tensors(model, hf_config)
-    try:
+    with to_its_end(adapter_tensors(model, hf_config)) as stream:
         if dist.get_rank() == 0:
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -124,8 +122,6 @@ def save_peft(model: Model, hf_config: HFConfig, folder: str | Path, *, base_mod
             modules = list(module_names(hf_config, settings))
             config = json.dumps(peft_config(settings, base_model, modules), indent=2) + "\n"
             write_whole(folder / CONFIG, lambda path: path.write_text(config))
-    finally:
-        deque(stream, maxlen=0)  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
 
 
 def on_cpu(stream: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.durable_files import WEIGHTS, write_sums
-from megarl.hf_config import of_transformers
-from megarl.layout import RANDOM_WEIGHTS
+from megarl.arch.hf_config import of_transformers
+from megarl.arch.layout import RANDOM_WEIGHTS
+from megarl.io.durable_files import WEIGHTS, write_sums
 from megarl.mcore.models.model import Model
+from megarl.weights.clock import Clock
 from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
-from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, whole_tensors
+from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, to_its_end, whole_tensors
 from megarl.weights.mapping.blocks import HFConfig, Role
 from megarl.weights.mapping.families import LAYERS_OF_FURTHER_TOKENS, stacks_for, table_for
-from megarl.weights.mapping.names import num_bytes
+from megarl.weights.mapping.names import Sizes, num_bytes
 from megarl.weights.mapping.stacks import joined, joined_sizes
-from megarl.weights.push.buckets import Sizes
-from megarl.weights.push.report import Clock
 
 BUFFER_BYTES = 64 << 20
 SHARD_BYTES = 4 << 30
@@ -81,23 +79,16 @@ def save_hf(
     not finished.  A critic is written as a sequence classifier with one label, which `transformers` loads too.
     """
     sizes = hf_sizes(model, hf_config, role=role, dtype=dtype)
-    stream = hf_tensors(model, hf_config, role=role, dtype=dtype)
-    try:
+    with to_its_end(hf_tensors(model, hf_config, role=role, dtype=dtype)) as stream:
         if dist.get_rank() == 0:
-            writer = start_folder(Path(folder), sizes, shard_bytes)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            clear_weights(Path(folder))
+            whole = {name: num_bytes(shape, dtype) for name, (shape, dtype) in sizes.items()}
+            writer = HFWriter(Path(folder), whole, shard_bytes)
             for name, tensor in stream:
                 writer.add(name, tensor)
             writer.finish()
             finish_folder(Path(folder), Path(source_folder), role, next(d for _, d in sizes.values()))
-    finally:
-        deque(stream, maxlen=0)  # after an error on rank 0 too (full disk): the other ranks wait in its collectives
-
-
-def start_folder(folder: Path, sizes: Sizes, shard_bytes: int = SHARD_BYTES) -> HFWriter:
-    """A writer for tensors in the order of `sizes`; deletes config and weights that are in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    clear_weights(folder)
-    return HFWriter(folder, {n: num_bytes(shape, dtype) for n, (shape, dtype) in sizes.items()}, shard_bytes)
 
 
 def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dtype) -> None:

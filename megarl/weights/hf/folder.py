@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -17,12 +17,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.durable_files import SUMS
+from megarl.io.durable_files import SUMS, inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"  # of PEFT
+# What an export takes over from the model that it began with, besides config.json; any other file stays behind.
+COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("tekken.json", "tiktoken.model", "qwen.tiktoken", "chat_template.jinja", "chat_template.json"),
+    "generation_config.json",
+)
 
 
 class HFFolder:
@@ -104,9 +111,11 @@ def check_finite(tensor: Tensor, name: str, place: object) -> None:
 def open_hf(folder: str | Path) -> Iterator[HFFolder]:
     """Map the weight files of `folder`; ValueError if there are none, or readers differ in which they take.
 
-    Also if one is missing or damaged.
+    Also if one is missing or damaged, or a file that an export would copy is a link out of the folder.
     """
     folder = Path(folder)
+    for name in (CONFIG, *COMPANIONS):
+        inside(folder, name)
     paths, assigned = _weight_files(folder)
     with ExitStack() as stack:
         yield HFFolder(folder, {path: stack.enter_context(_opened(path)) for path in paths}, assigned)
@@ -125,7 +134,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
     Beside a single file transformers ignores an index, whereas SGLang takes the index's files.
     """
-    index, single = folder / INDEX, folder / SINGLE
+    index, single = inside(folder, INDEX), inside(folder, SINGLE)
     if (folder / ADAPTER).is_file():
         raise ValueError(
             f"{folder} holds {ADAPTER} beside its weights, which transformers adapts; expected one of the two"
@@ -159,11 +168,14 @@ def files_of_index(index: Path) -> dict[str, Path]:
     try:
         found = json.loads(index.read_bytes())
         found["metadata"]  # without which transformers ends
-        return {name: index.parent / file for name, file in found["weight_map"].items()}
+        file_of = dict(found["weight_map"])
+        names = set(file_of.values())
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f'{index}: it cannot be read ({error!r}); expected {{"metadata": {{}}, "weight_map": {{TENSOR: FILE}}}}'
         ) from None
+    paths = {name: inside(index.parent, name) for name in names}
+    return {tensor: paths[name] for tensor, name in file_of.items()}
 
 
 class HFWriter:
@@ -228,20 +240,14 @@ def clear_weights(folder: Path) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the other files of a model folder than config and weights: tokenizer, chat template, generation settings.
+    """Copy the COMPANIONS of a model folder: tokenizer, chat template, generation settings.
 
     No code is copied, so the tokenizer's settings name none: it is loaded from its files here, too.
     """
-    for path in _companions(source):
-        shutil.copyfile(path, folder / path.name)
+    for path in (inside(source, name) for name in COMPANIONS):
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in (found := json.loads(settings.read_bytes())):
         del found["auto_map"]
         write_whole(settings, lambda p: p.write_text(json.dumps(found, indent=2)))
-
-
-def _companions(source: Path) -> Iterable[Path]:
-    for path in sorted(source.iterdir()):
-        is_text = path.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken")
-        if path.is_file() and is_text and path.name != CONFIG and not path.name.endswith(".index.json"):
-            yield path

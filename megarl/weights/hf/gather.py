@@ -8,7 +8,9 @@ another from the expert-parallel rank that has them, and one all-gather over the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,13 +20,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.mcore.models.experts import router_biases
-from megarl.mcore.models.lora import settings_of
+from megarl.mcore.models.biases import router_biases
+from megarl.mcore.models.lora import adapted, merged_weight, settings_of
 from megarl.mcore.models.model import Model, unwrap, whole_name
 from megarl.mcore.models.transformer_engine import local_name
-from megarl.weights.hf.merged import Merged, dtype_of
+from megarl.weights.clock import Clock
 from megarl.weights.mapping.names import Op, ShardCoordinate, num_bytes
-from megarl.weights.push.report import Clock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,6 +81,50 @@ def local_parameters(model: Model) -> Mapping[str, Tensor]:
             assert whole not in out, f"two parameters of this rank are named {whole}"
             out[whole] = param.detach()
     return out if settings_of(model) is None else Merged(out, model)
+
+
+class Merged(Mapping[str, Tensor]):
+    """Parameters of this rank by their names in the whole model, without those of the adapters.
+
+    A look-up of an adapted weight makes a new tensor, base + scaling * B A rounded once to the base's type: peak extra
+    memory is what the caller holds at a time.  Read only: writes into such a tensor are lost.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], model: Model) -> None:
+        """`params`: all parameters, including the adapters'."""
+        linears = dict(adapted(model))
+        self._linears: dict[str, Any] = {f"{path}.weight": linear for path, linear in linears.items()}
+        inside = tuple(f"{path}.lora." for path in linears)
+        self._base = {name: param for name, param in params.items() if not name.startswith(inside)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return merged_weight(self._linears[name]) if name in self._linears else self._base[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._base
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._base[name].dtype
+
+
+def dtype_of(params: Mapping[str, Tensor], name: str) -> torch.dtype:
+    """The type of a parameter, without merging it."""
+    return params.dtype(name) if isinstance(params, Merged) else params[name].dtype
+
+
+@contextmanager
+def to_its_end(stream: Iterator[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """Iterate a stream to its end after an error too (e.g. a full disk): the other ranks wait in its collectives."""
+    try:
+        yield stream
+    finally:
+        deque(stream, maxlen=0)
 
 
 def whole_tensors(

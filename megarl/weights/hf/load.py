@@ -1,23 +1,24 @@
-"""Loads an HF folder into the parameters of this rank: only its own slices are read, one at a time."""
+"""Loads an HF folder into the parameters of this rank, and heads of other models: only its own slices are read."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.layout import RANDOM_WEIGHTS
-from megarl.mcore.models.model import Model
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import RANDOM_WEIGHTS, padded_vocab_size
+from megarl.mcore.models.model import Model, output_weight, unwrap
 from megarl.weights.hf.folder import HFFolder
-from megarl.weights.hf.gather import ModelParallel, local_parameters
-from megarl.weights.hf.merged import Merged
+from megarl.weights.hf.gather import Merged, ModelParallel, local_parameters
 from megarl.weights.hf.named import check_names, check_tied, open_for
 from megarl.weights.mapping.blocks import HFConfig, Role
-from megarl.weights.mapping.families import ignorable, table_for, tied
-from megarl.weights.mapping.names import Op, ShardCoordinate
+from megarl.weights.mapping.families import VOCAB_MULTIPLE, ignorable, table_for, tied
+from megarl.weights.mapping.names import Op, ShardCoordinate, Vocab
 
 
 def load_hf(model: Model, hf_folder: str | Path, hf_config: HFConfig, *, role: Role = "actor") -> None:
@@ -74,3 +75,37 @@ def _fill_one(param: Tensor, op: Op, folder: HFFolder, coordinate: ShardCoordina
         param.zero_()  # the padding
     for piece in pieces:
         piece.of_shard(param).copy_(folder.read(piece.hf_name, piece.dim, piece.hf_start, piece.length))
+
+
+def read_heads(folders: Sequence[str], model: Model, vocab_size: int) -> list[Tensor]:
+    """The heads of these folders beside that of a model of `vocab_size` tokens on this rank, each [V/tp, H].
+
+    In host memory, in the type of the model's own head; none on ranks of other stages than the last.
+    Raises ValueError for a folder of a smaller vocabulary.
+    """
+    if not unwrap(model[-1]).post_process:
+        return []
+    where, dtype = ModelParallel.current().coordinate, output_weight(model[-1]).dtype
+    read = partial(read_head, vocab_size=vocab_size, tp_rank=where.tp_rank, tp_size=where.tp, dtype=dtype)
+    return [read(folder) for folder in folders]
+
+
+def read_head(folder: str | Path, *, vocab_size: int, tp_rank: int, tp_size: int, dtype: torch.dtype) -> Tensor:
+    """Rows of the first `vocab_size` tokens of the folder's vocabulary -> [V/tp, H] in host memory, padding zero.
+
+    The rows of rank `tp_rank` of `tp_size` that share a vocabulary of `vocab_size` tokens.
+    """
+    hf = read_hf_config(folder)
+    (found,) = (op for op in table_for(hf) if "output_layer.weight" in (op.param, *op.copies))
+    assert isinstance(found, Vocab), "output rows are cut as a vocabulary"
+    if found.vocab_size < vocab_size:
+        raise ValueError(
+            f"{folder}: its vocabulary has {found.vocab_size} tokens; expected at least the {vocab_size} of the policy"
+        )
+    wanted = Vocab("head", found.hf_name, vocab_size, found.hidden, VOCAB_MULTIPLE)
+    rows = padded_vocab_size(vocab_size, tp_size) // tp_size
+    head = torch.zeros(rows, found.hidden, dtype=dtype)
+    with open_for(folder, hf) as opened:
+        for piece in wanted.pieces(tp_rank, tp_size):
+            piece.of_shard(head).copy_(opened.read(piece.hf_name, piece.dim, piece.hf_start, piece.length))
+    return head

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.hf_config import read_hf_config
-from megarl.model_settings.families import settings_of
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.settings.families import settings_of
 from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index, open_hf
 from megarl.weights.hf.unstacked import Unstacked
 from megarl.weights.mapping.blocks import HFConfig, Role
@@ -66,16 +66,16 @@ def check_folder(folder: str | Path, role: Role = "actor") -> int:
     Raises ValueError of one sentence for mathematics, names or shapes that ranks would refuse.
     """
     hf_config = read_hf_config(folder)
-    settings_of(hf_config)
     with open_for(folder, hf_config) as held:
         check_names(held, table_for(hf_config, role=role), ignorable(hf_config, role))
+        settings_of(hf_config)
         return len(held.hub_shapes)
 
 
 def check_complete(folder: str | Path) -> int:
     """The number of tensors in a folder from which the hf engine can answer; only headers of files are read.
 
-    Raises ValueError for tensors that are missing; of a family that cannot be trained nobody knows which.
+    Raises ValueError for missing tensors; for a family that cannot be trained they are not known.
     """
     hf_config = read_hf_config(folder)
     with open_for(folder, hf_config) as held:

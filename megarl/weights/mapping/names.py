@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Sizes = Mapping[str, tuple[Shape, torch.dtype]]  # HF name -> shape and type, in the order of export
 Axis = Literal["tp", "etp", "attn"]  # the ranks over which a parameter is cut: see ShardCoordinate
 
 

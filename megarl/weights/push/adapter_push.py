@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import uuid
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -25,12 +24,15 @@ from torch import Tensor
 from megarl.mcore.models.lora import settings_in
 from megarl.mcore.models.model import Model
 from megarl.rollout.client import ServerClient, ServerError
+from megarl.servers.launch import WEIGHT_LOADER
+from megarl.weights.clock import Clock
 from megarl.weights.hf.adapter import adapter_tensors, on_cpu, peft_config
+from megarl.weights.hf.gather import to_its_end
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.channel import is_here
-from megarl.weights.push.report import Clock, PushError, PushReport, one_line
-from megarl.weights.push.servers import RECEIVER
+from megarl.weights.push.report import PushError, PushReport, one_line
+from megarl.weights.push.settings import PushSettings
 from megarl.weights.push.shared import copied, forget, payload, shared_buffer
 from megarl.weights.verify.canary import Canary, disagreement
 
@@ -72,24 +74,15 @@ class Encoded:
 class AdapterPusher:
     """Exists on every rank; only world rank 0 talks to the servers.
 
-    `keep`: number of this pusher's adapters that a server holds after a push.  Older ones are unloaded, and so are
+    After a push a server holds `settings.adapters_kept` of this pusher's adapters.  Older ones are unloaded, and so are
     those of an earlier life of the ranks, which the servers outlive.  `life`: a name for this life, shared by the
     pushers of all its roles, whose adapters stay.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        token: str,
-        hf_config: HFConfig,
-        *,
-        base_model: str,
-        keep: int,
-        life: str,
-        timeout_s: float = 120.0,
-    ) -> None:
-        self._hf_config, self._base_model, self._keep = hf_config, base_model, keep
-        self._engines = {url: ServerClient(url, token, timeout_s=timeout_s) for url in urls}
+    def __init__(self, settings: PushSettings, hf_config: HFConfig, *, base_model: str, life: str) -> None:
+        self._hf_config, self._base_model, self._keep = hf_config, base_model, settings.adapters_kept
+        limit_s = settings.timeout_s
+        self._engines = {url: ServerClient(url, settings.token, timeout_s=limit_s) for url in settings.urls}
         # A server may hold adapters of earlier ranks and refuses a name that it has: each life has its own names.
         self._life = f"{OURS}{life}-"
         self._own = f"{self._life}{uuid.uuid4().hex[:8]}-"
@@ -105,15 +98,12 @@ class AdapterPusher:
         memory stays as long as a server of this machine holds it; for servers of other machines 4/3 of their bytes as
         text, and again in the request to each of them.
         """
-        stream = adapter_tensors(model, self._hf_config)
-        try:
+        clock = Clock()
+        with to_its_end(adapter_tensors(model, self._hf_config)) as stream:
             if dist.get_rank() != 0:
                 return None
-            clock = Clock()
             with clock("gather"):
                 tensors = on_cpu(stream)
-        finally:
-            deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
         urls = list(self._engines) if only is None else list(only)
         settings = settings_in(model)
         config = peft_config(settings, self._base_model, settings.targets)
@@ -206,7 +196,7 @@ def give_adapter(engine: ServerClient, name: str, adapter: Encoded, unmapped: se
     """
     try:
         info = engine.server_info()
-        tp_size, is_ours = int(info.get("tp_size", 1)), RECEIVER in (info.get("custom_weight_loader") or ())
+        tp_size, is_ours = int(info.get("tp_size", 1)), WEIGHT_LOADER in (info.get("custom_weight_loader") or ())
         may_map = is_ours and engine.url not in unmapped and adapter.bucket.data.is_shared()
         maps = may_map and info.get("nnodes", 1) == 1 and is_here(engine.url)
         if maps and _maps(engine, name, adapter, tp_size):

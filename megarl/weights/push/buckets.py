@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.plan.memory.memory import SMALLEST_PAIR, bucket_bytes_of
-from megarl.weights.mapping.names import Shape, num_bytes
-from megarl.weights.push.report import Clock
+from megarl.arch.buckets import SMALLEST_PAIR, bucket_bytes_of
+from megarl.weights.clock import Clock
+from megarl.weights.mapping.names import Shape, Sizes, num_bytes
 
-Sizes = Mapping[str, tuple[Shape, torch.dtype]]  # HF name -> shape and type, in the order of export
 NewBuffer = Callable[[int, torch.device], Tensor]
 
 _FREE_SHARE = 0.1  # of a GPU's free memory: the most that two buckets take

@@ -15,10 +15,12 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from megarl.network.sockets import listen
+from megarl.io.auth import derived
+from megarl.processes.store import StoreHost
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.servers.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import StockHost, join_store, join_weight_group, leave_weight_group
 
+Host = StoreHost | StockHost
 _numbers = itertools.count()  # group names are never reused: a broken group keeps its name until the process ends
 
 
@@ -31,7 +33,7 @@ def backend() -> str:
 class Meeting:
     """Address and name of a group's rendezvous; the trainer's ranks come first, then those of the server.
 
-    Example: meeting, listener = Meeting.host(url, 2, "gloo", 60.0); meeting.join(0, listener)
+    Example: meeting, host = Meeting.host(url, 2, "gloo", 60.0, key); meeting.join(0, host)
     """
 
     name: str
@@ -43,32 +45,42 @@ class Meeting:
 
     @classmethod
     def host(
-        cls, url: str, world_size: int, backend: str, timeout_s: float, address: str | None = None
-    ) -> tuple[Meeting, socket.socket]:
-        """A new rendezvous, hosted by this process for the server at `url`, and the socket with which rank 0 joins.
+        cls, url: str, world_size: int, backend: str, timeout_s: float, key: str | None, address: str | None = None
+    ) -> tuple[Meeting, Host]:
+        """A new rendezvous for the server at `url`, and its store, hosted by this process, which is rank 0.
 
         It listens at one address only: `address`, or the address under which the server reaches this machine.
+        `key`: of the stores of weight groups; None: for a server that has none.
         """
-        listener = listen(address or own_address(url))
-        host, port = listener.getsockname()[:2]
-        name = f"weights_{os.getpid()}_{next(_numbers)}"
-        return cls(name, host, port, world_size, backend, timeout_s), listener
+        name, own = f"weights_{os.getpid()}_{next(_numbers)}", address or own_address(url)
+        host = StockHost(own) if key is None else StoreHost(own, derived(key, name))
+        return cls(name, own, host.port, world_size, backend, timeout_s), host
 
-    def join(self, rank: int, listener: socket.socket | None = None) -> dist.ProcessGroup:
-        """Block until all members have joined; RuntimeError after the timeout."""
-        return join_weight_group(
-            self.address, self.port, rank, self.world_size, self.name, self.backend, self.timeout_s, listener
-        )
+    def join(self, rank: int, host: Host | str) -> dist.ProcessGroup:
+        """Block until all members have joined; RuntimeError after the timeout.
+
+        `host`: the store's, on rank 0; on other ranks the key of the stores of weight groups.
+        """
+        try:
+            store: dist.Store
+            if isinstance(host, str):
+                store = join_store(self.address, self.port, self.name, self.world_size, self.timeout_s, host)
+            else:
+                store = host.store(self.world_size, self.timeout_s)
+            return join_weight_group(store, rank, self.world_size, self.name, self.backend, self.timeout_s)
+        finally:
+            if not isinstance(host, str):
+                host.shut()
 
 
-def meet(meeting: Meeting, listener: socket.socket, invite: Callable[[], Any]) -> dist.ProcessGroup:
+def meet(meeting: Meeting, host: Host, invite: Callable[[], Any]) -> dist.ProcessGroup:
     """Join as rank 0 while `invite` asks the server to join; `invite` returns when the server has joined.
 
     The first failure of the two is raised at once.  The other call then ends at its own timeout; if the group is
     completed after all, it is left again.
     """
     threads = ThreadPoolExecutor(2, thread_name_prefix="meet")
-    ours, theirs = threads.submit(meeting.join, 0, listener), threads.submit(invite)
+    ours, theirs = threads.submit(meeting.join, 0, host), threads.submit(invite)
     threads.shutdown(wait=False)
     done, _ = wait([ours, theirs], return_when=FIRST_EXCEPTION)
     for one in done:

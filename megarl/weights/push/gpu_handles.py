@@ -54,10 +54,10 @@ def check_can_be_mapped(environment: Mapping[str, str]) -> None:
 
 def gpus_of(server: Server) -> list[str]:
     """The GPU of each rank of a server; empty for a server without GPUs."""
-    first = server.nature.first_gpu
+    first = server.capabilities.first_gpu
     if first is None:
         return []
-    return list(server.gpus or (_name(first + rank) for rank in range(len(server.nature.coordinates))))
+    return list(server.gpus or (_name(first + rank) for rank in range(server.capabilities.layout.tp)))
 
 
 def wanted_handles(servers: Iterable[Server]) -> dict[str, int]:

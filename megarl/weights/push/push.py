@@ -12,36 +12,47 @@ timeout.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import SafetensorError
+from torch import Tensor
 
 from megarl.mcore.models.model import Model
+from megarl.mcore.setup import in_first_copy, ranks_of_copy
+from megarl.rollout.protocol import DTYPES
+from megarl.servers.weight_group import groups_key
+from megarl.weights.clock import Clock
 from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
+from megarl.weights.hf.gather import to_its_end
 from megarl.weights.mapping.blocks import HFConfig
-from megarl.weights.mapping.names import num_bytes
+from megarl.weights.mapping.names import Sizes, num_bytes
 from megarl.weights.push.agreement import broadcast_json
-from megarl.weights.push.buckets import Sizes, bucket_bytes_for, fill_buckets
+from megarl.weights.push.buckets import Bucket, NewBuffer, bucket_bytes_for, fill_buckets
 from megarl.weights.push.channel import is_here
-from megarl.weights.push.delivery import BucketRound
+from megarl.weights.push.checks import (
+    ExpectedDigests,
+    check_slices,
+    check_whole_tensors,
+    compare_slices_with_whole,
+    compare_with_folder,
+    drop_unverified,
+)
+from megarl.weights.push.delivery import BucketDelivery
 from megarl.weights.push.gpu_handles import Gpus, exchange, wanted_handles
-from megarl.weights.push.report import Clock, PushError, PushReport, one_line
+from megarl.weights.push.report import PushError, PushReport, one_line
 from megarl.weights.push.routes import message_bytes_of
 from megarl.weights.push.servers import CLEANING_S, Server
+from megarl.weights.push.settings import PushSettings
 from megarl.weights.push.sharded import ShardedSender
-from megarl.weights.push.targets import TRANSPORTS, Lead, Targets
+from megarl.weights.push.state import TRANSPORTS, PushState
 from megarl.weights.verify.canary import Canary, disagreement
-from megarl.weights.verify.cross_check import compare_with_whole, look_at_slices
 
 __all__ = ["Canary", "PushError", "PushReport", "Pusher"]
 
@@ -58,40 +69,13 @@ class Pusher:
     the first slices), and what `hf_tensors` needs to gather them; or what `ShardedSender` says.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        token: str,
-        hf_config: HFConfig,
-        *,
-        dtype: torch.dtype | None = None,
-        transport: str = "auto",
-        bucket_bytes: int | None = None,
-        timeout_s: float = 120.0,
-        pause_mode: str = "retract",
-        check_every: int = 0,
-        source_folder: str | Path | None = None,
-        export_folder: str | Path | None = None,
-        gpus: Gpus | None = None,
-    ) -> None:
-        """`dtype`: the servers' dtype (None: the trainer's); `timeout_s` limits every single wait; `gpus`: the GPUs of
-        the trainer and its servers, as far as they are known.  `pause_mode`: abort | retract | in_place (running
-        completions go on, with new weights and their old KV cache).  `bucket_bytes`: of the two buckets that exist
-        at a time; None: by the size of the model and the free memory.
-
-        Every `check_every`-th push (0: none), servers that get slices get whole tensors too, as the first time.  A
-        server whose digests cannot be computed, such as one with quantized weights, loads the model from a folder at
-        its first push and every `check_every`-th one, and must then have the same checksums as after the push; it is
-        dropped if that is not possible the first time.  The folder is written for such servers only, with the files of
-        `source_folder`: `export_folder`, which all servers must be able to read; None: a temporary folder, for servers
-        on this machine only, which is deleted again.
-        """
-        if transport not in ("auto", *TRANSPORTS):
-            raise ValueError(f"transport={transport!r}: expected auto, {', '.join(TRANSPORTS)}")
-        self._urls, self._token, self._hf_config, self._dtype = tuple(urls), token, hf_config, dtype
-        self._transport, self._bucket_bytes, self._timeout_s = transport, bucket_bytes, timeout_s
-        self._check_every, self._source_folder, self._export_folder = check_every, source_folder, export_folder
-        self._pause_mode, self._gpus = pause_mode, gpus or Gpus()
+    def __init__(self, settings: PushSettings, hf_config: HFConfig, *, source_folder: str | Path | None = None) -> None:
+        """`source_folder`: whose files an exported folder has besides the weights; None: none is exported."""
+        if settings.transport not in ("auto", *TRANSPORTS):
+            raise ValueError(f"transport={settings.transport!r}: expected auto, {', '.join(TRANSPORTS)}")
+        self._settings, self._hf_config, self._source_folder = settings, hf_config, source_folder
+        self._dtype, self._bucket_bytes = DTYPES[settings.dtype] if settings.dtype else None, settings.bucket_bytes
+        self._gpus = Gpus(**settings.gpus) if settings.gpus else Gpus()
         self._num_pushes = 0
         self._sizes: Sizes = {}
         self._servers: dict[str, Server] = {}
@@ -112,22 +96,16 @@ class Pusher:
 
         `only`: push to these servers only; the state of the others is kept.
         """
-        if self._sender is None:
-            self._sizes = hf_sizes(model, self._hf_config, dtype=self._dtype)
-            self._bucket_bytes = self._bucket_bytes or bucket_bytes_for(self._sizes)
-            message_bytes = message_bytes_of(self._bucket_bytes)
-            self._sender = ShardedSender(self._hf_config, message_bytes, self._timeout_s, self._threads)
+        self._set_up(model)
         if dist.get_rank() != 0:
-            while (order := broadcast_json(None)) is not None:
-                self._follow(model, order)
+            self._follow(model)
             return None
         try:
-            lead = self._begin(self._urls if only is None else only, version)
-            while (order := self._next_order(lead)) is not None:
-                self._follow(model, broadcast_json(order), lead)
+            state = self._begin(self._settings.urls if only is None else only, version)
+            self._deliver(model, state)
         finally:
-            broadcast_json(None)  # after an error too, so that the other ranks do not wait forever
-        return self._finish(lead, canary)
+            broadcast_json(None)  # ends `_follow`, after an error too
+        return self._finish(state, canary)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -138,133 +116,147 @@ class Pusher:
         wait(self._cleaning)
         self._servers = {}
 
-    # ---- what every rank does
+    def _set_up(self, model: Model) -> None:
+        """Before the first push: the sizes of all tensors and of buckets.  A collective."""
+        if self._sender is None:
+            self._sizes = hf_sizes(model, self._hf_config, dtype=self._dtype)
+            self._bucket_bytes = self._bucket_bytes or bucket_bytes_for(self._sizes)
+            message_bytes = message_bytes_of(self._bucket_bytes)
+            key, timeout_s = groups_key(self._settings.token), self._settings.timeout_s
+            self._sender = ShardedSender(self._hf_config, message_bytes, timeout_s, self._threads, key)
 
-    def _follow(self, model: Model, order: Any, lead: Lead | None = None) -> None:
-        """Carry out one order of rank 0; with `lead`, as rank 0."""
-        if order["what"] == "export":
-            self._export(model, order["folder"], lead)
-        elif order["what"] == "sharded":
-            assert self._sender is not None, "a push makes the sender first"
-            self._sender.send(model, order["offers"], self._sizes, lead)
-        elif order["handles"] or in_first_copy():
-            self._stream(model, order["handles"], lead)
+    # ---- what the other ranks do
 
-    def _stream(self, model: Model, handles: dict[str, int], lead: Lead | None) -> None:
-        """One round of buckets.  `handles`: which GPUs' memory servers map, and by how many of their ranks."""
-        assert self._bucket_bytes is not None, "a push computes it first"
-        clock, bucket_bytes = lead.targets.clock if lead else Clock(), max(1, self._bucket_bytes // 2)
-        at_once = min(bucket_bytes, _GATHERED_BYTES)
-        stream = hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=at_once, clock=clock)
-        round_: BucketRound | None = None
-        try:
-            if not handles and lead is None:
-                return
-            round_ = BucketRound(lead, self._hf_config, self._sizes) if lead else None
-            new_buffer = round_.new_buffer if round_ else None
-            for bucket in fill_buckets(stream, self._sizes, bucket_bytes, new_buffer=new_buffer, clock=clock):
-                if round_:
-                    round_.settle()  # the bucket before this one, which servers loaded while this one was filled
-                # A collective: by now the memory of the bucket before is free on all ranks.
-                texts = exchange(bucket, handles, self._gpus.trainer) if handles else None
-                if round_:
-                    round_.send(bucket, texts)
-            if round_:
-                round_.settle()
-                round_.verify()
-        finally:
-            if round_:
-                round_.close()
-            deque(stream, maxlen=0)  # finish the stream's collectives: the other ranks wait in them
-
-    def _export(self, model: Model, folder: str, lead: Lead | None) -> None:
-        """Compare with what the servers hold after reading the same weights from a folder."""
-        assert self._source_folder is not None, "nothing is compared without a source folder"
-        try:
-            save_hf(model, self._hf_config, folder, source_folder=self._source_folder, dtype=self._dtype)
-            if lead:
-                with lead.targets.clock("compare"):
-                    order = lambda server: server.compare(folder, lead.version)  # noqa: E731
-                    lead.compared |= set(lead.targets.each(order, self._readers(lead)))
-        except (OSError, SafetensorError) as error:  # only on rank 0, which writes
-            if lead:
-                _go_without_folder(lead, error)
-        finally:
-            if lead and self._export_folder is None:
-                shutil.rmtree(folder, ignore_errors=True)
+    def _follow(self, model: Model) -> None:
+        """Take part in each collective that rank 0 names: slices, buckets, or an exported folder."""
+        while (step := broadcast_json(None)) is not None:
+            if "slices" in step:
+                assert self._sender is not None, "a push makes the sender first"
+                self._sender.send(model, step["slices"], self._sizes, None)
+            elif "folder" in step:
+                self._save(model, step["folder"])
+            elif step["handles"] or in_first_copy():
+                with self._whole_tensors(model, Clock()) as stream:
+                    for bucket in self._buckets(stream, Clock()) if step["handles"] else ():
+                        exchange(bucket, step["handles"], self._gpus.trainer)
 
     # ---- what rank 0 does
 
-    def _begin(self, urls: Sequence[str], version: int) -> Lead:
+    def _begin(self, urls: Sequence[str], version: int) -> PushState:
         """Probe the servers, choose their transports, and pause them."""
         wait(self._cleaning, timeout=2 * CLEANING_S)
         self._cleaning = [task for task in self._cleaning if not task.done()]
+        settings = self._settings
         for url in urls:
             seats = self._gpus.servers.get(url, ())
-            self._servers.setdefault(url, Server(url, self._token, self._hf_config, self._timeout_s, seats))
-        targets = Targets({url: self._servers[url] for url in urls}, self._threads)
-        with targets.clock("join"):
-            targets.each(Server.probe)
-            on_gpu, is_cut = torch.cuda.is_available(), _ranks_of_copy() > 1
-            targets.choose(self._transport, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
-        with targets.clock("pause"):
-            targets.each(lambda server: server.pause(self._pause_mode))
-            targets.each(Server.open)
+            self._servers.setdefault(url, Server(url, settings.token, self._hf_config, settings.timeout_s, seats))
         self._num_pushes += 1
-        due = self._check_every and self._num_pushes % self._check_every == 0
-        return Lead(targets, version, flush_cache=self._pause_mode != "in_place", checks=bool(due))
+        due = settings.check_every and self._num_pushes % settings.check_every == 0
+        flush, servers = settings.pause_mode != "in_place", {url: self._servers[url] for url in urls}
+        state = PushState(servers, self._threads, version, flush_cache=flush, checks=bool(due))
+        with state.clock("join"):
+            state.each(Server.probe)
+            on_gpu, is_cut = torch.cuda.is_available(), ranks_of_copy() > 1
+            state.choose(settings.transport, on_gpu=on_gpu, is_cut=is_cut, gpus=self._gpus.trainer)
+        with state.clock("pause"):
+            state.each(lambda server: server.engine.pause(settings.pause_mode))
+            state.each(Server.open)
+        return state
 
-    def _next_order(self, lead: Lead) -> dict[str, Any] | None:
-        """What all ranks do next; None: all remaining servers have the weights."""
-        waiting = lead.targets.waiting()
-        if sharded := [url for url, transport in waiting.items() if transport == "sharded"]:
-            assert self._sender is not None, "a push makes the sender first"
-            return {"what": "sharded", "offers": self._sender.offers(lead, sharded)}
-        look_at_slices(lead)
-        if waiting := lead.targets.waiting():
-            sharing = [lead.targets.left[url] for url, transport in waiting.items() if transport == "shared"]
-            return {"what": "buckets", "handles": wanted_handles(sharing)}
-        compare_with_whole(lead)
-        if lead.compares and self._readers(lead):
-            lead.compares = False
-            try:
-                folder = self._export_folder or _folder_with_room(self._sizes)
-            except OSError as error:
-                _go_without_folder(lead, error)
+    def _deliver(self, model: Model, state: PushState) -> None:
+        """Send the weights by each server's fastest transport, after a failure by its next one, and verify them."""
+        while waiting := state.waiting():
+            if sharded := [url for url, transport in waiting.items() if transport == "sharded"]:
+                assert self._sender is not None, "a push makes the sender first"
+                offers = broadcast_json({"slices": self._sender.offers(state, sharded)})["slices"]
+                check_slices(state, self._sender.send(model, offers, self._sizes, state))
             else:
-                return {"what": "export", "folder": str(folder)}
-        lead.drop_unverified(
-            "there is none that it can read, expected a source_folder, and an export_folder that it sees"
-        )
-        return None
+                shared = [state.targets[url].server for url, transport in waiting.items() if transport == "shared"]
+                self._send_buckets(model, state, broadcast_json({"handles": wanted_handles(shared)})["handles"])
+        compare_slices_with_whole(state)
+        self._compare_with_folder(model, state)
 
-    def _readers(self, lead: Lead) -> list[str]:
+    def _send_buckets(self, model: Model, state: PushState, handles: dict[str, int]) -> None:
+        """One round of buckets.  `handles`: which GPUs' memory servers map, and by how many of their ranks."""
+        with (
+            self._whole_tensors(model, state.clock) as stream,
+            closing(BucketDelivery(state)) as delivery,
+        ):
+            layouts = [state.targets[url].server.capabilities.layout for url in delivery.transports]
+            expected = ExpectedDigests(layouts, self._hf_config, self._sizes)
+            for bucket in self._buckets(stream, state.clock, delivery.new_buffer):
+                delivery.wait()  # for the bucket before this one, which servers loaded while this one was filled
+                # A collective: by now the memory of the bucket before is free on all ranks.
+                texts = exchange(bucket, handles, self._gpus.trainer) if handles else None
+                delivery.send(bucket, texts)
+                with state.clock("verify"):
+                    expected.add(bucket)
+            delivery.wait()
+            check_whole_tensors(state, delivery.transports, expected)
+
+    def _compare_with_folder(self, model: Model, state: PushState) -> None:
+        """Let servers whose digests cannot be computed read an exported folder; drop those that stay unverified."""
+        reason = "there is none that it can read, expected a source_folder, and an export_folder that it sees"
+        if state.needs_folder and self._readers(state):
+            folder = self._settings.export_folder
+            try:
+                folder = folder or _folder_with_room(self._sizes)
+                self._save(model, broadcast_json({"folder": folder})["folder"])
+                with state.clock("compare"):
+                    compare_with_folder(state, self._readers(state), folder)
+            except (OSError, SafetensorError) as error:  # a full disk is not the fault of servers with digests
+                reason = one_line(error)
+                logger.warning("the servers were not compared with an exported folder: %s", reason)
+            finally:
+                if folder and self._settings.export_folder is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+        drop_unverified(state, reason)
+
+    def _readers(self, state: PushState) -> list[str]:
         """Servers whose digests cannot be computed and that can read an exported folder."""
         if self._source_folder is None:
             return []
-        unknown = [url for url, server in lead.targets.left.items() if not server.nature.is_plain]
-        return [url for url in unknown if self._export_folder is not None or is_here(url)]
+        unknown = [url for url, server in state.left.items() if not server.capabilities.is_plain]
+        return [url for url in unknown if self._settings.export_folder is not None or is_here(url)]
 
-    def _finish(self, lead: Lead, canary: Canary | None) -> PushReport:
+    def _finish(self, state: PushState, canary: Canary | None) -> PushReport:
         """Resume generation on the servers that hold the weights; failed servers stay paused and are cleaned up."""
-        targets = lead.targets
-        with targets.clock("resume"):
-            targets.each(Server.resume)
+        with state.clock("resume"):
+            state.each(lambda server: server.engine.resume())
         if canary is not None:
-            with targets.clock("canary"):
-                heard = targets.each(lambda server: server.engine.prompt_log_probs(canary.prompt_ids))
+            with state.clock("canary"):
+                heard = state.each(lambda server: server.engine.prompt_log_probs(canary.prompt_ids))
             for url, reason in disagreement(canary, heard).items():
-                targets.drop(url, reason)
-        failed = {url: self._servers.pop(url) for url in targets.failed}
-        wait([self._threads.submit(server.fence) for url, server in failed.items() if url not in targets.silent])
-        self._cleaning += [self._threads.submit(server.abandon) for server in failed.values()]
-        return lead.report(self._sizes)
+                state.drop(url, reason)
+        failed = [target for target in state.targets.values() if target.failure is not None]
+        wait([self._threads.submit(target.server.fence) for target in failed if not target.is_silent])
+        self._cleaning += [self._threads.submit(target.server.abandon) for target in failed]
+        for target in failed:
+            del self._servers[target.server.url]
+        return state.report(self._sizes)
 
+    # ---- tensors
 
-def _go_without_folder(lead: Lead, error: Exception) -> None:
-    """Servers that were verified by digests stay in the push: a full disk is not their fault."""
-    logger.warning("the servers were not compared with an exported folder: %s", one_line(error))
-    lead.drop_unverified(one_line(error))
+    def _whole_tensors(self, model: Model, clock: Clock) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """The stream of all tensors, on the ranks of the first copy; a collective."""
+        buffer_bytes = min(self._half_bucket, _GATHERED_BYTES)
+        return to_its_end(hf_tensors(model, self._hf_config, dtype=self._dtype, buffer_bytes=buffer_bytes, clock=clock))
+
+    def _buckets(
+        self, stream: Iterator[tuple[str, Tensor]], clock: Clock, new_buffer: NewBuffer | None = None
+    ) -> Iterator[Bucket]:
+        return fill_buckets(stream, self._sizes, self._half_bucket, new_buffer=new_buffer, clock=clock)
+
+    @property
+    def _half_bucket(self) -> int:
+        """Bytes of one of the two buckets that exist at a time."""
+        assert self._bucket_bytes is not None, "a push computes it first"
+        return max(1, self._bucket_bytes // 2)
+
+    def _save(self, model: Model, folder: str) -> None:
+        """Write the weights to a folder, from rank 0; a collective.  OSError or SafetensorError on rank 0."""
+        assert self._source_folder is not None, "nothing is compared without a source folder"
+        save_hf(model, self._hf_config, folder, source_folder=self._source_folder, dtype=self._dtype)
 
 
 def _folder_with_room(sizes: Sizes) -> str:
@@ -273,24 +265,6 @@ def _folder_with_room(sizes: Sizes) -> str:
     if free < 2 * needed:
         raise OSError(f"{tempfile.gettempdir()} has {free} bytes free, expected twice the model's {needed}")
     return tempfile.mkdtemp(prefix="megarl_push_")
-
-
-def in_first_copy() -> bool:
-    """Whether this rank belongs to the first copy of the model: rank 0 and the ranks that gather with it.
-
-    Ranks of a pipeline stage are numbered by tensor-parallel rank first; for experts by expert-tensor-parallel rank,
-    then expert-parallel rank.  So the ranks of a copy are consecutive within a stage.
-    """
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
-    return dist.get_rank() % (dist.get_world_size() // stages) < _ranks_of_copy() // stages
-
-
-def _ranks_of_copy() -> int:
-    """Number of ranks over which one copy of the model is gathered."""
-    ps = parallel_state
-    experts = ps.get_expert_tensor_parallel_world_size() * ps.get_expert_model_parallel_world_size()
-    of_stage = math.lcm(ps.get_tensor_model_parallel_world_size(), experts)
-    return of_stage * ps.get_pipeline_model_parallel_world_size()
 
 
 def _use_device(device: int | None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -22,19 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.processes.store import keep
 from megarl.servers.nccl import check_one_environment, paired_variables
-from megarl.servers.weight_group import join_weight_group, leave_weight_group
+from megarl.servers.weight_group import KEY_VARIABLE, join_store, join_weight_group, leave_weight_group
 from megarl.weights.reshard.describe import from_json
 from megarl.weights.reshard.exchange import Link, agree, answer, check_messages, check_params, receive
 from megarl.weights.reshard.plan import Plan
-from megarl.weights.reshard.transfers import Message, Turns
+from megarl.weights.reshard.transfers import Message, MessageSchedule
 from megarl.weights.verify.digests import Kind
 
 logger = logging.getLogger("megarl.receiver")
 
-_UNLIKE = "0" * 64  # not a real fingerprint: tells the others that this rank cannot take part
+_UNLIKE = "0" * 64  # not a real fingerprint: the others learn from it that this rank cannot take part
 
-_ERROR_BYTES = 1024  # of an error that the ranks of a server tell each other
+_RENDEZVOUS_S = 600.0  # of a group that SGLang makes
+_ERROR_BYTES = 1024  # of an error that the ranks of a server exchange
 
 _groups: dict[str, dist.ProcessGroup] = {}  # name -> group; only the group in use
 
@@ -71,9 +74,9 @@ def _agreed(error: str) -> str:
     """
     group = import_module("sglang.srt.distributed").get_tp_group().cpu_group
     mine = torch.frombuffer(bytearray(error.encode()[:_ERROR_BYTES].ljust(_ERROR_BYTES)), dtype=torch.uint8)
-    said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(said, mine, group=group)
-    errors = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in said]
+    texts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(texts, mine, group=group)
+    errors = [bytes(each.tolist()).decode(errors="replace").rstrip() for each in texts]
     return next((f"rank {rank}: {each}" for rank, each in enumerate(errors) if each), "")
 
 
@@ -106,9 +109,25 @@ def _refuse_adapter(load: Callable[..., Any], worker: Any, request: Any) -> Any:
     return reply(success=False, error_message=agreed)
 
 
+def _join(join: Callable[..., Any], *, init_method: str, group_name: str, world_size: int, **options: Any) -> Any:
+    """SGLang's own group, whose members meet in the trainer's store in place of torch's, which is open to all.
+
+    A server that was started without the key gets a trainer's store of torch's kind.
+    """
+    if (key := os.environ.get(KEY_VARIABLE)) is None:
+        return join(init_method=init_method, group_name=group_name, world_size=world_size, **options)
+    address, _, port = init_method.removeprefix("tcp://").rpartition(":")
+    store = join_store(address.strip("[]"), int(port), group_name, world_size, _RENDEZVOUS_S, key)
+    group = join(store=dist.PrefixStore(group_name, store), group_name=group_name, world_size=world_size, **options)
+    keep(group, store)
+    return group
+
+
+_WEIGHT_UPDATER = "model_executor.model_runner_components.weight_updater"
 _HOOKS: dict[str, Callable[..., Any]] = {
     "utils.common.MultiprocessingSerializer.deserialize": _open,
-    "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor": _refuse,
+    f"{_WEIGHT_UPDATER}.WeightUpdater.update_weights_from_tensor": _refuse,
+    f"{_WEIGHT_UPDATER}.init_custom_process_group": _join,
     "managers.tp_worker.BaseTpWorker.load_lora_adapter_from_tensors": _refuse_adapter,
 }
 
@@ -121,41 +140,43 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     `ShardedSender` made.  Peak extra memory: the bytes of two messages.
     """
     ((text, _),) = named_tensors
-    told = json.loads(text)
-    if "nccl" in told:  # a greeting, before any rank waits for this one in a group
-        if told["nccl"]:  # it will be a group over NCCL
-            check_one_environment("the server", paired_variables("nccl"), "the trainer", told["nccl"])
+    invitation = json.loads(text)
+    if "nccl" in invitation:  # a greeting, before any rank waits for this one in a group
+        if invitation["nccl"]:  # it will be a group over NCCL
+            check_one_environment("the server", paired_variables("nccl"), "the trainer", invitation["nccl"])
         return
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
-    is_first = told["meeting"]["group_name"] not in _groups
-    group = _meet(told["meeting"], told["group_rank"])
-    senders = {int(rank): member for rank, member in told["senders"].items()}
+    is_first = invitation["meeting"]["name"] not in _groups
+    group = _meet(invitation["meeting"], invitation["group_rank"])
+    senders = {int(rank): member for rank, member in invitation["senders"].items()}
     hashes: Kind = "words" if device.type == "cuda" else "sha256"
-    link = Link(group, senders, device, told["meeting"]["timeout_s"], hashes)
+    link = Link(group, senders, device, invitation["meeting"]["timeout_s"], hashes)
     try:
-        messages, num_bytes = _prepare(told, params, link)
+        messages, num_bytes = _prepare(invitation, params, link)
         if is_first:  # rows of padding get no slice; a server that started without weights has random ones there
-            for name in _plan(told["trainer"], told["server"]).receiver.shapes(told["rank"]):
+            for name in _plan(invitation["trainer"], invitation["server"]).receiver.shapes(invitation["rank"]):
                 params[name].zero_()
         if (written := receive(messages, params, link)) != num_bytes:
-            raise RuntimeError(f"rank {told['rank']} of the server was sent {written} bytes, expected {num_bytes}")
+            raise RuntimeError(
+                f"rank {invitation['rank']} of the server was sent {written} bytes, expected {num_bytes}"
+            )
         if (derive := getattr(model, "post_load_weights", None)) is not None:
             derive()  # as SGLang's own loading does at its end: compute what it derives from the weights
         answer(messages, params, link)
     except BaseException:
-        leave_weight_group(_groups.pop(told["meeting"]["group_name"]))
+        leave_weight_group(_groups.pop(invitation["meeting"]["name"]))
         raise
 
 
-def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> tuple[list[Message], int]:
+def _prepare(invitation: dict[str, Any], params: dict[str, Tensor], link: Link) -> tuple[list[Message], int]:
     """The messages that this rank will receive, and the bytes of the parameters that they fill.
 
     If this rank and the trainer do not match, all members of the group learn it at once.
     """
-    rank, message_bytes = told["rank"], told["message_bytes"]
+    rank, message_bytes = invitation["rank"], invitation["message_bytes"]
     try:
-        plan = _plan(told["trainer"], told["server"])
+        plan = _plan(invitation["trainer"], invitation["server"])
         check_params(plan.receiver, rank, params)
         derived, fingerprint = _derive(plan, rank, message_bytes)
         check_messages(plan, rank, derived, link)
@@ -163,11 +184,11 @@ def _prepare(told: dict[str, Any], params: dict[str, Tensor], link: Link) -> tup
         try:
             agree(_UNLIKE, link)
         except ValueError:
-            logger.info("the trainer has been told that this rank does not fit")
+            logger.info("the trainer knows now that this rank does not fit")
         raise
     agree(fingerprint, link)
-    turns = Turns(**told["turns"])
-    return sorted(derived, key=lambda message: turns.place(message, message.peer, rank)), plan.num_bytes(rank)
+    schedule = MessageSchedule(**invitation["schedule"])
+    return sorted(derived, key=lambda message: schedule.place(message, message.peer, rank)), plan.num_bytes(rank)
 
 
 @lru_cache(maxsize=1)
@@ -183,9 +204,11 @@ def _derive(plan: Plan, rank: int, message_bytes: int) -> tuple[list[Message], s
 
 def _meet(meeting: dict[str, Any], rank: int) -> dist.ProcessGroup:
     """The group of this name, joined if it is new; groups of other names belong to old trainers and are left."""
-    name = meeting["group_name"]
+    name = meeting["name"]
     if name not in _groups:
         for old in list(_groups):
             leave_weight_group(_groups.pop(old))
-        _groups[name] = join_weight_group(rank=rank, **meeting)
+        size, limit_s = meeting["world_size"], meeting["timeout_s"]
+        store = join_store(meeting["address"], meeting["port"], name, size, limit_s, os.environ[KEY_VARIABLE])
+        _groups[name] = join_weight_group(store, rank, size, name, meeting["backend"], limit_s)
     return _groups[name]

@@ -15,12 +15,12 @@ from megarl.servers.nccl import check_one_environment, paired_variables
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import table_for
-from megarl.weights.mapping.names import some_names
-from megarl.weights.mapping.server_map import EngineKind, server_table
+from megarl.weights.mapping.names import Sizes, some_names
+from megarl.weights.mapping.server_map import server_table
 from megarl.weights.push.agreement import gather_json
-from megarl.weights.push.buckets import Sizes
 from megarl.weights.push.channel import backend
 from megarl.weights.push.report import one_line
+from megarl.weights.push.servers import ServerLayout
 from megarl.weights.reshard.describe import to_json
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
@@ -28,15 +28,6 @@ from megarl.weights.reshard.transfers import Message
 
 _LARGEST = 64 << 20  # bytes of a message; a larger one gains nothing, and the server has to hold two of them
 _SMALLEST = 1024
-
-
-class Layout(NamedTuple):
-    """The layout of a server."""
-
-    engine: EngineKind
-    tp: int
-    ep: int
-    attention_dp: int
 
 
 @dataclass(frozen=True)
@@ -69,12 +60,12 @@ class Routes:
 
     def __init__(self, hf_config: HFConfig) -> None:
         self._hf_config = hf_config
-        self._known: dict[Layout, Route] = {}
+        self._known: dict[ServerLayout, Route] = {}
 
-    def __getitem__(self, layout: Layout) -> Route:
+    def __getitem__(self, layout: ServerLayout) -> Route:
         return self._known[layout]
 
-    def prepare(self, layout: Layout, model: Model, sizes: Sizes, message_bytes: int) -> None:
+    def prepare(self, layout: ServerLayout, model: Model, sizes: Sizes, message_bytes: int) -> None:
         """A collective of all ranks if the layout is new; ValueError on all of them if any cannot take part."""
         if layout in self._known:
             return
@@ -88,7 +79,7 @@ class Routes:
         assert route is not None, "a rank without one has said why"
         self._known[layout] = replace(route, members=members)
 
-    def _route(self, layout: Layout, model: Model, sizes: Sizes, message_bytes: int) -> Route:
+    def _route(self, layout: ServerLayout, model: Model, sizes: Sizes, message_bytes: int) -> Route:
         """The route as this rank derives it, without members."""
         trainer, server = _trainer_sharding(model, self._hf_config, sizes), self._server_sharding(layout, sizes)
         rank, params, plan = dist.get_rank(), local_parameters(model), Plan(trainer, server)
@@ -97,7 +88,7 @@ class Routes:
         messages = plan.messages_out(rank, message_bytes)
         return Route(to_json(trainer), to_json(server), plan.fingerprint(message_bytes), messages, {})
 
-    def _server_sharding(self, layout: Layout, sizes: Sizes) -> ServerSharding:
+    def _server_sharding(self, layout: ServerLayout, sizes: Sizes) -> ServerSharding:
         table = tuple(server_table(layout.engine, self._hf_config))
         types = _types(table, sizes)
         return ServerSharding(table, tp=layout.tp, ep=layout.ep, attention_dp=layout.attention_dp, **types)
@@ -113,7 +104,7 @@ def members_of(claims: Sequence[Claim]) -> dict[int, int]:
             "than rank 0: expected one version of megarl and one layout on all ranks"
         )
     joining = [rank for rank, claim in enumerate(claims) if claim.sends or rank == 0]
-    for rank in joining:  # on other machines they may have others than rank 0, of which the servers are told
+    for rank in joining:  # other machines may have others than rank 0, whose variables the servers check
         one, other = claims[rank].variables, claims[0].variables
         check_one_environment(f"rank {rank} of the trainer", one, "rank 0", other)
     return {rank: i for i, rank in enumerate(joining)}

@@ -5,8 +5,8 @@ ranks that have something to send.  The sender of each part compares its digest 
 holds there, so nothing is gathered, neither to send nor to check.
 
 A rank uses its groups in one order, which is the same on all ranks: first a collective with each server, in the order
-of the offers; then the messages to all servers in the order of `Turns`; then the check of each server.  `exchange` says
-why.
+of the offers; then the messages to all servers in the order of `MessageSchedule`; then the check of each server.
+`exchange` says why.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from megarl.io.sockets import is_loopback
 from megarl.mcore.models.model import Model
+from megarl.processes.ranks import OWN_ADDRESS
 from megarl.rollout.client import ServerError
 from megarl.servers.weight_group import leave_weight_group
+from megarl.weights.clock import Clock
 from megarl.weights.hf.gather import local_parameters
 from megarl.weights.mapping.blocks import HFConfig
-from megarl.weights.mapping.names import some_names
+from megarl.weights.mapping.names import Sizes, some_names
 from megarl.weights.push.agreement import gather_json
-from megarl.weights.push.buckets import Sizes
-from megarl.weights.push.channel import Meeting, backend, own_address
-from megarl.weights.push.report import Clock, one_line
-from megarl.weights.push.routes import Layout, Route, Routes
-from megarl.weights.push.servers import Server
+from megarl.weights.push.channel import Host, Meeting, backend, own_address
+from megarl.weights.push.report import one_line
+from megarl.weights.push.routes import Routes
+from megarl.weights.push.servers import Server, ServerLayout
 from megarl.weights.push.shared import message
-from megarl.weights.push.targets import Lead
-from megarl.weights.reshard.exchange import Link, agree, compare, send
-from megarl.weights.reshard.transfers import Message, Turns
+from megarl.weights.push.state import PushState
+from megarl.weights.reshard.exchange import Link, ParamOf, agree, compare, send
+from megarl.weights.reshard.transfers import Message, MessageSchedule
 
 # Timeouts that a server waits for the trainer, if there are several servers: a rank that waits for a server that hangs
 # sends nothing to the others meanwhile.
@@ -60,100 +60,115 @@ class _Outcome:
     sent: str = ""  # 64 hex digits of the digests of all parts
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A server that gets slices, as rank 0 describes it to all ranks."""
+
+    url: str
+    layout: ServerLayout
+    meeting: Meeting
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Offer:
+        """From its fields as JSON has them."""
+        return cls(fields["url"], ServerLayout(*fields["layout"]), Meeting(**fields["meeting"]))
+
+
 class ShardedSender:
     """Exists on every rank; keeps the groups with servers until a transfer fails or a server was restarted.
 
     Peak extra memory: two messages on each rank.  A model with adapters also needs up to four merged weights.
     """
 
-    def __init__(self, hf_config: HFConfig, message_bytes: int, timeout_s: float, threads: Executor) -> None:
-        self._message_bytes, self._timeout_s, self._threads = message_bytes, timeout_s, threads
+    def __init__(self, hf_config: HFConfig, message_bytes: int, timeout_s: float, threads: Executor, key: str) -> None:
+        """`key`: of the stores of weight groups."""
+        self._message_bytes, self._timeout_s, self._threads, self._key = message_bytes, timeout_s, threads, key
         self._routes = Routes(hf_config)
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # url -> name, group
-        self._meetings: dict[str, tuple[str, Meeting]] = {}  # on rank 0: url -> server's start, rendezvous
-        self._listeners: dict[str, socket.socket] = {}  # on rank 0: url -> socket of a rendezvous not joined yet
+        # On rank 0: url -> server's start, rendezvous, its store.
+        self._meetings: dict[str, tuple[str, Meeting, Host]] = {}
 
     # ---- on rank 0
 
-    def offers(self, lead: Lead, urls: Sequence[str]) -> list[dict[str, Any]]:
-        """What all ranks need to know to send to these servers; servers without a working receiver fall back."""
-        targets, new = lead.targets, []
-        for url in urls:
-            started, _ = self._meetings.get(url, ("", None))
-            if started != targets.left[url].nature.started:
-                new.append(url)
-        with targets.clock("join"):
-            ready = targets.attempt(lambda server: server.greet(backend()), new)
+    def offers(self, state: PushState, urls: Sequence[str]) -> list[dict[str, Any]]:
+        """The fields of an Offer for each of these servers; servers without a working receiver fall back."""
+        servers = {url: state.targets[url].server for url in urls}
+        started = {url: server.capabilities.started for url, server in servers.items()}
+        new = [url for url in urls if url not in self._meetings or self._meetings[url][0] != started[url]]
+        with state.clock("join"):
+            ready = state.attempt(lambda server: server.ping_receiver(backend()), new)
         for url in ready:
-            self._forget_listener(url)
+            self._forget_meeting(url)
             try:
-                meeting, self._listeners[url] = Meeting.host(url, 0, backend(), self._timeout_s, _address(url))
+                hosted = Meeting.host(url, 0, backend(), self._timeout_s, self._key, _address(url))
             except OSError as error:
-                targets.fall_back(url, one_line(error))
+                state.fall_back(url, one_line(error))
                 continue
-            self._meetings[url] = (targets.left[url].nature.started, meeting)
-        waiting = targets.waiting()
-        return [self._offer(targets.left[url], url) for url in urls if waiting.get(url) == "sharded"]
+            self._meetings[url] = (started[url], *hosted)
+        waiting = state.waiting()
+        return [
+            asdict(Offer(url, servers[url].capabilities.layout, self._meetings[url][1]))
+            for url in urls
+            if waiting.get(url) == "sharded"
+        ]
 
-    def _offer(self, server: Server, url: str) -> dict[str, Any]:
-        nature = server.nature
-        first = nature.coordinates[0]
-        layout = Layout(nature.engine, first.tp, first.ep, first.tp // first.attn)
-        return {"url": url, "layout": layout, "hashes": nature.hashes, "meeting": asdict(self._meetings[url][1])}
-
-    def _invite(self, offer: Mapping[str, Any], turns: Turns, patience: int, lead: Lead, server: Server) -> None:
-        layout = Layout(*offer["layout"])
-        route = self._routes[layout]
-        meeting = offer["meeting"] | {"world_size": len(route.members) + layout.tp}
+    def _invite(self, offer: Offer, schedule: MessageSchedule, patience: int, state: PushState, server: Server) -> None:
+        route, num_ranks = self._routes[offer.layout], offer.layout.tp
+        meeting = asdict(self._meeting(offer))
         meeting["timeout_s"] *= patience
         common = {"trainer": route.trainer, "server": route.server, "message_bytes": self._message_bytes}
-        common |= {"senders": route.members, "turns": asdict(turns), "meeting": _join_arguments(meeting)}
-        texts = [json.dumps({**common, "rank": r, "group_rank": len(route.members) + r}) for r in range(layout.tp)]
+        common |= {"senders": route.members, "schedule": asdict(schedule), "meeting": meeting}
+        texts = [json.dumps({**common, "rank": r, "group_rank": len(route.members) + r}) for r in range(num_ranks)]
         server.open()
-        server.take_part([message(text) for text in texts], lead.version, lead.flush_cache)
+        server.receive_slices([message(text) for text in texts], state.version, state.flush_cache)
 
     # ---- on every rank
 
-    def send(self, model: Model, offers: Sequence[Mapping[str, Any]], sizes: Sizes, lead: Lead | None) -> None:
-        """Send to all of these servers.  A server that fails is skipped from then on."""
-        offers = self._possible(offers, model, sizes, lead)
+    def send(
+        self, model: Model, offered: Sequence[Mapping[str, Any]], sizes: Sizes, state: PushState | None
+    ) -> dict[str, str]:
+        """Send to all of these servers.  A server that fails is skipped from then on.
+
+        On rank 0, which has a `state`: url of each server that holds its slices -> a text that identifies them.
+        """
+        offers = self._possible([Offer.of(fields) for fields in offered], model, sizes, state)
         start = time.perf_counter()
-        turns = _turns([Layout(*offer["layout"]).tp for offer in offers])
+        schedules = _schedules([offer.layout.tp for offer in offers])
         answers: dict[str, Future[None]] = {}
-        if lead:
+        if state:
             patience = _PATIENCE if len(offers) > 1 else 1
-            for offer, of_server in zip(offers, turns, strict=True):
-                order = partial(self._invite, offer, of_server, patience, lead)
-                answers |= lead.targets.start(order, [offer["url"]])
+            for offer, schedule in zip(offers, schedules, strict=True):
+                answers |= state.start(partial(self._invite, offer, schedule, patience, state), [offer.url])
         clock = Clock()
-        mine = self._send_to_all(offers, turns, _Recent(local_parameters(model)), clock)
+        recent = lru_cache(maxsize=4)(local_parameters(model).__getitem__)  # with adapters each look-up merges them
+        mine = self._send_to_all(offers, schedules, recent, clock)
         gathered = gather_json([[asdict(one) for one in mine], clock.seconds])
         outcomes = [[_Outcome(**one) for one in of_rank] for of_rank, _ in gathered]
         for i, offer in enumerate(offers):
             if any(of_rank[i].error or of_rank[i].wrong for of_rank in outcomes):
-                self._forget(offer["url"])
-        if lead:
-            by_url = {offer["url"]: [of_rank[i] for of_rank in outcomes] for i, offer in enumerate(offers)}
-            _conclude(lead, by_url, answers, self._timeout_s)
-            _charge(lead.targets.clock, [seconds for _, seconds in gathered], time.perf_counter() - start)
+                self._forget(offer.url)
+        if state is None:
+            return {}
+        by_url = {offer.url: [of_rank[i] for of_rank in outcomes] for i, offer in enumerate(offers)}
+        sent = _conclude(state, by_url, answers, self._timeout_s)
+        _charge(state.clock, [seconds for _, seconds in gathered], time.perf_counter() - start)
+        return sent
 
-    def _possible(
-        self, offers: Sequence[Mapping[str, Any]], model: Model, sizes: Sizes, lead: Lead | None
-    ) -> list[Mapping[str, Any]]:
+    def _possible(self, offers: Sequence[Offer], model: Model, sizes: Sizes, state: PushState | None) -> list[Offer]:
         """The offers of servers that hold the same model as the trainer; the result is the same on all ranks."""
-        faults = {Layout(*offer["layout"]): "" for offer in offers}
+        faults = {offer.layout: "" for offer in offers}
         for layout in faults:
             try:
                 self._routes.prepare(layout, model, sizes, self._message_bytes)
             except ValueError as error:
                 faults[layout] = one_line(error)
         for offer in offers:
-            if lead and (reason := faults[Layout(*offer["layout"])]):
-                lead.targets.fall_back(offer["url"], reason)
-        return [offer for offer in offers if not faults[Layout(*offer["layout"])]]
+            if state and faults[offer.layout]:
+                state.fall_back(offer.url, faults[offer.layout])
+        return [offer for offer in offers if not faults[offer.layout]]
 
     def _send_to_all(
-        self, offers: Sequence[Mapping[str, Any]], turns: Sequence[Turns], params: _Recent, clock: Clock
+        self, offers: Sequence[Offer], schedules: Sequence[MessageSchedule], param_of: ParamOf, clock: Clock
     ) -> list[_Outcome]:
         """The outcome of each offer on this rank; uses one group at a time, in the order that the module names."""
         rank, outcomes = dist.get_rank(), [_Outcome() for _ in offers]
@@ -161,17 +176,17 @@ class ShardedSender:
             links = self._links(offers, outcomes)
             for i, link in list(links.items()):
                 try:
-                    agree(self._route(offers[i]).fingerprint, link)
+                    agree(self._routes[offers[i].layout].fingerprint, link)
                 except (RuntimeError, ValueError) as error:  # a peer is gone (torch); fingerprints differ
                     outcomes[i].error = one_line(error)
                     del links[i]
         places: list[tuple[tuple[int, int], Link, Message]] = []
         for i, link in links.items():
-            messages = self._route(offers[i]).messages
-            places += [(turns[i].place(each, rank, each.peer), link, each) for each in messages]
+            messages = self._routes[offers[i].layout].messages
+            places += [(schedules[i].place(each, rank, each.peer), link, each) for each in messages]
         queue = [(link, each) for _, link, each in sorted(places, key=lambda entry: entry[0])]
         with clock("send"):
-            sent = send(queue, params, clock)
+            sent = send(queue, param_of, clock)
         with clock("verify"):
             texts = {each: each.hexdigest() for each in set(chain.from_iterable(sent.hashes.values()))}
             for i, link in links.items():
@@ -187,12 +202,12 @@ class ShardedSender:
                     outcomes[i].sent = hashlib.sha256("".join(digests).encode()).hexdigest()
         return outcomes
 
-    def _links(self, offers: Sequence[Mapping[str, Any]], outcomes: Sequence[_Outcome]) -> dict[int, Link]:
+    def _links(self, offers: Sequence[Offer], outcomes: Sequence[_Outcome]) -> dict[int, Link]:
         """Index of an offer -> this rank's link to the server; they are joined in parallel, which uses no GPU."""
         joining = {
             i: self._threads.submit(self._link, offer)
             for i, offer in enumerate(offers)
-            if dist.get_rank() in self._route(offer).members
+            if dist.get_rank() in self._routes[offer.layout].members
         }
         links: dict[int, Link] = {}
         for i, one in joining.items():
@@ -202,36 +217,34 @@ class ShardedSender:
                 outcomes[i].error = one_line(error)
         return links
 
-    def _route(self, offer: Mapping[str, Any]) -> Route:
-        return self._routes[Layout(*offer["layout"])]
+    def _meeting(self, offer: Offer) -> Meeting:
+        """The rendezvous of all members: the trainer's ranks that send, and the server's ranks."""
+        return replace(offer.meeting, world_size=len(self._routes[offer.layout].members) + offer.layout.tp)
 
-    def _link(self, offer: Mapping[str, Any]) -> Link:
-        url, layout, route = offer["url"], Layout(*offer["layout"]), self._route(offer)
-        meeting = Meeting(**{**offer["meeting"], "world_size": len(route.members) + layout.tp})
+    def _link(self, offer: Offer) -> Link:
+        url, members, meeting = offer.url, self._routes[offer.layout].members, self._meeting(offer)
         known = self._groups.get(url)
         if known is None or known[0] != meeting.name:
             if known is not None:  # the old group of a server that was restarted
                 self._threads.submit(_leave, known[1])
-            group = meeting.join(route.members[dist.get_rank()], self._listeners.pop(url, None))
+            host = self._meetings[url][2] if url in self._meetings else self._key
+            group = meeting.join(members[dist.get_rank()], host)
             known = self._groups[url] = (meeting.name, group)
-        ranks = {rank: len(route.members) + rank for rank in range(layout.tp)}
-        return Link(known[1], ranks, _device(), self._timeout_s, offer["hashes"])
+        ranks = {rank: len(members) + rank for rank in range(offer.layout.tp)}
+        return Link(known[1], ranks, _device(), self._timeout_s, offer.layout.hashes)
 
     def _forget(self, url: str) -> Future[None] | None:
         """Leave the group with a server; if the other side does not answer, this may last until the timeout."""
-        self._meetings.pop(url, None)
-        self._forget_listener(url)
+        self._forget_meeting(url)
         known = self._groups.pop(url, None)
         return None if known is None else self._threads.submit(_leave, known[1])
 
-    def _forget_listener(self, url: str) -> None:
-        if (listener := self._listeners.pop(url, None)) is not None:
-            listener.close()
+    def _forget_meeting(self, url: str) -> None:
+        if (known := self._meetings.pop(url, None)) is not None:
+            known[2].close()
 
     def close(self) -> None:
-        for url in list(self._listeners):
-            self._forget_listener(url)
-        wait([left for url in list(self._groups) if (left := self._forget(url))])
+        wait([left for url in {*self._meetings, *self._groups} if (left := self._forget(url))])
 
 
 def _leave(group: dist.ProcessGroup) -> None:
@@ -239,49 +252,37 @@ def _leave(group: dist.ProcessGroup) -> None:
         leave_weight_group(group)
 
 
-class _Recent(Mapping[str, Tensor]):
-    """Parameters by name with a cache of the last four: each look-up in a model with adapters merges them again."""
-
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
-        self._params, self._get = params, lru_cache(maxsize=4)(params.__getitem__)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._get(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
-
-
-def _turns(sizes: Sequence[int]) -> list[Turns]:
-    """The turns of each server, from the numbers of their ranks."""
+def _schedules(sizes: Sequence[int]) -> list[MessageSchedule]:
+    """The schedule of each server, from the numbers of their ranks."""
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [Turns(max(dist.get_world_size(), sum(sizes)), first) for first in firsts]
+    return [MessageSchedule(max(dist.get_world_size(), sum(sizes)), first) for first in firsts]
 
 
 def _conclude(
-    lead: Lead,
+    state: PushState,
     outcomes: Mapping[str, list[_Outcome]],
     answers: Mapping[str, Future[None]],
     timeout_s: float,
-) -> None:
-    """On rank 0: decide from the outcomes of all ranks and the servers' answers which servers are done."""
-    targets = lead.targets
-    with targets.clock("load"):
+) -> dict[str, str]:
+    """On rank 0: decide from the outcomes of all ranks and the servers' answers which servers are done.
+
+    Returns url -> the digests of what was sent to it, as one text.
+    """
+    with state.clock("load"):
         wait(list(answers.values()), timeout=timeout_s)
-    for url, found in outcomes.items():
-        reasons = [_refusal(answers[url]), *dict.fromkeys(one.error for one in found)]
-        wrong = [part for one in found for part in one.wrong]
+    sent: dict[str, str] = {}
+    for url, ranks in outcomes.items():
+        reasons = [_refusal(answers[url]), *dict.fromkeys(one.error for one in ranks)]
+        wrong = [part for one in ranks for part in one.wrong]
         if wrong:
             reasons.append(f"{url} does not hold the weights that the trainer sent (differ: {some_names(wrong)})")
         if reason := "; ".join(filter(None, reasons)):
-            targets.fall_back(url, reason)
+            state.fall_back(url, reason)
         else:
-            targets.done[url] = "sharded"
-            lead.verified[url] = sum(one.num_parts for one in found)
-            lead.sent[url] = "".join(one.sent for one in found)
+            state.targets[url].done = "sharded"
+            state.targets[url].num_equal = sum(one.num_parts for one in ranks)
+            sent[url] = "".join(one.sent for one in ranks)
+    return sent
 
 
 def _charge(clock: Clock, by_rank: Sequence[Mapping[str, float]], seconds: float) -> None:
@@ -301,16 +302,10 @@ def _refusal(answer: Future[None]) -> str:
     return "" if error is None else one_line(error)
 
 
-def _join_arguments(meeting: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of join_weight_group, except the rank."""
-    renamed = {"name": "group_name", "address": "master_address", "port": "master_port"}
-    return {renamed.get(key, key): value for key, value in meeting.items()}
-
-
 def _address(url: str) -> str:
     """An address of this machine that the server and all ranks of the trainer can reach."""
     address = own_address(url)
-    return own_address(f"http://{os.environ['MASTER_ADDR']}") if address.startswith("127.") else address
+    return os.environ[OWN_ADDRESS] if is_loopback(address) else address
 
 
 def _device() -> torch.device:

@@ -1,13 +1,13 @@
 """Executes the transfers of a plan point to point over one process group, in messages of bounded size.
 
 `send` runs on the trainer's ranks and `receive` in the server's processes; each rank knows only its own messages and
-processes them in the order of `Turns`.  At most two messages of a rank are in flight: peak extra memory is twice
-`message_bytes` on either side.  Works on gloo, and on NCCL after a first collective: so every member must call `agree`
-first.  A wait that exceeds the timeout raises torch's RuntimeError.
+processes them in the order of `MessageSchedule`.  At most two messages of a rank are in flight: peak extra memory is
+twice `message_bytes` on either side.  Works on gloo, and on NCCL after a first collective: so every member must call
+`agree` first.  A wait that exceeds the timeout raises torch's RuntimeError.
 
 A trainer's rank has one communicator with each server.  NCCL allows kernels of several communicators on a GPU only if
 all ranks start them in an order in which no two ranks wait for each other, because a kernel that waits for its peer can
-keep the next one from starting.  So one thread sends to all servers, in the order of `Turns` over all of them.
+keep the next one from starting.  So one thread sends to all servers, in the order of `MessageSchedule` over all.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.arch.boxes import Box
+from megarl.weights.clock import Clock
 from megarl.weights.mapping.names import Shape, some_names
-from megarl.weights.push.report import Clock
 from megarl.weights.reshard.plan import Plan
-from megarl.weights.reshard.regions import Box
 from megarl.weights.reshard.sharding import ParameterSlice, Sharding
 from megarl.weights.reshard.transfers import Message, Transfer
 from megarl.weights.verify.digests import Hash, Kind, as_bytes, hashed
 
 Params = Mapping[str, Tensor]
+ParamOf = Callable[[str], Tensor]  # of its name
 
 DIGEST_CHARS = 16
 _IN_FLIGHT = 2
@@ -103,10 +104,10 @@ def _num_written(message: Message) -> int:
     return sum(part.num_bytes * len(part.param_slices) for part in message.parts)
 
 
-def send(queue: Sequence[tuple[Link, Message]], params: Params, clock: Clock | None = None) -> Sent:
+def send(queue: Sequence[tuple[Link, Message]], param_of: ParamOf, clock: Clock | None = None) -> Sent:
     """Send messages of `Plan.messages_out` to one or several servers, one after another.
 
-    A part is converted to the receiver's type before it is sent.  `params` must not change before this returns.  If a
+    A part is converted to the receiver's type before it is sent.  No parameter may change before this returns.  If a
     link fails, its remaining messages are skipped, and those of the others are sent.  `clock` counts the seconds in
     which parts are copied into messages (convert) and digested (verify).
     """
@@ -131,7 +132,7 @@ def send(queue: Sequence[tuple[Link, Message]], params: Params, clock: Clock | N
         buffer = free.popleft()
         for part, raw in _parts(message, buffer):
             with clock("convert"):
-                _as_tensor(raw, part).copy_(_view(params, part.param_slices[0], part.shape))
+                _as_tensor(raw, part).copy_(_view(param_of, part.param_slices[0], part.shape))
             what = (part.hf_name, part.box, link.hashes)
             with clock("verify"):
                 known[what] = known.get(what) or hashed(raw, link.hashes)
@@ -152,7 +153,7 @@ def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
     for message, buffer in _incoming(messages, link):
         for part, raw in _parts(message, buffer):
             for param_slice in part.param_slices:
-                _view(params, param_slice, part.shape).copy_(_as_tensor(raw, part))
+                _view(params.__getitem__, param_slice, part.shape).copy_(_as_tensor(raw, part))
                 num_bytes += raw.numel()
     return num_bytes
 
@@ -256,9 +257,9 @@ def _as_tensor(raw: Tensor, part: Transfer) -> Tensor:
     return raw.view(getattr(torch, part.dtype)).view(part.shape)
 
 
-def _view(params: Params, param_slice: ParameterSlice, shape: Shape) -> Tensor:
+def _view(param_of: ParamOf, param_slice: ParameterSlice, shape: Shape) -> Tensor:
     """The part of a parameter at `param_slice`."""
-    param = params[param_slice.param].detach()
+    param = param_of(param_slice.param).detach()
     part = param if param_slice.index is None else param[param_slice.index]
     for dim, (start, length) in enumerate(zip(param_slice.start, shape, strict=True)):
         part = part.narrow(dim, start, length)
@@ -266,7 +267,9 @@ def _view(params: Params, param_slice: ParameterSlice, shape: Shape) -> Tensor:
 
 
 def _hashes_held(part: Transfer, params: Params, kind: Kind) -> list[Hash]:
-    return [hashed(as_bytes(_view(params, param_slice, part.shape)), kind) for param_slice in part.param_slices]
+    return [
+        hashed(as_bytes(_view(params.__getitem__, param_slice, part.shape)), kind) for param_slice in part.param_slices
+    ]
 
 
 def _digest_held(hashes: Sequence[Hash]) -> str:

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from megarl.arch.boxes import Box, box_size, contains, intersect, refine
 from megarl.weights.mapping.names import some_names
 from megarl.weights.reshard.describe import fingerprint
-from megarl.weights.reshard.regions import Box, box_size, contains, intersect, refine
 from megarl.weights.reshard.sharding import Holding, ParameterSlice, Sharding
-from megarl.weights.reshard.transfers import Message, Transfer, Turns, inside, itemsize, pack_all
+from megarl.weights.reshard.transfers import Message, MessageSchedule, Transfer, inside, itemsize, pack_all
 
 MIN_CUT_BYTES = 1 << 20  # a region smaller than this is sent whole
 _TENSORS_AT_ONCE = 1024
@@ -35,6 +35,7 @@ class Plan:
     def __init__(self, sender: Sharding, receiver: Sharding, *, min_cut_bytes: int = MIN_CUT_BYTES) -> None:
         self.sender, self.receiver, self._min_cut_bytes = sender, receiver, min_cut_bytes
         _check_same_tensors(sender, receiver)
+        self._schedule = MessageSchedule(max(sender.num_ranks, receiver.num_ranks))
         self._numbers = {name: i for i, name in enumerate(sender.tensors)}
 
     def fingerprint(self, message_bytes: int) -> str:
@@ -72,24 +73,15 @@ class Plan:
             for box, _ in param_slices
         )
 
-    def messages_out(self, rank: int, message_bytes: int, turns: Turns | None = None) -> list[Message]:
-        """What sender `rank` sends, in messages of at most `message_bytes`, in the order of `turns`.
-
-        None: those of a transfer to these receivers alone.
-        """
-        order = turns or self.turns
+    def messages_out(self, rank: int, message_bytes: int) -> list[Message]:
+        """What sender `rank` sends, in messages of at most `message_bytes`, in the order of its own schedule."""
         messages = pack_all(self.sends(rank), message_bytes)
-        return sorted(messages, key=lambda message: order.place(message, rank, message.peer))
+        return sorted(messages, key=lambda message: self._schedule.place(message, rank, message.peer))
 
-    def messages_in(self, rank: int, message_bytes: int, turns: Turns | None = None) -> list[Message]:
+    def messages_in(self, rank: int, message_bytes: int) -> list[Message]:
         """The same messages for receiver `rank`, in the same order."""
-        order = turns or self.turns
         messages = pack_all(self.receives(rank), message_bytes)
-        return sorted(messages, key=lambda message: order.place(message, message.peer, rank))
-
-    @property
-    def turns(self) -> Turns:
-        return Turns(max(self.sender.num_ranks, self.receiver.num_ranks))
+        return sorted(messages, key=lambda message: self._schedule.place(message, message.peer, rank))
 
     def _regions(
         self, names: Iterable[str], *, holder: int | None = None, needer: int | None = None

@@ -19,9 +19,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from megarl.arch.boxes import Box
 from megarl.weights.mapping.names import Op, Piece, Shape, ShardCoordinate
 from megarl.weights.mapping.server_map import coordinates
-from megarl.weights.reshard.regions import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megarl.arch.boxes import Box, box_shape, box_size, cut
 from megarl.weights.mapping.names import Shape
-from megarl.weights.reshard.regions import Box, box_shape, box_size, cut
 from megarl.weights.reshard.sharding import ParameterSlice
 
 ALIGNMENT = 16  # bytes; alignment of parts in a message, so that they can be viewed as tensors of any type
@@ -62,7 +62,7 @@ def inside(param_slice: ParameterSlice, outer: Box, inner: Box) -> ParameterSlic
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class MessageSchedule:
     """The order of messages: in each turn every sender has one receiver, and every receiver one sender.
 
     Receivers are counted over all servers, and `first` is the number of a server's rank 0.  After the last turn come

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,18 +25,8 @@ _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & _LOW)
 _PLACES = ((0x27D4EB2D, 15), (0x165667B1, 13))  # factor and rotation of a word's number, one pair for each seed
 
 
-class Hash(Protocol):
-    """A hash over bytes that come in order."""
-
-    def update(self, raw: Tensor) -> None:
-        """`raw`: [bytes] uint8 on any device."""
-
-    def hexdigest(self) -> str:
-        """16 hex digits."""
-
-
 class Sha256:
-    """The first 64 bits of SHA-256."""
+    """The first 64 bits of SHA-256, as 16 hex digits, of bytes that come in order: [bytes] uint8 on any device."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -48,7 +38,7 @@ class Sha256:
         return self._hash.hexdigest()[:16]
 
 
-class Words:
+class WeightHash:
     """SGLang's hash of a CUDA tensor: each 32-bit word is mixed with its number; sums of 8,192 are mixed and summed.
 
     Runs on the device of its input, and waits for it only in `hexdigest`.
@@ -108,9 +98,9 @@ def tile_sums(words: Tensor, first: int) -> Tensor:
 
 _gpu_tile_sums: Callable[[Tensor, int], Tensor] = tile_sums
 if torch.cuda.is_available() and find_spec("triton"):  # without CUDA, SGLang's environment has a stub named triton
-    from megarl.weights.verify import words_triton
+    from megarl.weights.verify import weight_hash_triton
 
-    _gpu_tile_sums = words_triton.tile_sums
+    _gpu_tile_sums = weight_hash_triton.tile_sums
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -131,7 +121,8 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-HASHES: Mapping[Kind, type[Sha256] | type[Words]] = {"sha256": Sha256, "words": Words}
+Hash = Sha256 | WeightHash
+HASHES: Mapping[Kind, type[Hash]] = {"sha256": Sha256, "words": WeightHash}
 
 
 def digest(tensor: Tensor, kind: Kind = "sha256") -> str:

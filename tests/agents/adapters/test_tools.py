@@ -13,8 +13,8 @@ from pools import until
 
 from megarl.agents.chat import Chat
 from megarl.agents.load import load_episode
-from megarl.plugins import user_function
-from megarl.sample import Prompt
+from megarl.plugins.load import user_function
+from megarl.samples.sample import Prompt
 
 CLASS = '''
 import asyncio, sys

@@ -12,8 +12,8 @@ from agent_endpoint import Scripted, endpoint_of
 
 from megarl.agents.adapters.verifiers import WORKER, load
 from megarl.data.examples.tiny import tiny_tokenizer
-from megarl.data.prompts import Prompts
-from megarl.sample import Prompt
+from megarl.data.prompts import Prompts, RowSettings
+from megarl.samples.sample import Prompt
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -69,7 +69,7 @@ async def test_a_task_is_asked_and_scored_there_and_recorded_here(python: str) -
 def test_rows_of_data_are_written_for_a_taskset(python: str) -> None:
     command = [python, "-P", str(WORKER), "my_sums", "--rows", "2"]
     Path("tasks.jsonl").write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    first, second = Prompts("tasks.jsonl", tiny_tokenizer(), max_prompt_length=64, shuffle=False).all()
+    first, second = Prompts("tasks.jsonl", tiny_tokenizer(), RowSettings(64, shuffle=False)).all()
     assert (first.text, second.text) == ("12+34?", "1+2?")
     assert second.extra["task"] == {"idx": 1, "prompt": "1+2?", "truth": "3"}
 
@@ -105,7 +105,7 @@ for line in sys.stdin:
 async def test_a_process_that_says_something_else_is_ended_and_the_next_episode_starts_one(
     wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.agents.line_worker._LINE_BYTES", 1 << 16)
+    monkeypatch.setattr("megarl.agents.adapters.verifiers._LINE_BYTES", 1 << 16)
     Path("fake.py").write_text(FAKE)
     function = load("x", {"python": program(f'exec "{sys.executable}" "{Path("fake.py").absolute()}"')})
 

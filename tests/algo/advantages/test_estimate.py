@@ -14,8 +14,8 @@ from megarl.algo.advantages.estimate import check_estimator_args, estimate, scor
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.registry import ADV_ESTIMATORS, register_adv_est
-from megarl.batch import Batch, Stat
 from megarl.data.batch import make_batch
+from megarl.samples.batch import Batch, Stat
 
 BUILT_IN = sorted(ref.ESTIMATORS)
 COMPARING = [name for name in BUILT_IN if "group_ids" in keyword_names(ADV_ESTIMATORS[name])]

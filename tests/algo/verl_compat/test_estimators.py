@@ -9,10 +9,10 @@ from algo_reference import random_packed
 from megarl import algo
 from megarl.algo import estimate, load_plugins, register_adv_est
 from megarl.algo.advantages.gae import gae
+from megarl.algo.documented.estimators import Columns
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.segments import clean
-from megarl.algo.verl_compat.estimators import Columns
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 PRINTED = Path(__file__).parents[2] / "fixtures" / "source_documents" / "estimator_function.txt"
 

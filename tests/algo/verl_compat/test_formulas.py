@@ -10,7 +10,7 @@ from config_helpers import tables_kept
 from readme_blocks import blocks
 
 from megarl.algo import ActorLoss, CriticLoss, estimate, load_plugins, step_columns
-from megarl.batch import Batch
+from megarl.samples.batch import Batch
 
 D = torch.float64
 DOCUMENTS = Path(__file__).parents[2] / "fixtures" / "source_documents"

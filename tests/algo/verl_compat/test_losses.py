@@ -10,7 +10,8 @@ from torch.nn.functional import pad
 
 from megarl import algo
 from megarl.algo import ActorLoss, load_plugins, register_policy_loss, step_columns
-from megarl.batch import merge_stats
+from megarl.algo.rehearsal import rehearse
+from megarl.samples.batch import merge_stats
 
 D = torch.float64
 PRINTED = Path(__file__).parents[2] / "fixtures" / "source_documents" / "policy_loss_function.txt"
@@ -133,7 +134,9 @@ def masked_mean(x, mask, mode):
 
 def actor(function):
     register_policy_loss("mine")(function)
-    return ActorLoss("mine")
+    loss = ActorLoss("mine")
+    rehearse(loss)
+    return loss
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_config_holds_the_arguments_of_the_loss(tables):
         ({"args": {"scale": 1.0}, "clip_low": 0.1}, "actor.clip_ratio_low=0.1: the policy loss mine has no such clip"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            ActorLoss("mine", **how)
+            rehearse(ActorLoss("mine", **how))
 
 
 def standardised(old, new, a, mask, mode):
@@ -226,7 +229,7 @@ def test_what_cannot_run_exactly_is_refused_before_the_run_with_the_reason(table
         return function(old_log_probs, log_probs, advantages, response_mask, loss_agg_mode)
 
     with pytest.raises(ValueError, match=sentence):
-        ActorLoss("mine")
+        rehearse(ActorLoss("mine"))
 
 
 def test_a_parameter_without_a_value_is_refused_when_registered(tables):

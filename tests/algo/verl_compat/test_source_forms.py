@@ -11,6 +11,7 @@ from megarl import algo
 from megarl.algo import ActorLoss, load_plugins, step_columns
 from megarl.algo.hyperparameters import keyword_names
 from megarl.algo.loss import POLICY_LOSSES
+from megarl.algo.rehearsal import rehearse
 from megarl.algo.segments import clean
 
 LENGTHS = [5, 4, 9, 3, 7, 2]
@@ -196,6 +197,7 @@ def test_a_loss_in_verls_form_is_ours_however_a_step_is_split(ours, theirs, mode
 
 def test_a_loss_that_honours_both_modes_takes_every_mode_and_names_its_statistics_once():
     loss = ActorLoss("clipped_twice")
+    rehearse(loss)
     loss.require_agg_mode("seq-mean-token-sum-norm")  # raises for a mode that the loss cannot have
     assert POLICY_LOSSES["clipped_twice"].function.agg_modes is None, "None: all modes"
     step = step_columns(random_packed(LENGTHS, 1).batch, loss=loss, agg_mode="token-mean")
@@ -267,11 +269,11 @@ def test_a_loss_that_sums_and_a_clip_that_a_loss_does_not_read_are_refused(
 ) -> None:
     load_more(tmp_path, LOSS.replace("clipped_twice", name).replace(old, new))
     with pytest.raises(ValueError, match=sentence):
-        ActorLoss(name, **how)
+        rehearse(ActorLoss(name, **how))
 
 
 def test_a_loss_that_chooses_tokens_of_a_batch_is_refused_for_that_reason_alone(tmp_path: Path) -> None:
     """Ours chooses them in the whole step: clip_cov, kl_cov."""
     load_more(tmp_path, OF_THE_BATCH)
     with pytest.raises(ValueError, match="so it would change with the micro-batch"):
-        ActorLoss("covariance_of_mine")
+        rehearse(ActorLoss("covariance_of_mine"))

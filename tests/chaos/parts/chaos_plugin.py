@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.algo import register_policy_loss
 from megarl.algo.losses.clipped import ppo
-from megarl.servers.engines import ENGINES
 from megarl.servers.launch import EngineLaunch, ServerCommand, hf_command
+from megarl.servers.server_process import ENGINES
 
 
 def command(launch: EngineLaunch, folder: Path) -> ServerCommand:
@@ -21,7 +21,7 @@ def command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     usual = hf_command(launch, folder)
     assert usual.argv[1:3] == ["-m", "megarl.hf_server.main"]
     program = str(Path(__file__).with_name("chaos_server.py"))
-    return ServerCommand([sys.executable, program, *usual.argv[3:]], usual.environment, usual.stop_signal)
+    return ServerCommand([sys.executable, program, *usual.argv[3:]], usual.environment)
 
 
 ENGINES["hf"] = command

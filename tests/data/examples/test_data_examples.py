@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,19 +10,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megarl.arch.hf_config import read_config
 from megarl.data.chat import encode, load_tokenizer
-from megarl.data.examples.arithmetic import has_carry, without_carry, write_task
-from megarl.data.examples.reversal import answer, join, write_reversals
+from megarl.data.examples.sizes import TinySizes
+from megarl.data.examples.tasks import Sums, answer, has_carry, join, without_carry, write_reversals, write_task
 from megarl.data.examples.tiny import CHARACTERS, FAMILIES, tiny_tokenizer, write_tiny_model
 from megarl.data.template import ChatTemplate
-from megarl.hf_config import read_config
 
-SMALL = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+SMALL = TinySizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", **SMALL)
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", SMALL)
 
 
 def test_the_folder_is_an_ordinary_qwen3(folder):
@@ -51,7 +52,7 @@ def test_the_tokenizer_survives_the_folder_and_loses_no_character(folder):
 
 def test_words_are_tokens_and_the_template_writes_conversations_with_tools(tmp_path):
     words = ("<tool>", "<tool_call>", "</tool_call>", "add")
-    folder = write_tiny_model(tmp_path / "m", words=words, **SMALL)
+    folder = write_tiny_model(tmp_path / "m", SMALL, words=words)
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tiny_tokenizer()) + len(words)
     tokenizer = load_tokenizer(str(folder))
     assert len(encode(tokenizer, "add+<tool>")) == 3
@@ -74,7 +75,7 @@ def test_words_are_tokens_and_the_template_writes_conversations_with_tools(tmp_p
 def test_the_seed_decides_the_weights_and_leaves_the_callers_random_state(tmp_path):
     state = torch.random.get_rng_state()
     models = [
-        AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / str(i), seed=seed, **SMALL)).state_dict()
+        AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / str(i), SMALL, seed=seed)).state_dict()
         for i, seed in enumerate((0, 0, 1))
     ]
     name = "model.layers.0.mlp.up_proj.weight"
@@ -84,7 +85,7 @@ def test_the_seed_decides_the_weights_and_leaves_the_callers_random_state(tmp_pa
 
 
 def test_qwen2_bfloat16_untied(tmp_path):
-    folder = write_tiny_model(tmp_path / "m", family="qwen2", dtype="bfloat16", tied=False, **SMALL)
+    folder = write_tiny_model(tmp_path / "m", SMALL, family="qwen2", dtype="bfloat16", tied=False)
     model = AutoModelForCausalLM.from_pretrained(folder)
     names = dict(model.named_parameters())
     assert "lm_head.weight" in names
@@ -94,7 +95,7 @@ def test_qwen2_bfloat16_untied(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_written_under_hub_names(tmp_path, family):
-    folder = write_tiny_model(tmp_path / "m", family=family, **SMALL)
+    folder = write_tiny_model(tmp_path / "m", SMALL, family=family)
     assert json.loads((folder / "config.json").read_text())["model_type"] == family
     names = list(load_file(folder / "model.safetensors"))
     stacked = [name for name in names if "gate_up_proj" in name]
@@ -104,7 +105,7 @@ def test_every_family_is_written_under_hub_names(tmp_path, family):
 
 
 def test_settings_of_a_family_go_over_its_own(tmp_path):
-    folder = write_tiny_model(tmp_path / "m", family="qwen3_moe", num_experts=8, mlp_only_layers=[0], **SMALL)
+    folder = write_tiny_model(tmp_path / "m", SMALL, family="qwen3_moe", num_experts=8, mlp_only_layers=[0])
     shapes = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
     assert shapes["model.layers.1.mlp.gate.weight"] == (8, 32)
     assert shapes["model.layers.1.mlp.experts.7.down_proj.weight"] == (32, 96)
@@ -112,16 +113,16 @@ def test_settings_of_a_family_go_over_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("family", "changes", "words"),
     [
-        ({"family": "gpt2"}, f"family='gpt2': expected one of {', '.join(FAMILIES)}"),
-        ({"kv_heads": 3}, "heads=4, kv_heads=3: expected heads to be a multiple of kv_heads"),
-        ({"family": "qwen2", "head_dim": 16}, "head_dim=16: expected hidden / heads for qwen2"),
+        ("gpt2", {}, f"family='gpt2': expected one of {', '.join(FAMILIES)}"),
+        ("qwen3", {"kv_heads": 3}, "heads=4, kv_heads=3: expected heads to be a multiple of kv_heads"),
+        ("qwen2", {"head_dim": 16}, "head_dim=16: expected hidden / heads for qwen2"),
     ],
 )
-def test_mistakes_are_named(tmp_path, changes, words):
+def test_mistakes_are_named(tmp_path, family, changes, words):
     with pytest.raises(ValueError, match=words):
-        write_tiny_model(tmp_path / "a", **SMALL | changes)
+        write_tiny_model(tmp_path / "a", replace(SMALL, **changes), family=family)
     assert not (tmp_path / "a").exists()
 
 
@@ -154,8 +155,8 @@ def test_the_three_files_of_sums_are_disjoint_complete_and_right(tmp_path: Path)
 
 
 def test_the_manifest_describes_the_files_which_are_the_same_for_a_seed(tmp_path: Path) -> None:
-    sizes = {"num_sft": 5, "num_test": 3, "low": 1, "high": 4}
-    same = [write_task(tmp_path / str(i), seed=seed, **sizes) for i, seed in enumerate((0, 0, 1))]
+    sums = Sums(num_sft=5, num_test=3, low=1, high=4)
+    same = [write_task(tmp_path / str(i), replace(sums, seed=seed)) for i, seed in enumerate((0, 0, 1))]
     assert same[0] == same[1] == json.loads((tmp_path / "0" / "manifest.json").read_text())
     assert same[0]["files"]["test.jsonl"] != same[2]["files"]["test.jsonl"]
     assert [same[0]["files"][f"{name}.jsonl"]["rows"] for name in FILES] == [5, 8, 3]
@@ -165,14 +166,14 @@ def test_the_manifest_describes_the_files_which_are_the_same_for_a_seed(tmp_path
 
 def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="num_sft=3 and num_test=1: expected a sum below the 4 pairs there are"):
-        write_task(tmp_path, num_sft=3, num_test=1, low=1, high=2)
+        write_task(tmp_path, Sums(num_sft=3, num_test=1, low=1, high=2))
     with pytest.raises(ValueError, match="carrying=0: expected a share above 0"):
-        write_task(tmp_path, carrying=0)
+        write_task(tmp_path, Sums(carrying=0))
 
 
 def test_a_careless_teacher_forgets_the_carry_in_its_share_of_demonstrations(tmp_path: Path) -> None:
     assert [without_carry(a, b) for a, b in ((17, 25), (12, 34), (99, 99), (55, 45))] == [32, 46, 188, 90]
-    write_task(tmp_path, num_sft=1000, careless=0.6, demonstrations=2)
+    write_task(tmp_path, Sums(num_sft=1000, careless=0.6, demonstrations=2))
     shown = rows(tmp_path / "sft.jsonl")
     assert len(shown) == 2 * len({row["prompt"] for row in shown}) == 2000
     lost = [sum(numbers(row)) - int(row["response"]) for row in shown]
@@ -186,7 +187,7 @@ def test_a_careless_teacher_forgets_the_carry_in_its_share_of_demonstrations(tmp
 
 
 def test_the_share_of_carries_can_be_chosen(tmp_path: Path) -> None:
-    write_task(tmp_path, num_sft=0, num_test=0, carrying=0.75)
+    write_task(tmp_path, Sums(num_sft=0, num_test=0, carrying=0.75))
     carries = [has_carry(*numbers(row)) for row in rows(tmp_path / "train.jsonl")]
     assert sum(carries) == 3645, "all there are: 81 pairs of tens and 45 of units"
     assert len(carries) == 4860

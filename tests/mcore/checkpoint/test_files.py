@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from saved_runs import no_file_above
 
-from megarl.durable_files import facts_of
+from megarl.arch.boxes import box_at
+from megarl.io.durable_files import facts_of
 from megarl.mcore.checkpoint import files
 from megarl.mcore.checkpoint.files import Reader, Saving, write
 from megarl.mcore.checkpoint.held import Piece
@@ -23,11 +24,11 @@ WHOLE = torch.arange(24.0).view(6, 4)
 
 def piece(offset: tuple[int, ...], shape: tuple[int, ...], *, name: str = "a", whole: tuple = (6, 4)) -> Piece:
     part = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-    return Piece(name, whole, (offset, shape), WHOLE[part].clone())
+    return Piece(name, whole, box_at(offset, shape), WHOLE[part].clone())
 
 
 def empty(offset: tuple[int, ...], shape: tuple[int, ...], *, name: str = "a", whole: tuple = (6, 4)) -> Piece:
-    return Piece(name, whole, (offset, shape), torch.full(shape, -1.0), may_end_early=True)
+    return Piece(name, whole, box_at(offset, shape), torch.full(shape, -1.0), may_end_early=True)
 
 
 def wait(saving: Saving) -> None:
@@ -53,7 +54,7 @@ def test_any_box_is_read_from_the_boxes_that_were_written(folder: Path, box: tup
 
 
 def test_values_get_the_type_of_the_memory_that_they_fill(folder: Path) -> None:
-    wanted = Piece("a", (6, 4), ((0, 0), (6, 4)), torch.zeros(6, 4, dtype=torch.bfloat16))
+    wanted = Piece("a", (6, 4), ((0, 6), (0, 4)), torch.zeros(6, 4, dtype=torch.bfloat16))
     Reader(folder, 2).fill([wanted])
     assert torch.equal(wanted.memory, WHOLE.bfloat16())
 

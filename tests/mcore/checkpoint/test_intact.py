@@ -1,22 +1,26 @@
 """Files of a checkpoint, damaged or from somebody else: one rank checks each, and nothing in it runs."""
 
+import json
 import os
 import pickle
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from saved_runs import flip
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint import filesystem, metadata
 
-from megarl import rank_files
-from megarl.durable_files import facts_of
-from megarl.mcore.checkpoint import intact
-from megarl.mcore.checkpoint.files import write
+from megarl.io import rank_files
+from megarl.io.durable_files import facts_of
+from megarl.io.rank_files import facts_under
+from megarl.mcore.checkpoint import files
+from megarl.mcore.checkpoint.files import Reader, faults_of_share, write
 from megarl.mcore.checkpoint.held import Piece
-from megarl.mcore.checkpoint.intact import faults_of_share
 from megarl.mcore.checkpoint.torch_dist import METADATA, TorchDistReader
-from megarl.rank_files import facts_under
 
 NUM_RANKS = 3
 
@@ -24,7 +28,7 @@ NUM_RANKS = 3
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for rank in range(NUM_RANKS):
-        piece = Piece("a", (NUM_RANKS, 4), ((rank, 0), (1, 4)), torch.full((1, 4), float(rank)))
+        piece = Piece("a", (NUM_RANKS, 4), ((rank, rank + 1), (0, 4)), torch.full((1, 4), float(rank)))
         write(tmp_path, rank, [piece], in_background=False, about={"ranks": NUM_RANKS} if rank == 0 else None)
     return tmp_path
 
@@ -34,8 +38,8 @@ def test_any_number_of_ranks_reads_each_file_once(
     folder: Path, num_readers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    fault_of = intact.fault_of
-    monkeypatch.setattr(intact, "fault_of", lambda file, *a, **k: read.append(file.name) or fault_of(file, *a, **k))
+    fault_of = files.fault_of
+    monkeypatch.setattr(files, "fault_of", lambda file, *a, **k: read.append(file.name) or fault_of(file, *a, **k))
     assert [faults_of_share(folder, rank, num_readers) for rank in range(num_readers)] == [[]] * num_readers
     assert sorted(read) == [f"rank_0000{rank}.0000.safetensors" for rank in range(NUM_RANKS)]
 
@@ -79,3 +83,65 @@ def test_a_damaged_list_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / METADATA).write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata: it cannot be read"):
         TorchDistReader(tmp_path)
+
+
+@pytest.fixture
+def torch_dist(tmp_path: Path) -> Path:
+    """A checkpoint of torch's own writer, which Megatron's builds on."""
+    torch_checkpoint.save({"a": torch.arange(6.0).view(2, 3)}, checkpoint_id=tmp_path / "dist", no_dist=True)
+    return tmp_path / "dist"
+
+
+def read_a(folder: Path) -> list[float]:
+    memory = torch.zeros(2, 3)
+    TorchDistReader(folder).fill([Piece("a", (2, 3), ((0, 2), (0, 3)), memory)])
+    return memory.flatten().tolist()
+
+
+@pytest.mark.parametrize("name", ["../other.distcp", "/etc/passwd", "link.distcp", "__0_0.distcp\0", "", 7])
+def test_names_from_files_of_torch_lead_nowhere_else(torch_dist: Path, name: object) -> None:
+    assert read_a(torch_dist) == [0, 1, 2, 3, 4, 5]
+    (torch_dist / "__0_0.distcp").rename(torch_dist.parent / "other.distcp")
+    (torch_dist / "link.distcp").symlink_to(torch_dist.parent / "other.distcp")
+    found = pickle.loads((torch_dist / METADATA).read_bytes())
+    for place in found.storage_data.values():
+        place.relative_path = name
+    (torch_dist / METADATA).write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match=f"^{torch_dist}(: one of its files names|/link.distcp: a link to)"):
+        read_a(torch_dist)
+
+
+def attacks() -> Iterator[tuple[str, str]]:
+    """Classes whose attribute is set by the opcode BUILD."""
+    for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"):
+        yield metadata.__name__, name
+    yield from ((filesystem.__name__, "_StorageInfo"), ("torch", "Size"), ("torch", "float32"), ("torch", "Tensor"))
+
+
+@pytest.mark.parametrize(("module", "name"), list(attacks()))
+def test_a_checkpoint_changes_nothing_that_its_pickle_names(tmp_path: Path, module: str, name: str) -> None:
+    target = pickle.GLOBAL + f"{module}\n{name}\n".encode()
+    state = pickle.NONE + pickle.EMPTY_DICT + b"U\x08__init__" + target + pickle.SETITEM + pickle.TUPLE2
+    (tmp_path / METADATA).write_bytes(b"\x80\x02" + target + state + pickle.BUILD + pickle.STOP)
+    held = getattr(sys.modules[module], name)
+    before = held.__init__
+    with pytest.raises(ValueError, match="it cannot be read"):
+        TorchDistReader(tmp_path)
+    assert held.__init__ == before
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "link.safetensors"])
+def test_names_from_files_of_ranks_lead_nowhere_else(folder: Path, tmp_path_factory: Any, name: str) -> None:
+    other = tmp_path_factory.mktemp("other") / "other.safetensors"
+    (folder / "rank_00001.0000.safetensors").rename(other)
+    (folder / "link.safetensors").symlink_to(other)
+    (folder / "rank_00001.0000.safetensors").symlink_to(other)
+    words = r"expected a name in this folder|outside of its folder; expected the file itself there"
+    with pytest.raises(ValueError, match=words):
+        Reader(folder, NUM_RANKS)
+    listed = json.loads((folder / "rank_00001.json").read_text())
+    listed["files"] = {name: facts_of(other)}
+    (folder / "rank_00001.json").write_text(json.dumps(listed))
+    for look in (lambda: facts_under(folder, ""), lambda: faults_of_share(folder, 0, 1)):
+        with pytest.raises(ValueError, match=words):
+            look()

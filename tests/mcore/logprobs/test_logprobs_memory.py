@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from logprobs_plain import ALL
-from tensor_memory import TensorMemory
 
+from benchmarks.common.tensor_memory import TensorMemory
 from megarl.mcore.logprobs import fused, fused_torch
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 

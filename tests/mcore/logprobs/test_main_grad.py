@@ -11,8 +11,7 @@ from logprobs_plain import fused_columns, plain_columns, total
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megarl.mcore.logprobs.fused import Job, columns_of_chunks
-from megarl.mcore.logprobs.logprobs import token_columns
+from megarl.mcore.logprobs.fused import Job, columns_of_chunks, job_of, token_columns
 from megarl.mcore.logprobs.main_grad import WeightGradient
 from megarl.mcore.models import model
 from megarl.mcore.models.model import transformer_config
@@ -120,7 +119,8 @@ def test_where_it_is_set_the_linears_and_the_head_of_a_model_use_it(monkeypatch:
     weight: Any = model.output_weight(actor)
     weight.main_grad = torch.zeros_like(weight)
     hidden = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
-    token_columns(actor, hidden, LABELS, ("log_probs",), vocab_size=45)["log_probs"].sum().backward()
+    job = job_of(actor, ("log_probs",), 45, 1.0)
+    token_columns(job, hidden, weight, LABELS)["log_probs"].sum().backward()
     assert kernel.call_count == 1
     own = weight.detach().clone().requires_grad_()
     (expected,) = torch.autograd.grad(plain_columns(hidden, own, LABELS, 45)["log_probs"].sum(), own)

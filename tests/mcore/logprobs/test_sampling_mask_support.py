@@ -8,14 +8,14 @@ from hypothesis import given
 from logprobs_plain import ALL, Case, cases, chunks_of, gradients, masked_columns
 from torch import Tensor
 
-from megarl.batch import Batch, MicroBatch
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.logprobs import fused
 from megarl.mcore.logprobs.fused import Job, columns_of_chunks
 from megarl.mcore.logprobs.support import Support
 from megarl.mcore.training.packed_rows import make_row
-from megarl.ragged import COUNTS, Ragged
-from megarl.sample import SUPPORT
+from megarl.samples.batch import Batch, MicroBatch
+from megarl.samples.ragged import COUNTS, Ragged
+from megarl.samples.sample import SUPPORT
 
 
 def supports(labels: Tensor, vocab_size: int, seed: int) -> list[list[int]]:

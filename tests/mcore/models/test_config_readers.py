@@ -16,12 +16,12 @@ from spawn import run_ranks
 from tiny_models import filled, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.batch import Batch, MicroBatch
-from megarl.hf_config import SAME_MODEL, SUPPORTED, read_hf_config
-from megarl.layout import Layout
+from megarl.arch.hf_config import SAME_MODEL, SUPPORTED, read_hf_config
+from megarl.arch.layout import Layout
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.step import Outputs, forward_only
+from megarl.samples.batch import Batch, MicroBatch
 from megarl.weights.hf.load import load_hf
 
 Variant = tuple[str, dict[str, Any]]  # what was done, and the config.json
@@ -212,6 +212,7 @@ def compare_chosen(root: str) -> dict[str, dict[str, str]]:
     }
 
 
+@pytest.mark.full
 def test_config_readers_agree_where_they_once_did_not(tmp_path: Path) -> None:
     """All keys of all families are below."""
     (found,) = run_ranks(1, compare_chosen, str(tmp_path), timeout_s=120)

@@ -10,13 +10,13 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tiny_models import FAMILIES as TINY
 
-from megarl.hf_config import SUPPORTED, completed
-from megarl.layout import Layout
+from megarl.arch.hf_config import SUPPORTED, completed
+from megarl.arch.layout import Layout
+from megarl.arch.settings.families import settings_of, sparse_layers
+from megarl.mcore.models import execution
 from megarl.mcore.models.families import FAMILIES, family_of
 from megarl.mcore.models.layers import block_spec, check_trainable, layers_with_experts
 from megarl.mcore.models.model import check_layout, transformer_config
-from megarl.mcore.training import execution
-from megarl.model_settings.families import settings_of, sparse_layers
 
 ABSENT = "absent"
 QWEN3_MOE = hf_of("qwen3_moe", mlp_only_layers=[])
@@ -211,7 +211,7 @@ def test_windows_of_qwen3_moe_which_all_its_layers_would_have_are_refused() -> N
 
 
 def test_latents_of_queries_are_divided_too() -> None:
-    """Other layouts are in tests/test_layout.py."""
+    """Other layouts are in tests/arch/test_layout.py."""
     with pytest.raises(ValueError, match=r"^tensor_model_parallel_size=4 .* the model's q_lora_rank=10"):
         check_layout(hf_of("deepseek_v3") | {"q_lora_rank": 10}, Layout(tp=4))
     for family in ("deepseek_v3", "gpt_oss"):

@@ -8,7 +8,7 @@ from hf_configs import hf_of
 from megatron.core.extensions import transformer_engine as te
 from torch import nn
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.models import fusions as fusions_module
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients, fusions
 from megarl.mcore.models.model import transformer_config

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from hf_configs import hf_of
 
-from megarl.layout import Layout
-from megarl.mcore.checkpoint.adapters import identity
+from megarl.arch.layout import Layout
+from megarl.arch.projections import ALL, projections_of
+from megarl.mcore.checkpoint.checkpoint import adapter_identity
 from megarl.mcore.models.lora import LoraSettings, adapted, apply_lora, attached, detach, merged_weight, settings_of
 from megarl.mcore.models.model import build_model
-from megarl.projections import ALL, projections_of
 
 HF = hf_of("qwen3", num_hidden_layers=2, tie_word_embeddings=True)  # 4 heads of 16 in 2 groups
 
@@ -91,19 +91,19 @@ def test_adapters_are_drawn_by_seed_and_name_whatever_else_is_adapted() -> None:
 def test_a_model_says_what_it_is_adapted_by_and_on_which_base() -> None:
     plain = build_model(HF, Layout())
     assert settings_of(plain) is None
-    assert identity(plain) is None
+    assert adapter_identity(plain) is None
     settings = LoraSettings(2, 4.0, ("q_proj",))
     model = adapted_model(settings)
     assert settings_of(model) == settings
-    before = identity(model)
+    before = adapter_identity(model)
     assert before is not None
     assert (before["rank"], before["alpha"], before["targets"]) == (2, 4.0, ["q_proj"])
     with torch.no_grad():
         model[0].decoder.layers[0].self_attention.linear_qkv.lora.q_proj.A.add_(1.0)
-    assert identity(model) == before, "the adapters are no part of the base"
+    assert adapter_identity(model) == before, "the adapters are no part of the base"
     with torch.no_grad():
         model[0].decoder.layers[1].mlp.linear_fc2.weight[3, 5] += 1e-6
-    assert identity(model) != before
+    assert adapter_identity(model) != before
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from spawn import run_ranks
 
-from megarl.layout import Layout
-from megarl.mcore.models.experts import router_biases
-from megarl.mcore.models.mla import LatentAttention
+from megarl.arch.layout import Layout
+from megarl.mcore.models.biases import router_biases
+from megarl.mcore.models.families import LatentAttention
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.hf.export import hf_sizes, hf_tensors

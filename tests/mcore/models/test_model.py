@@ -12,10 +12,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from packaging.version import Version
 from torch import nn
 
-from megarl.hf_config import completed, read_hf_config
-from megarl.layout import Layout
+from megarl.arch.hf_config import completed, read_hf_config
+from megarl.arch.layout import Layout
 from megarl.mcore.models import model as model_module
-from megarl.mcore.models.gpt_oss import prepare_biases
+from megarl.mcore.models.biases import prepare_biases
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.layers import layers_per_chunk
 from megarl.mcore.models.model import (
     CriticModel,
@@ -24,7 +25,6 @@ from megarl.mcore.models.model import (
     transformer_config,
     unwrap,
 )
-from megarl.mcore.training.execution import ExecutionOptions
 
 RAW: dict[str, Any] = {  # as transformers 4 wrote it
     "model_type": "qwen2",
@@ -57,7 +57,7 @@ def test_qwen2_as_transformers_4_wrote_it_and_qwen3() -> None:
 
 
 def test_another_kind_of_model_and_a_layout_that_does_not_fit_are_refused() -> None:
-    """Of layouts tests/test_layout.py has them all, of settings test_families.py."""
+    """Of layouts tests/arch/test_layout.py has them all, of settings test_families.py."""
     with pytest.raises(ValueError, match=r"^[^\n]*model_type 'gpt2' is not supported; expected one of \[[^\n]*$"):
         transformer_config(QWEN2 | {"model_type": "gpt2"}, Layout(), torch.float32)
     with pytest.raises(ValueError, match="expert_model_parallel_size=2: the model has no experts; expected 1"):

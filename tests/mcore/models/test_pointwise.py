@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from hf_configs import hf_of
 from torch import Tensor, nn
 
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.models import pointwise
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import transformer_config
 from megarl.mcore.models.pointwise import Gate, Norm, RMSNorm
-from megarl.mcore.training.execution import ExecutionOptions
 
 EPS = 1e-6
 

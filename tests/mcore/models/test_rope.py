@@ -14,9 +14,9 @@ from megatron.core.models.common.embeddings.rope_utils import (
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.hf_config import completed
+from megarl.arch.hf_config import completed
+from megarl.arch.settings.rope import make_rope, rope_settings
 from megarl.mcore.models.rope import packed_angles, turned
-from megarl.model_settings.rope import make_rope, rope_settings
 
 
 def theirs(kind: str, head_dim: int, parameters: dict[str, Any], longest: int = 4096) -> tuple[torch.Tensor, float]:

@@ -11,12 +11,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.mcore.models import execution as engine_module
 from megarl.mcore.models.attention import SDPAttention
+from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.pointwise import Norm
 from megarl.mcore.models.transformer_engine import local_name, mark_shards, without_extra_state
-from megarl.mcore.training import execution as engine_module
-from megarl.mcore.training.execution import ExecutionOptions
 
 
 def layers(engine: ExecutionOptions) -> tuple[Any, Any, Any]:

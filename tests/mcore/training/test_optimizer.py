@@ -23,8 +23,8 @@ CASES: dict[str, Any] = {
     "sgd": (SGD, [[0.3, -4.0, 1.0]] * 2, "float32", False),
     "clipped": (replace(SGD, lr=1.0, weight_decay=0.0, max_grad_norm=1.0), [[3.0, 0.0, 4.0]], "float32", False),
     "not clipped": (replace(SGD, lr=1.0, weight_decay=0.0, max_grad_norm=6.0), [[3.0, 0.0, 4.0]], "float32", False),
-    "warm-up": (replace(SGD, lr=1.0, weight_decay=0.0, momentum=0.0, warmup_steps=2), [[1.0, 0.0, 0.0]] * 3, "float32",
-                False),
+    "warm-up": (replace(SGD, lr=1.0, weight_decay=0.0, momentum=0.0, lr_warmup_steps=2), [[1.0, 0.0, 0.0]] * 3,
+                "float32", False),
     "bf16": (replace(SGD, lr=1e-4, weight_decay=0.0, momentum=0.0), [[1.0, 1.0, 1.0]] * 40, "bfloat16", False),
     "bf16, sharded": (replace(ADAM, lr=1e-4, weight_decay=0.0), [[1.0, 1.0, 1.0]] * 40, "bfloat16", True),
 }  # fmt: skip
@@ -41,13 +41,13 @@ def rates(num_steps: int, **settings: Any) -> list[float]:
 
 def test_learning_rates_by_hand() -> None:
     assert rates(3) == [1, 1, 1]
-    assert rates(5, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1]
-    assert rates(6, warmup_steps=2, decay_style="linear", decay_steps=4) == [0.5, 1, 1, 0.5, 0, 0]
-    assert rates(4, decay_style="linear", decay_steps=2, min_lr=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])
+    assert rates(5, lr_warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1]
+    assert rates(6, lr_warmup_steps=2, lr_decay_style="linear", lr_decay_steps=4) == [0.5, 1, 1, 0.5, 0, 0]
+    assert rates(4, lr_decay_style="linear", lr_decay_steps=2, min_lr=0.2) == pytest.approx([1, 0.6, 0.2, 0.2])
     half = math.sqrt(0.5)
     cosine = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0]
-    assert rates(6, decay_style="cosine", decay_steps=4) == pytest.approx(cosine)
-    assert rates(6, decay_style="cosine", decay_steps=4, min_lr=0.5)[2] == pytest.approx(0.75)
+    assert rates(6, lr_decay_style="cosine", lr_decay_steps=4) == pytest.approx(cosine)
+    assert rates(6, lr_decay_style="cosine", lr_decay_steps=4, min_lr=0.5)[2] == pytest.approx(0.75)
 
 
 @given(
@@ -56,7 +56,7 @@ def test_learning_rates_by_hand() -> None:
 def test_a_rate_climbs_to_its_peak_and_never_leaves_its_bounds(
     style: str, warmup: int, decay: int, min_lr: float
 ) -> None:
-    found = rates(30, warmup_steps=warmup, decay_style=style, decay_steps=warmup + decay, min_lr=min_lr)
+    found = rates(30, lr_warmup_steps=warmup, lr_decay_style=style, lr_decay_steps=warmup + decay, min_lr=min_lr)
     assert found[warmup] == pytest.approx(1.0)
     assert found[:warmup] == sorted(found[:warmup])
     assert found[warmup:] == sorted(found[warmup:], reverse=True)

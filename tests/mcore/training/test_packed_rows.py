@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.batch import Batch, MicroBatch
-from megarl.layout import Layout
+from megarl.arch.layout import Layout
 from megarl.mcore.models.prefix_trees.flex_tree import FlexPlan
 from megarl.mcore.training import packed_rows
 from megarl.mcore.training.packed_rows import (
@@ -23,6 +22,7 @@ from megarl.mcore.training.packed_rows import (
     padded_lengths,
     where_gathered,
 )
+from megarl.samples.batch import Batch, MicroBatch
 
 CPU = torch.device("cpu")
 lengths_of_rows = st.lists(st.integers(1, 30), min_size=1, max_size=6)

@@ -23,8 +23,8 @@ from megarl.algo import (
     overlong_filter,
     step_columns,
 )
-from megarl.batch import Batch, Stat, Stats, merge_stats
-from megarl.metrics.stats import batch_stats, finalise
+from megarl.metrics.computing.stats import batch_stats, finalise
+from megarl.samples.batch import Batch, Stat, Stats, merge_stats
 
 PROMPTS, PLACES, VOCABULARY, END = 12, 6, 8, 0
 Metrics = dict[str, float]

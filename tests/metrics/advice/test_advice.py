@@ -15,14 +15,14 @@ from rich.console import Console
 
 import megarl
 from megarl.algo import Correction, register_policy_loss
-from megarl.batch import Batch
 from megarl.config.keys import groups, leaf_types
 from megarl.metrics.advice import signals
-from megarl.metrics.advice.advice import Advisor
-from megarl.metrics.advice.rules import RULES, Rule
-from megarl.metrics.jsonl import read_lines
-from megarl.metrics.stats import batch_stats
+from megarl.metrics.advice.advice import Advisor, Rule
+from megarl.metrics.advice.rules import RULES
+from megarl.metrics.computing.stats import batch_stats
+from megarl.metrics.reading.jsonl import read_lines
 from megarl.metrics.trackers.trackers import make_trackers
+from megarl.samples.batch import Batch
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
 GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)
@@ -88,7 +88,7 @@ def backwards():
 
 def said(toy: Toy, rollout: dict | None = None) -> dict[str, int]:
     """Which rules spoke, and in which step first."""
-    advisor, first = Advisor(config={"rollout": rollout or {}}), {}
+    advisor, first = Advisor(RULES, config={"rollout": rollout or {}}), {}
     for step, metrics in enumerate(run(toy), 1):
         for sentence in advisor.advise(step, metrics):
             first.setdefault(sentence.partition(":")[0], step)
@@ -106,7 +106,7 @@ def test_rules_are_silent_where_a_run_has_nothing_of_their_kind():
     taught = {"algorithm": {"adv_estimator": "none"}, "distill": {"form": "loss"}}
     silent = [(ratio, taught), (slow, {"reward": {"model": {"engine": "megatron"}}})]
     for metrics, config in silent + [(ratio, taught | {"distill": {"form": "reward"}}), (ratio, {}), (slow, {})]:
-        advisor = Advisor(config=config)
+        advisor = Advisor(RULES, config=config)
         spoken = any(advisor.advise(step, metrics) for step in range(10))
         assert spoken == ((metrics, config) not in silent)
 
@@ -257,7 +257,7 @@ def test_a_number_that_is_not_finite_is_no_number():
 
 
 def test_the_memory_is_as_long_as_the_longest_window_and_as_wide_as_the_rules():
-    advisor = Advisor()
+    advisor = Advisor(RULES)
     for step in range(1000):
         advisor.advise(step, {name: 0.5 for r in RULES for name in r.looks_at} | {f"other/{step}": 1.0})
     assert {len(past) for past in advisor._history.values()} == {max(r.window for r in RULES)}

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megarl.metrics.evaluation.audit import ALARMS, Audit, outcome, sentence, slope_of
-from megarl.metrics.evaluation.evaluation import Answers, Mean, expected_best, set_metrics, sizes
-from megarl.metrics.jsonl import read_lines
+from megarl.metrics.computing.audit import ALARMS, Audit, outcome, sentence, slope_of
+from megarl.metrics.computing.evaluation import Answers, Mean, expected_best, set_metrics, sizes
+from megarl.metrics.reading.jsonl import read_lines
 from megarl.metrics.trackers.trackers import Trackers, make_trackers
 
 

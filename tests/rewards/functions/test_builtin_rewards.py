@@ -20,7 +20,7 @@ from megarl.rewards.functions.code import last_block
 from megarl.rewards.functions.math_limits import ProcessorTimeError, final_part, is_small, processor_time
 from megarl.rewards.result import to_result
 from megarl.rewards.services.judge import reader
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 SUM = "assert add(1, 2) == 3\nassert add(2, 2) == 4"
 # reward -> (answer, ground truth, its score)

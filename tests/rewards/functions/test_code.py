@@ -6,8 +6,8 @@ import pytest
 from answers import completion
 
 from megarl.rewards.functions.code import _tests, code, code_strict, last_block
-from megarl.sample import Prompt
-from megarl.sandbox import SandboxError
+from megarl.samples.sample import Prompt
+from megarl_sandbox import SandboxError
 
 SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n", "5 5"], "outputs": ["3\n", "7\n", "10"]})
 ONE_SUM = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})

@@ -9,10 +9,10 @@ import pytest
 from answers import completion
 
 from megarl.config import Config
-from megarl.metrics.jsonl import read_lines
+from megarl.metrics.reading.jsonl import read_lines
 from megarl.rewards import load_reward
 from megarl.rewards.services.judge import reader
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 CASES = list(read_lines(Path(__file__).with_name("readings.jsonl")))
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from answers import completion
 
-from megarl.metrics.jsonl import read_lines
+from megarl.metrics.reading.jsonl import read_lines
 from megarl.rewards import load_reward
 from megarl.rewards.functions.auto import reward_of
 from megarl.rewards.result import to_result
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 PROBES = list(read_lines(Path(__file__).with_name("verl_rules.jsonl")))
 

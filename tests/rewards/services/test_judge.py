@@ -17,10 +17,9 @@ from virtual_clock import VirtualClock
 
 from megarl.rewards.result import Outcome, RewardResult
 from megarl.rewards.scorer import Rewards
-from megarl.rewards.services.judge import Judge, filled, question_of, reader
+from megarl.rewards.services.judge import Judge, RewardModel, _score_in, filled, question_of, reader
 from megarl.rewards.services.limit import Limit, ServiceError
-from megarl.rewards.services.model import RewardModel, _score
-from megarl.sample import Prompt
+from megarl.samples.sample import Prompt
 
 PROMPT = Prompt("0-3", [1], [{"role": "user", "content": "How are you?"}], "well")
 TEMPLATE = "Is {answer} a reply to {question}, as {truth}? Reply with {score}"
@@ -190,7 +189,7 @@ def test_without_a_template_question_and_answer_are_joined(folder: Path) -> None
 
 
 def test_a_reply_without_a_score_is_told() -> None:
-    assert _score({"embedding": [0.5, 1.0]}) == 0.5
+    assert _score_in({"embedding": [0.5, 1.0]}) == 0.5
     for reply in ([], {"embedding": []}, {"embedding": None}, "no"):
         with pytest.raises(ServiceError, match="the reward model's reply has no score"):
-            _score(reply)
+            _score_in(reply)

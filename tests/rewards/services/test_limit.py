@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from virtual_clock import VirtualClock
 
-from megarl.rewards.services.limit import Limit, ServiceError, may_pass, nobody_listens, retry_after, seconds_of
+from megarl.rewards.services.limit import Limit, ServiceError, fault_of, nobody_listens, seconds_of
 
 
 def limit(clock: VirtualClock, *how: Any, draw: float = 0.0) -> Limit:
@@ -201,12 +201,14 @@ class TransportError(Exception):
 
 
 def test_errors_of_the_usual_clients_are_understood() -> None:
-    assert may_pass(HttpxError(Reply(429))) and may_pass(HttpxError(Reply(503))) and may_pass(AiohttpError(408))
-    assert not may_pass(HttpxError(Reply(401))) and not may_pass(AiohttpError(400)) and not may_pass(ValueError("x"))
-    assert may_pass(TransportError()) and may_pass(ConnectionRefusedError())
-    assert retry_after(HttpxError(Reply(429, Retry_After="7"))) == 7.0
-    assert retry_after(AiohttpError(429)) == 3.0
-    assert retry_after(HttpxError(Reply(429))) is retry_after(ValueError("x")) is None
+    lost = (TransportError(), ConnectionRefusedError())
+    for error in (HttpxError(Reply(429)), HttpxError(Reply(503)), AiohttpError(408), *lost):
+        assert fault_of(error).passes
+    for error in (HttpxError(Reply(401)), AiohttpError(400), ValueError("x")):
+        assert not fault_of(error).passes
+    assert fault_of(HttpxError(Reply(429, Retry_After="7"))).after_s == 7.0
+    assert fault_of(AiohttpError(429)).after_s == 3.0
+    assert fault_of(HttpxError(Reply(429))).after_s is fault_of(ValueError("x")).after_s is None
 
 
 def test_retry_after_may_be_a_date() -> None:

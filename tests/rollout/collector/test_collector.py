@@ -8,20 +8,24 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import psutil
 import pytest
 from fake_servers import Writer, babbling, completion_of, serving_in_a_process, serving_in_a_thread
+from states import fenced, held, trusted
 from tiny_server import ALPHABET
 
 from megarl.processes import programs
 from megarl.rewards.result import RewardResult
 from megarl.rollout.collect import for_completion
+from megarl.rollout.collector.collector import CollectorSettings
 from megarl.rollout.collector.collector_client import CollectorError, Collectors, Ticket
+from megarl.rollout.collector.messages import Order
 from megarl.rollout.protocol import SamplingParams
-from megarl.sample import Prompt, VersionSpan
+from megarl.rollout.settings import GenerationSettings
+from megarl.samples.sample import Prompt, VersionSpan
 
 PARAMS = SamplingParams(max_new_tokens=6, sampling_seed=4)
 LIMIT_S = 240.0
@@ -125,9 +129,14 @@ def make_collectors(model_path, tmp_path, monkeypatch):
     )  # as on machines with GPUs: they import for themselves what they need
     made = []
 
-    def make(urls, **options):
-        settings = {"token": "", "timeout_s": 200, "make_scorer": partial(Scorer, bonus=0.5), **options}
-        collectors = Collectors(urls=urls, tokenizer_path=model_path, log_path=tmp_path / "collector.log", **settings)
+    def make(urls, *, token="", make_scorer=None, **options):
+        """`options`: of the generation, and of Collectors."""
+        make_scorer = make_scorer or partial(Scorer, bonus=0.5)
+        names = options.keys() & {field.name for field in fields(GenerationSettings)}
+        generation = GenerationSettings(timeout_s=200, **{name: options.pop(name) for name in names})
+        log = tmp_path / "collector.log"
+        settings = CollectorSettings(tuple(urls), token, model_path, generation, make_scorer, log)
+        collectors = Collectors(settings, **options)
         made.append(collectors)
         return collectors
 
@@ -155,7 +164,7 @@ def test_groups_of_a_real_server(server, make_collectors):
     few = collectors.submit(prompts(5, first=20), n=2, params=PARAMS)
     early, late = filled(collectors, many), filled(collectors, few)
     assert [group[0].prompt.uid for group in [*early, *late]] == [f"0-{i}" for i in range(25)]
-    assert all(0 < ticket.written_at < ticket.came_at <= time.monotonic() for ticket in [*many, *few])
+    assert all(0 < ticket.generated_at < ticket.came_at <= time.monotonic() for ticket in [*many, *few])
     assert {len(group) for group in early} == {3} and {len(group) for group in late} == {2}
     for sample in early[0]:
         assert sample.reward == sample.num_learnt + 0.5
@@ -218,7 +227,7 @@ def test_a_cancelled_order_is_never_filled_and_the_server_stops_writing(collecti
     with collecting(writer) as (collectors, _, call):
         wanted, unwanted = (collectors.submit(prompts(4, first), n=2, params=PARAMS) for first in (0, 4))
         until(collectors, lambda: len(writer.ended) == 16)
-        collectors.cancel([*unwanted, Ticket(prompts(1)[0])])
+        collectors.cancel([*unwanted, Ticket(Order(-1, prompts(1)[0], 2, PARAMS))])
         until(collectors, lambda: len(writer.ended) == 8)
         call(writer.go.set)
         filled(collectors, wanted)
@@ -233,15 +242,15 @@ def test_a_held_server_waits_for_its_trust(collecting):
     writer = Writer("3")
     with collecting(writer, fenced=True, salted=True) as (collectors, urls, _):
         tickets = collectors.submit(prompts(2), n=1, params=PARAMS)
-        collectors.trust(urls[0], 3)
+        collectors.update(trusted(urls[0], 3))
         filled(collectors, tickets)
         assert {body["cache_salt"].split(".")[1] for body in writer.bodies} == {"3"}
-        collectors.hold(urls[0])
+        collectors.update(held(urls[0]))
         later = collectors.submit(prompts(2, first=2), n=1, params=PARAMS)
         for _ in range(20):
             collectors.wait(0.02)
         assert len(writer.bodies) == 2
-        collectors.trust(urls[0], 4)
+        collectors.update(trusted(urls[0], 4))
         writer.version = "4"
         filled(collectors, later)
         check([*tickets, *later], 1)
@@ -252,7 +261,7 @@ def test_a_server_that_answers_nonsense_is_named_once_and_asked_no_more(collecti
     unfit = []
     with collecting(babbling, Writer(), fenced=True, reports_unfit=True) as (collectors, urls, _):
         for url in urls:
-            collectors.trust(url, 0)
+            collectors.update(trusted(url, 0))
         tickets = collectors.submit(prompts(12), n=2, params=PARAMS)
         filled(collectors, tickets)
         check(tickets, 2)
@@ -275,7 +284,7 @@ def test_a_collector_that_is_killed_or_stopped_loses_nothing_and_doubles_nothing
     writers, said = (Writer(), Writer()), []
     with collecting(*writers, fenced=True, max_restarts=100, warn=said.append, **options) as (collectors, urls, call):
         for url in urls:
-            collectors.trust(url, 0)
+            collectors.update(trusted(url, 0))
         early = collectors.submit(prompts(20), n=2, params=PARAMS)
         filled(collectors, early)
         early_groups = [ticket.group for ticket in early]
@@ -330,7 +339,7 @@ def test_a_collector_that_ends_too_often_ends_the_run(collecting):
         os.kill(collectors.pids[0], signal.SIGKILL)
         until(collectors, lambda: collectors.counters["restarts"] == 1)
         os.kill(collectors.pids[0], signal.SIGKILL)
-        with pytest.raises(CollectorError, match=r"after 1 restarts .*ended with exit code -9.*collector\.log"):
+        with pytest.raises(CollectorError, match=r"after 1 restarts, .*ended with exit code -9.*collector\.log"):
             filled(collectors, tickets)
 
 
@@ -340,12 +349,12 @@ def test_the_orders_of_a_collector_without_servers_go_to_another_one(collecting,
     with collecting(first, second, num_collectors=2, fenced=True, move_after_s=0.0) as (collectors, urls, call):
         tickets = collectors.submit(prompts(10), n=2, params=PARAMS)
         assert collectors.counters["orders_waiting"] == 10, "nobody has a server yet"
-        collectors.trust(urls[0], 0)
+        collectors.update(trusted(urls[0], 0))
         until(collectors, lambda: len(first.ended) == 20)
-        collectors.fence(urls[0])
+        collectors.update(fenced(urls[0]))
         collectors.wait(0.05)
         assert collectors.counters["orders_waiting"] == 0, "while no other collector has a server they stay"
-        collectors.trust(urls[1], 0)
+        collectors.update(trusted(urls[1], 0))
         filled(collectors, tickets)
         check(tickets, 2)
         assert len(second.bodies) == 20 and collectors.counters["restarts"] == 0

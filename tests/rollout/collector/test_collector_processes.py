@@ -14,7 +14,9 @@ from fake_servers import Writer, serving_in_a_thread
 
 from megarl.rewards.scorer import Rewards
 from megarl.rewards.surroundings import Surroundings
+from megarl.rollout.collector.collector import CollectorSettings
 from megarl.rollout.collector.collector_client import Collectors
+from megarl.rollout.settings import GenerationSettings
 
 LIMIT_S = 240.0
 SECRETS = ("MEGARL_TOKEN", "MEGARL_SERVER_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
@@ -32,12 +34,14 @@ def test_collectors_and_rewards_get_allowed_variables_only(model_path, tmp_path,
     for name in SECRETS:
         monkeypatch.setenv(name, f"the secret of {name}")
     collectors = Collectors(
-        urls=["http://127.0.0.1:9"],
-        token="",
-        tokenizer_path=model_path,
-        make_scorer=partial(Rewards, ["exact"], surroundings=Surroundings(environment={"OWN": "the secret of OWN"})),
-        timeout_s=200,
-        log_path=tmp_path / "collector.log",
+        CollectorSettings(
+            ("http://127.0.0.1:9",),
+            "",
+            model_path,
+            GenerationSettings(timeout_s=200),
+            partial(Rewards, ["exact"], surroundings=Surroundings(environment={"OWN": "the secret of OWN"})),
+            tmp_path / "collector.log",
+        )
     )
     try:
         (pid,) = collectors.pids
@@ -54,7 +58,7 @@ def test_collectors_and_rewards_get_allowed_variables_only(model_path, tmp_path,
 
 
 @pytest.mark.full
-def test_signals_to_the_group_of_the_driver_reach_only_the_driver_and_its_end_ends_all(model_path, tmp_path):
+def test_signal_tree_sigterm_to_all_processes_ends_no_collector_and_the_drivers_end_ends_all(model_path, tmp_path):
     with serving_in_a_thread(Writer()) as (urls, _):
         words = [sys.executable, Path(__file__).parents[2] / "helpers/collector_driver.py", urls[0], model_path]
         driver = subprocess.Popen(
@@ -66,11 +70,13 @@ def test_signals_to_the_group_of_the_driver_reach_only_the_driver_and_its_end_en
         )
         with driver:
             before = said_after(driver, "0-0\n")
-            os.killpg(driver.pid, signal.SIGTERM)
-            assert driver.stdout.readline() == "SIGTERM\n"
-            assert said_after(driver, "0-1\n") == before, "the same collector, no restart"
             started = psutil.Process(driver.pid).children(recursive=True)
             assert len(started) >= 4, "the collector, multiprocessing's two servers, and a process of rewards"
+            for process in (*started, driver):
+                process.send_signal(signal.SIGTERM)
+            assert driver.stdout.readline() == "SIGTERM\n"
+            assert said_after(driver, "0-1\n") == before, "the same collector, no restart"
+            assert all(process.is_running() for process in started)
             os.killpg(driver.pid, signal.SIGINT)
         assert driver.returncode == -signal.SIGINT
     gone, alive = psutil.wait_procs(started, timeout=LIMIT_S)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from megarl.rollout.collect import Scored
-from megarl.rollout.collector.scoring_time import SPENT, ScoringTime, timed
-from megarl.sample import Completion, Prompt
+from megarl.rollout.collector.collector import SPENT, ScoringTime, timed
+from megarl.samples.sample import Completion, Prompt
 
 
 async def test_it_is_from_the_last_begin_to_the_last_end_of_the_groups_own_calls() -> None:

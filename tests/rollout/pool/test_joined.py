@@ -11,9 +11,10 @@ from tiny_server import Served
 from megarl.rollout.pool import joined
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool import EnginePool
-from megarl.rollout.pool.pool_server import FailedInside, Refused, Senseless, ServerFailed
+from megarl.rollout.pool.pool_server import FailedInside, PieceRequest, Refused, Senseless, ServerFailed
 from megarl.rollout.protocol import SamplingParams, generate_body
-from megarl.sample import Completion
+from megarl.rollout.settings import GenerationSettings
+from megarl.samples.sample import Completion
 
 
 def body(prompt: Sequence[int], seed: int, salt: str | None = None) -> dict[str, Any]:
@@ -160,8 +161,10 @@ async def test_the_server_writes_in_one_request_what_it_writes_in_several(server
     prompts = ([7, 8, 9], [5], [9, 8, 7, 6, 5, 4, 3])
 
     async def written(joins: bool) -> list[Completion]:
-        async with EnginePool([server.url], server.token, timeout_s=120, joins=joins) as pool:
-            found = await asyncio.gather(*(pool.generate(prompt, each) for prompt in prompts for each in params))
+        async with EnginePool([server.url], server.token, GenerationSettings(timeout_s=120, joins=joins)) as pool:
+            found = await asyncio.gather(
+                *(pool.generate(PieceRequest(prompt, each)) for prompt in prompts for each in params)
+            )
             return [piece.completion for piece in found]
 
     for ours, theirs in zip(await written(True), await written(False), strict=True):

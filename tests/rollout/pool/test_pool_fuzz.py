@@ -1,4 +1,4 @@
-"""The pool against replies that hypothesis has spoilt: each is a valid sample, or an attempt that failed."""
+"""The pool against replies that hypothesis has spoilt: each is a sample of a batch, or an attempt that failed."""
 
 import asyncio
 import copy
@@ -16,17 +16,22 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pools import pool_of
+from states import fenced, trusted
 
-from megarl.rollout.engine_support import EngineSupport
+from megarl.data.batch import make_batch
+from megarl.rollout.engine_columns import EngineSupport
 from megarl.rollout.pool.pool import Piece
-from megarl.rollout.protocol import SAMPLING_LOG_PROBS, SamplingParams
+from megarl.rollout.pool.pool_server import PieceRequest
+from megarl.rollout.protocol import SAMPLING_LOG_PROBS, SamplingParams, parse_replies
 from megarl.rollout.wire_columns import column_to_json
-from megarl.sample import SUPPORT
+from megarl.samples.ragged import COUNTS
+from megarl.samples.sample import SUPPORT, Prompt, Sample
 
 NUM_MUTATIONS = 400
 NUM_IDS = 32
 PROMPT = [3, 4, 5]
 PARAMS = SamplingParams(max_new_tokens=6, top_p=0.9, top_k=4)
+COLUMNS_OF_RUN = [EngineSupport(PARAMS.top_p, PARAMS.top_k, NUM_IDS)]
 LAST_RID = "the id of the request"  # in a mutation: replaced by that of the request
 OF_ANOTHER = "the id of another request"
 
@@ -50,7 +55,7 @@ def valid_reply() -> dict[str, Any]:
     meta["output_token_logprobs"] = [[-0.5 * number, token, None] for number, token in enumerate(tokens)]
     meta[SAMPLING_LOG_PROBS] = [-0.25, 0.0, -1.5]
     meta["output_token_sampling_mask"] = [[4, 5], [9], [0, 1, 2]]
-    meta["columns"] = {"height": column_to_json(np.arange(6, dtype=np.uint8))}
+    meta["columns"] = {}
     return {"output_ids": tokens, "meta_info": meta}
 
 
@@ -118,11 +123,25 @@ HEADERS = st.sampled_from(
     ]
 )
 STATUSES = st.sampled_from([201, 204, 301, 307, 400, 401, 404, 408, 413, 418, 422, 429, 500, 502, 503, 504, 599])
+COLUMNS = st.dictionaries(  # for which nobody has asked
+    st.sampled_from(["weird", "advantages", "keep", "tokens", "rows", "", SUPPORT]),
+    st.sampled_from([column_to_json(np.arange(6, dtype=np.uint8)), column_to_json(np.ones((6, 2))), {}, None]),
+    min_size=1,
+)
+
+
+def with_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    reply = valid_reply()
+    reply["meta_info"]["columns"] = columns
+    return reply
+
+
 DEEP = st.builds(lambda: b"[" * 200_000)  # no parser follows it to the end
 BODIES = st.one_of(st.binary(max_size=40), DEEP, st.just(b"\xff\xfe{}"), st.just(b"<html></html>"))
 SPOILT = st.one_of(
     st.builds(Spoilt, value=spoilt_values()),
     st.builds(Spoilt, value=spoilt_values()),
+    st.builds(Spoilt, value=st.builds(with_columns, COLUMNS)),
     st.builds(Spoilt, status=STATUSES, garbage=st.none() | BODIES),
     st.builds(Spoilt, headers=HEADERS),
     st.builds(Spoilt, cut=st.floats(0.0, 0.99), closes=st.booleans()),
@@ -146,20 +165,19 @@ class Bench:
         async def good(request: web.Request) -> web.StreamResponse:
             return await Spoilt().answer(request)
 
-        columns = [EngineSupport(PARAMS.top_p, PARAMS.top_k, NUM_IDS)]
-        how: dict[str, Any] = {"fenced": True, "num_ids": NUM_IDS, "rest_s": 0.0, "columns": columns}
+        how: dict[str, Any] = {"fenced": True, "num_ids": NUM_IDS, "rest_s": 0.0, "columns": COLUMNS_OF_RUN}
         pooled = pool_of(bad, good, timeout_s=60, unfit=self.unfit, **how)
         self.pool, self.urls, _ = await self.stack.enter_async_context(pooled)
 
     async def ask(self, spoilt: Spoilt) -> Piece:
         for url in self.urls:
-            self.pool.trust(url, 7)
+            self.pool.update(trusted(url, 7))
         self.spoilt = spoilt
-        asked = asyncio.create_task(self.pool.generate(PROMPT, PARAMS, prefer=self.urls[0]))
+        asked = asyncio.create_task(self.pool.generate(PieceRequest(PROMPT, PARAMS), prefer=self.urls[0]))
         while not asked.done():
             await asyncio.sleep(0)
-            if any(ask.num_tokens is not None for ask in self.pool._named(self.urls[0]).asks):
-                self.pool.fence(self.urls[0])  # it waits for the push of a version that does not come
+            if any(ask.num_tokens is not None for ask in self.pool._servers[self.urls[0]].asks):
+                self.pool.update(fenced(self.urls[0]))  # it waits for the push of a version that does not come
         return await asked
 
 
@@ -184,9 +202,14 @@ def assert_valid(piece: Piece) -> None:
     edges = [edge for span in versions for edge in (span.start, span.end)]
     assert edges == sorted(edges) and (edges[0], edges[-1]) == (0, len(tokens))
     assert {span.version for span in versions} == {7}
-    support = piece.completion.columns[SUPPORT]
-    assert len(support) == len(PROMPT) + len(tokens)
-    assert all(len(column) == len(support) for column in piece.completion.columns.values())
+    prompt = Prompt("0-0", PROMPT, "")
+    good = parse_replies(valid_reply(), 1, num_asked=len(PROMPT), columns=COLUMNS_OF_RUN)[0].completion
+    batch = make_batch([[Sample.of(prompt, completion, 1.0) for completion in (piece.completion, good)]])
+    counts = batch.columns[SUPPORT + COUNTS].tolist()
+    assert len(counts) == len(batch.tokens) == 2 * len(PROMPT) + len(tokens) + len(good.token_ids)
+    assert all(
+        bool(count) == bool(learnt) for count, learnt in zip(counts, batch.columns["response_mask"], strict=True)
+    )
 
 
 @settings(max_examples=NUM_MUTATIONS, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,15 +1,19 @@
 """Which save a run resumes from, and that a damaged one is named and never used."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from config_helpers import load
+from sandbox_modes import NOBODY
 from saved_runs import Shard, flip, save, save_steps, saver_of
 
-from megarl.trainer.checkpoint.checkpoint import all_checkpoints, changes, find, restore
-from megarl.trainer.checkpoint.manifest import MANIFEST, Damaged
+from megarl.config.schema import Trainer
+from megarl.trainer.checkpoint.checkpoint import MANIFEST, Damaged, all_checkpoints, changes, find, to_resume
+from megarl.trainer.checkpoint.resume import restore
 
 KINDS = [
     MANIFEST,
@@ -50,6 +54,27 @@ def resumed(root: Path, mode: str = "auto", **more: Any) -> tuple[float, list[st
     restore(found, {"actor": actor}, verify=True)
     assert (actor.tensor == actor.tensor[0]).all()
     return float(actor.tensor[0]), said
+
+
+def test_a_foreign_folder_or_file_is_no_save_to_resume_from(root: Path, tmp_path: Path) -> None:
+    """Where a run finds it, and where it is named; a project can say that all are trusted."""
+    run, other = tmp_path / "runs/run", NOBODY
+    save_steps(run / "checkpoints", 2, 4)
+    file = run / "checkpoints/step_00000004/actor/rank_00000.json"
+    (root / "step_00000002").chmod(0o777)
+    os.chown(file, other, -1)
+    where = Trainer(default_local_dir=str(run.parent))
+    assert to_resume(replace(where, resume_mode="disable"), pytest.fail) is None
+    for mode, wrong in (("auto", file), (str(root / "step_00000002"), root / "step_00000002")):
+        named = replace(where, resume_mode=mode)
+        with pytest.raises(
+            ValueError, match=f"^trainer.resume_mode={mode}: others can change .*, as {wrong} has mode "
+        ):
+            to_resume(named, pytest.fail)
+        assert to_resume(replace(named, trust_shared_folders=True), pytest.fail) is not None
+    os.chown(file, os.geteuid(), -1)
+    found = to_resume(where, pytest.fail)
+    assert found is not None and found.step == 4
 
 
 def test_resume_modes(root: Path, tmp_path: Path) -> None:
@@ -185,6 +210,12 @@ def test_other_roles_are_refused_before_any_is_restored(tmp_path: Path) -> None:
     assert torch.equal(actor.tensor, Shard(9).tensor)
 
 
-def test_what_concerns_only_saves_is_no_change_of_a_run() -> None:
-    saves = ["trainer.save_freq=2", "trainer.keep_every_steps=4", "trainer.verify_resume=false"]
-    assert changes(load(saves[0]), load(*saves)) == []
+def test_what_concerns_only_saves_or_says_where_machines_are_is_no_change_of_a_run() -> None:
+    saves = [
+        "trainer.save_freq=2",
+        "trainer.failed_saves=5",
+        "trainer.keep_every_steps=4",
+        "trainer.verify_resume=false",
+    ]
+    there = ["trainer.master_addr=10.0.0.9", "trainer.master_port=29600"]
+    assert changes(load("trainer.nnodes=2", saves[0]), load("trainer.nnodes=2", *there, *saves)) == []

@@ -13,13 +13,12 @@ from config_helpers import BASE, load, tables_kept
 from megarl.config import ConfigError, load_config
 from megarl.data.groups import save_groups
 from megarl.data.ledger import TRAINED, Ledger
-from megarl.plugins import load_plugins
+from megarl.plugins.load import load_plugins
 from megarl.processes.signals import Signals
-from megarl.sample import Completion, Prompt, Sample, VersionSpan
-from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, Checkpoint
+from megarl.samples.sample import Completion, Prompt, Sample, VersionSpan
+from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, SCORES, Checkpoint, Retention, read_scores, write_scores
 from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
-from megarl.trainer.checkpoint.retention import SCORES, Retention, read_scores, write_scores
-from megarl.trainer.checkpoint.save_times import SaveTimes
+from megarl.trainer.resumable import SaveTimes
 
 REWARD = "def score(prompt, completion):\n    return 1.0\n"
 
@@ -172,9 +171,9 @@ def test_scores_come_back(tmp_path: Path) -> None:
 def test_keys_without_an_effect_are_refused() -> None:
     saves = "trainer.save_freq=2"
     for words, because in (
-        ([saves, "trainer.keep_best=1"], "data.val_files=[]: there are no scores"),
-        ([saves, "trainer.keep_best=1", "data.val_files=[v.jsonl]"], "trainer.test_freq=-1: there are no scores"),
-        (["trainer.resume_mode=disable", "trainer.verify_resume=false"], "trainer.resume_mode=disable"),
+        ([saves, "trainer.keep_best=1"], "data.val_files=[]"),
+        ([saves, "trainer.keep_best=1", "data.val_files=[v.jsonl]"], "trainer.test_freq=-1"),
+        (["trainer.resume_mode=disable", "trainer.verify_resume=true"], "trainer.resume_mode=disable"),
     ):
         with pytest.raises(ConfigError, match="has no effect, because") as caught:
             load(*words)

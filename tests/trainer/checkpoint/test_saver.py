@@ -14,15 +14,24 @@ from typing import Any
 
 import pytest
 from saved_runs import SIZE, Shard, no_file_above, save, save_steps, saver_of
+from small_disk import fill, small_disk
 
-from megarl.durable_files import Unreadable, facts_of
 from megarl.group.failures import RankError
+from megarl.io.durable_files import StorageError, Unreadable, facts_of, patient
 from megarl.mcore.checkpoint import files as files_module
+from megarl.metrics.reading.jsonl import append_lines
 from megarl.roles.handles import SaveError
 from megarl.trainer.checkpoint import saver as saver_module
-from megarl.trainer.checkpoint.checkpoint import Checkpoint, all_checkpoints, find
-from megarl.trainer.checkpoint.manifest import MANIFEST, faults_in, read_manifest
-from megarl.trainer.checkpoint.retention import SCORES, read_scores
+from megarl.trainer.checkpoint.checkpoint import (
+    MANIFEST,
+    SCORES,
+    Checkpoint,
+    all_checkpoints,
+    faults_in,
+    find,
+    read_manifest,
+    read_scores,
+)
 
 
 def steps_under(root: Path) -> list[int]:
@@ -196,7 +205,7 @@ def test_a_background_save_is_a_checkpoint_when_all_of_it_is_written(
     [
         (False, 4 * SIZE - 1, "rank 0 could not write: .*File too large"),
         (True, 4 * SIZE - 1, "rank 0 could not write: .*File too large"),
-        (False, 2000, r"\[Errno 27\] File too large"),  # the ranks' files are smaller, and the driver's is not
+        (False, 2000, r"\S+manifest.json: File too large \([0-9,]+ bytes free\)"),  # the ranks' files are smaller
     ],
 )
 def test_a_save_without_room_is_deleted_and_the_run_goes_on(
@@ -213,6 +222,70 @@ def test_a_save_without_room_is_deleted_and_the_run_goes_on(
     assert re.fullmatch(f"the save of step 4 failed and was deleted: {why}.*; {goes_on}", sentence), sentence
     save(saver, 6)  # there is room again
     assert steps_under(tmp_path) == [2, 6]
+
+
+def test_full_disk_makes_a_save_owed_after_so_many_failures_which_is_made_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as root:
+        save_steps(root, 1)
+        said, filler = list[str](), fill(root)
+        saver = saver_of(root, warn=said.append, allowed=2)
+        save(saver, 2)
+        saver.insist(lambda: pytest.fail("one may fail"))
+        save(saver, 3)
+        assert said[0].endswith("; the run goes on, and step_00000001 is its newest checkpoint")
+        assert said[1].endswith("; 2 in a row have failed (trainer.failed_saves=2)") and len(said) == 2
+
+        def save_now() -> None:
+            saver.start(4)
+            saver.describe({})
+
+        def free(sentence: str) -> None:
+            said.append(sentence)
+            filler.unlink()
+
+        with patient(600, free, saver.give_way):
+            saver.insist(save_now)
+        assert (steps_under(root), saver.failed) == ([1, 4], 3), "3 was not made up for, as its state is gone"
+        saver.insist(lambda: pytest.fail("it is made"))
+    assert said[2].startswith(f"{root}: the save of step 4 failed and was deleted: ")
+    assert "; 3 in a row have failed (trainer.failed_saves=2) (" in said[2]
+
+
+def test_full_disk_a_save_that_began_since_is_the_one_that_is_owed(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as root:
+        said, filler = list[str](), fill(root)
+        saver = saver_of(root, in_background=True, warn=said.append)
+        save(saver, 1)
+        saver.finish()
+        assert len(said) == 1 and said[0].endswith("; there is no earlier one to go on from")
+        filler.unlink()
+        save(saver, 2)
+        saver.insist(lambda: pytest.fail("it is being written"))
+        assert steps_under(root) == [2]
+
+
+def test_full_disk_without_any_save_ends_with_the_folder_after_the_wait(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as root:
+        said = list[str]()
+        saver = saver_of(root, warn=said.append)
+        fill(root)
+        save(saver, 1)
+        assert "the save of step 1 failed" in said[0], "also where the run ends and does not wait"
+        ends = f"^{root}: the save of step 2 .*; there is no earlier one .* the run has waited 1 s for room"
+        with patient(1.0, print, saver.give_way), pytest.raises(StorageError, match=ends):
+            saver.insist(lambda: (saver.start(2), saver.describe({}))[1])
+
+
+def test_full_disk_a_save_that_is_written_gives_its_room_to_the_log_of_the_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "run", "128k") as run:
+        said = list[str]()
+        saver = saver_of(run / "checkpoints", warn=said.append)
+        saver.start(1)
+        fill(run)
+        with patient(600, print, saver.give_way):
+            append_lines(run / "visits.jsonl", [{"text": "x" * 4000}])
+        saver.describe({})
+        assert (names_in(run / "checkpoints"), saver.failed) == ([], 1)
 
 
 @pytest.mark.parametrize("limit", [0, 40])

@@ -9,12 +9,13 @@ from config_helpers import load
 
 from megarl.config import Config
 from megarl.data.chat import load_tokenizer
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.data.prompts import Prompts, Row
-from megarl.sample import Prompt
+from megarl.data.prompts import PromptRow, Prompts, RowSettings
+from megarl.samples.sample import Prompt
 from megarl.trainer.checks import reward_trial
-from megarl.trainer.checks.reward_rows import Need, check_audited, check_truths, need_of
 from megarl.trainer.checks.reward_trial import RewardTrial, run_trial
+from megarl.trainer.checks.rewards import Need, check_audited, check_truths, need_of
 
 MINE = """
 import os, time
@@ -72,8 +73,8 @@ def with_rewards(*fns: str) -> Config:
     return load("rollout.engine=hf", f"reward.fn=[{','.join(fns)}]")
 
 
-def row(truth: str | None, source: str = "", text: str = "1+1=") -> Row:
-    return Row("rows.jsonl:7", Prompt("0-6", [5, 6], text, truth, source))
+def row(truth: str | None, source: str = "", text: str = "1+1=") -> PromptRow:
+    return PromptRow("rows.jsonl:7", Prompt("0-6", [5, 6], text, truth, source))
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_a_right_answer_that_is_paid_no_more_than_an_empty_one_is_a_warning(
     config.reward.by_data_source = {**named, "sums": "gsm8k", "marks": "gsm8k_strict"}
     chat = [{"role": "user", "content": "1+1?"}]
     rows = [
-        Row(f"rows.jsonl:{at}", Prompt(f"0-{at}", [5], chat, truth, source))
+        PromptRow(f"rows.jsonl:{at}", Prompt(f"0-{at}", [5], chat, truth, source))
         for at, (truth, source) in enumerate(
             [
                 ("46", "tags"),
@@ -259,7 +260,7 @@ def cheap(solution_str, **kwargs):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", layers=1, hidden=32, ffn=64)
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "hf", TinySizes(layers=1, hidden=32, ffn=64))
 
 
 @pytest.fixture
@@ -272,7 +273,7 @@ def tolerant(tmp_path: Path) -> str:
 def prompts(model: str, *files: tuple[Path, list[Mapping[str, str]]]) -> Prompts:
     for file, rows in files:
         file.write_text("".join(json.dumps({"prompt": "1+1=", **row}) + "\n" for row in rows))
-    return Prompts([str(file) for file, _ in files], load_tokenizer(model), max_prompt_length=8)
+    return Prompts([str(file) for file, _ in files], load_tokenizer(model), RowSettings(8))
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,21 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from run_logs import run_log
 
 from megarl.config import Config, resolved
-from megarl.metrics.evaluation.audit import Audit
-from megarl.metrics.evaluation.evaluation import Mean, cut_off
-from megarl.metrics.jsonl import append_lines, read_lines
+from megarl.metrics.computing.audit import Audit
+from megarl.metrics.computing.evaluation import Mean, cut_off
+from megarl.metrics.reading.jsonl import append_lines, read_lines
 from megarl.rewards.result import to_result
-from megarl.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
+from megarl.samples.sample import Completion, LostRollout, Prompt, Sample, VersionSpan
 from megarl.servers.supervisor import ServerDied, ServerEvent, State
-from megarl.trainer.checks.reward_rows import chosen_rewards, say_chosen
-from megarl.trainer.evaluation import evaluate
-from megarl.trainer.evaluation.beside import Beside
-from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, look_after, read_audit
-from megarl.trainer.evaluation.record import weights_of
+from megarl.trainer.checks import reward_trial
+from megarl.trainer.checks.rewards import chosen_rewards, say_chosen
+from megarl.trainer.evaluation import command
+from megarl.trainer.evaluation.command import look_after, weights_of
+from megarl.trainer.evaluation.evaluate import Evaluation, Evaluator, read_audit
+from megarl.trainer.evaluation.in_training import Evaluations
 
 ROW = Prompt("eval-0", [1], "1+1=", "2")
 PROMPTS = SimpleNamespace(all=lambda _: [ROW], some=lambda _: [], sets=lambda _: ["sums"], questions=[])
@@ -68,10 +70,10 @@ def evaluated(
         assert not trains, "the GPUs are the servers'"
         return nullcontext(parts)
 
-    patch.setattr(evaluate, "Infrastructure", infrastructure)
-    patch.setattr(evaluate, "make_collectors", lambda _, urls, *args, **how: asked.extend(urls) or collectors)
-    patch.setattr(evaluate, "read_prompts", lambda *_, **__: prompts)
-    assert evaluate.main(config) == 0
+    patch.setattr(command, "Infrastructure", infrastructure)
+    patch.setattr(command, "make_collectors", lambda _, urls, *args, **how: asked.extend(urls) or collectors)
+    patch.setattr(reward_trial, "read_prompts", lambda *_, **__: prompts)
+    assert command.main(config) == 0
     return asked
 
 
@@ -100,7 +102,7 @@ def test_completions_are_asked_of_servers_or_their_router_which_are_looked_after
     collectors = MagicMock(**{"submit.return_value": [ticket, done]})
     two = {"all": lambda _: [ROW] * 2, "sets": lambda _: ["sums"] * 2}
     collectors.wait.side_effect = lambda: setattr(ticket, "group", next(answers))
-    monkeypatch.setattr(evaluate, "look_after", lambda servers, router: looks.append(servers.urls))
+    monkeypatch.setattr(command, "look_after", lambda servers, router: looks.append(servers.urls))
     prompts = SimpleNamespace(**vars(PROMPTS) | two)
     assert evaluated(config, monkeypatch, collectors, prompts, router=router) == (
         [A, B] if router is None else [ROUTER]
@@ -353,8 +355,8 @@ def test_the_audit_of_a_run_that_resumes_is_that_of_its_file(tmp_path: Path) -> 
     assert evaluation(2).metrics()["val-aux/sums/audit/mean@1"] == 0.5
 
 
-def beside(story: list[Any], *, holding: bool = True) -> tuple[Beside, Any]:
-    """One whose evaluator is ready at the third question, and trackers."""
+def beside(story: list[Any], folder: Path, *, holding: bool = True) -> Evaluations:
+    """One whose evaluator is ready at the third question."""
     questions = iter((False, False, True))
     evaluator: Any = SimpleNamespace(
         progress=(1, 4),
@@ -364,26 +366,33 @@ def beside(story: list[Any], *, holding: bool = True) -> tuple[Beside, Any]:
         cancel=lambda: story.append("cancel"),
     )
     servers: Any = SimpleNamespace(version=7, watch=lambda: holding)
-    trackers = SimpleNamespace(stage=lambda name, done, total: story.append(f"{name} {done} of {total}"))
-    found = Beside(evaluator, servers, lambda step, found: story.append((step, found.version)), story.append)
-    return found, trackers
+    trackers: Any = SimpleNamespace(
+        stage=lambda name, done, total: story.append(f"{name} {done} of {total}"),
+        log=lambda step, metrics: story.append((step, metrics["val/version"])),
+    )
+    saver: Any = SimpleNamespace(poll=lambda: story.append("poll"), note_score=lambda *_: None)
+    return Evaluations(evaluator, servers, run_log(folder, trackers), saver)
 
 
-def test_it_begins_with_the_version_that_the_servers_hold_and_is_noted_at_its_step_or_given_up() -> None:
+def test_it_begins_with_the_version_that_the_servers_hold_and_is_noted_at_its_step_or_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     story: list[Any] = []
-    evaluation, trackers = beside(story)
+    evaluation = beside(story, tmp_path)
     evaluation.begin()
-    evaluation.finish(lambda: story.append("look"), trackers)
+    evaluation.finish()
     assert story == [] and not evaluation.has_begun, "nothing is planned"
     evaluation.plan(7)
     evaluation.begin()
     story.append("gradient")
     for _ in range(2):
-        evaluation.finish(lambda: story.append("look"), trackers)
-    assert story == [("submit", 7), "gradient", *["look", "testing 1 of 4"] * 2, (7, 7)]
+        evaluation.finish()
+    assert story == [("submit", 7), "gradient", *["poll", "testing 1 of 4"] * 2, (7, 7.0)]
     del story[:]
-    evaluation, trackers = beside(story, holding=False)
+    evaluation = beside(story, tmp_path, holding=False)
     evaluation.plan(7)
     evaluation.begin()
-    evaluation.finish(lambda: story.append("look"), trackers)
-    assert story[1:] == ["cancel", "the evaluation after step 7 is given up: no server holds its weights any more"]
+    evaluation.finish()
+    assert story[1:] == ["cancel"]
+    said = capsys.readouterr().err
+    assert said == "warning: the evaluation after step 7 is given up: no server holds its weights any more\n"

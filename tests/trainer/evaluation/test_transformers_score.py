@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from megarl.data.chat import load_tokenizer
+from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.rewards.scorer import Rewards
-from megarl.sample import Prompt
+from megarl.rewards.scorer import Rewards, RewardSettings
+from megarl.samples.sample import Prompt
 from megarl.trainer.evaluation.transformers_score import Task, TransformersScore, score
 
 LIMIT_S = 240.0
@@ -33,7 +34,7 @@ async def hangs(prompt, completion):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(write_tiny_model(tmp_path_factory.mktemp("model") / "hf", layers=1, hidden=32, ffn=64))
+    return Path(write_tiny_model(tmp_path_factory.mktemp("model") / "hf", TinySizes(layers=1, hidden=32, ffn=64)))
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def task(folder: Path, reward: str) -> Task:
     tokenizer = load_tokenizer(str(folder))
     texts = ["1+1=", "2+2=", "34+5=", "abc"]  # of several lengths
     prompts = [Prompt(str(i), tokenizer(text)["input_ids"], text, "") for i, text in enumerate(texts)]
-    return Task(str(folder), prompts, partial(Rewards, [reward], timeout_s=1.0), 3)
+    return Task(str(folder), prompts, partial(Rewards, [reward], RewardSettings(timeout_s=1.0)), 3)
 
 
 @pytest.mark.full

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_distill import first_near
 
+from benchmarks.quickstart.bench_distill import first_near
 from megarl import train
 from megarl.cli import main
 from megarl.config import Config, load_config
-from megarl.config.schema.teachers import Teacher, TeacherModel
-from megarl.metrics.jsonl import read_series
+from megarl.config.schema.roles import Teacher, Weights
+from megarl.data.chat import load_tokenizer
+from megarl.data.examples.sizes import TinySizes
+from megarl.metrics.reading.jsonl import read_series
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 from megarl.trainer.recipes.cold_start import cold_start
 
@@ -134,7 +136,7 @@ def test_a_file_makes_the_models_that_are_not_there() -> None:
         train.prepare(config)
     assert Path("model/config.json").exists()
     Path("again.py").write_text(MAKES.replace('"x"', '"w"'))
-    config.trainer.prepare, config.teachers["a"] = "again.py", Teacher(model=TeacherModel("taught"))
+    config.trainer.prepare, config.teachers["a"] = "again.py", Teacher(model=Weights("taught"))
     train.prepare(config)
     assert Path("taught/config.json").exists()
     config.model.path, config.model.config = "third", {"vocab_size": 17}
@@ -149,8 +151,25 @@ def test_another_model_than_that_of_the_cold_start_is_refused_before_anything_is
     config, _ = load_config(["recipe=quickstart", "model.path=runs/elsewhere/hf"])
     written: list[Path] = []
     with pytest.raises(ValueError, match=r"^model\.path=runs/elsewhere/hf: .* own is runs/quickstart_sft/hf"):
-        cold_start(config, ["recipe=quickstart_sft"], write_data=written.append, model={})
+        cold_start(config, ["recipe=quickstart_sft"], write_data=written.append, model=TinySizes())
     config, _ = load_config(["recipe=quickstart_distill", "teachers.sums.model.path=elsewhere"])
     with pytest.raises(ValueError, match=r"^teachers\.sums\.model\.path=elsewhere: .* is runs/quickstart_teacher_sft"):
-        cold_start(config, ["recipe=quickstart_teacher_sft"], write_data=written.append, model={}, role="teachers.sums")
+        cold_start(
+            config,
+            ["recipe=quickstart_teacher_sft"],
+            write_data=written.append,
+            model=TinySizes(),
+            role="teachers.sums",
+        )
     assert not written
+
+
+def test_a_cold_start_makes_a_model_with_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megarl.trainer.recipes.cold_start.sft", lambda _: None)
+    config, _ = load_config(["recipe=quickstart"])
+    words, sizes = ["recipe=quickstart_sft", "model.path=initial"], TinySizes(hidden=32, layers=1, ffn=32)
+    cold_start(config, words, write_data=lambda _: None, model=sizes, tokens=["<tool_call>"])
+    tokenizer = load_tokenizer("initial")
+    assert len(tokenizer.encode("<tool_call>")) == 1
+    assert json.loads(Path("initial/config.json").read_text())["hidden_size"] == 32

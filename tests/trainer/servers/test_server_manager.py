@@ -12,13 +12,15 @@ from typing import Any, cast
 import pytest
 
 from megarl.rollout.client import ServerError
-from megarl.servers.engines import ENGINES
+from megarl.rollout.server_states import Phase, ServerState
 from megarl.servers.launch import EngineLaunch, ServerCommand
+from megarl.servers.server_process import ENGINES
 from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State, Supervision
-from megarl.train import push
-from megarl.trainer.observed.run_log import Totals
+from megarl.trainer.run import Run
 from megarl.trainer.servers import server_manager as fleet_module
+from megarl.trainer.servers.colocation import ALL, Turns
 from megarl.trainer.servers.server_manager import ServerManager
+from megarl.trainer.telemetry.run_log import Totals
 from megarl.weights.push.report import PushReport
 from megarl.weights.verify.canary import Canary
 
@@ -48,9 +50,13 @@ class FakeServers:
         events, self.coming = self.coming, []
         return events
 
-    def restart(self, index: int, reason: str) -> list[ServerEvent]:
-        self.restarted.append(self.urls[index])
-        return [self.event(self.urls[index], State.RESTING, reason)]
+    @property
+    def serving(self) -> list[str]:
+        return [url for url, state in zip(self.urls, self.states, strict=True) if state is State.SERVING]
+
+    def restart(self, url: str, reason: str) -> list[ServerEvent]:
+        self.restarted.append(url)
+        return [self.event(url, State.RESTING, reason)]
 
 
 class Noted:
@@ -64,17 +70,22 @@ class Noted:
         self.warnings: list[str] = []
         self.story: list[tuple[str, ...]] = []  # of pushes and of memory
         self.told: list[tuple[str, str]] = []  # whom to trust, and whom not
+        self.unfit: list[dict[str, str]] = []  # what is found between two looks
 
-    def trust(self, url: str, version: int, adapter: str | None = None) -> None:
-        self.trusted.setdefault(url, set()).add(version)
-        self.told.append(("trust", url))
+    def take_unfit(self) -> dict[str, str]:
+        return self.unfit.pop(0) if self.unfit else {}
 
-    def hold(self, url: str) -> None:
-        self.story.append(("hold", url))
-
-    def fence(self, url: str) -> None:
-        self.trusted[url] = set()
-        self.told.append(("fence", url))
+    def update(self, state: ServerState) -> None:
+        match state.phase:
+            case Phase.GENERATING:
+                assert state.version is not None
+                self.trusted.setdefault(state.url, set()).add(state.version)
+                self.told.append(("trust", state.url))
+            case Phase.HELD:
+                self.story.append(("hold", state.url))
+            case Phase.FENCED:
+                self.trusted[state.url] = set()
+                self.told.append(("fence", state.url))
 
     def push(self, urls: Sequence[str], version: int) -> dict:
         self.pushes.append((tuple(urls), version))
@@ -119,13 +130,13 @@ class FakeColocation:
 class Fleet:
     """A server manager over two servers, and what it did with them."""
 
-    def __init__(self, *, shares: bool = False, **how: Any) -> None:
+    def __init__(self, *, shares: bool = False, lends: Sequence[str] = ALL, **how: Any) -> None:
         self.servers, self.said = FakeServers(A, B), Noted()
         self.colocation = FakeColocation(self.said.story)
         if shares:
-            how |= {"colocation": self.colocation, "canary": self._canary}
-        servers, collector = cast(Any, self.servers), self.said
-        self.manager = ServerManager(servers, collector, self.said.push, self.said.warnings.append, **how)
+            how["turns"] = Turns(cast(Any, self.colocation), self._canary, lends)
+        servers = cast(Any, self.servers)
+        self.manager = ServerManager(servers, self.said, self.said.push, self.said.warnings.append, **how)
 
     def _canary(self) -> Canary:
         self.said.story.append(("the trainer sings",))
@@ -157,7 +168,7 @@ def test_a_verified_push_lets_all_servers_write_and_requests_are_held_meanwhile(
     fleet.manager.push(1)
     assert fleet.said.trusted == {A: {0, 1}, B: {0, 1}}
     assert fleet.manager.holding == {A, B}
-    assert fleet.said.story == [("hold", A), ("hold", B), ("push", A, B)] * 2
+    assert fleet.said.story == [("push", A, B), ("hold", A), ("hold", B), ("push", A, B)]
 
 
 def test_a_server_that_fails_its_push_is_fenced_and_pushed_again_alone(fleet: Fleet) -> None:
@@ -219,7 +230,8 @@ def test_slower_ways_are_counted_and_told_those_of_repairs_too(fleet: Fleet) -> 
 def test_a_push_counts_as_verified_if_its_report_says_so_of_every_server(change: dict[str, Any], verified: int) -> None:
     report = asdict(PushReport(3, 1, 4, 0, {A: "gathered", B: "gathered"}, {}, {}, [], {})) | change
     totals = Totals(0.0, {})
-    push(3, cast(Any, SimpleNamespace(push=lambda version: report)), totals)
+    servers = SimpleNamespace(push=lambda version: report)
+    Run.push(cast(Any, SimpleNamespace(log=SimpleNamespace(totals=totals), server_manager=servers)), 3)
     assert (totals.pushes, totals.pushes_verified) == (1, verified)
 
 
@@ -248,11 +260,11 @@ def test_a_dead_server_is_out_of_service_until_it_came_back_and_was_pushed(fleet
 
 
 def test_a_server_that_a_collector_found_unfit_is_started_again_and_pushed() -> None:
-    found = [{B: "it hangs"}]
-    fleet = Fleet(unfit=lambda: found.pop(0) if found else {})
+    fleet = Fleet()
+    fleet.said.unfit = [{B: "it hangs"}]
     fleet.manager.push(0)
     assert fleet.servers.restarted == [], "it holds no weights of this trainer's yet"
-    found += [{B: "it hangs"}, {B: "it hangs, says another collector"}, {"http://127.0.0.1:3": "unknown"}]
+    fleet.said.unfit += [{B: "it hangs"}, {B: "it hangs, says another collector"}, {"http://127.0.0.1:3": "unknown"}]
     fleet.manager.check_servers()
     assert fleet.servers.restarted == [B] and fleet.manager.counts["servers_died"] == 1
     assert fleet.said.trusted == {A: {0}, B: set()}
@@ -296,10 +308,9 @@ def phases(story: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def test_on_shared_gpus_room_for_the_cache_is_taken_when_the_push_is_over(sharing: Fleet) -> None:
     some = Fleet(shares=True, lends=["kv_cache"])
     some.manager.release_memory()
-    assert phases(some.said.story) == [("hold",), ("release_memory", "kv_cache")], "servers lend what they were said to"
+    assert phases(some.said.story) == [("release_memory", "kv_cache")], "servers lend what they were said to"
     sharing.manager.push(0)
     assert phases(sharing.said.story) == [
-        ("hold",),
         ("release_memory", "weights", "kv_cache", "cuda_graph"),
         ("the trainer sings",),
         ("resume_memory", "weights"),

@@ -16,19 +16,23 @@ from async_tests import in_a_loop
 from fake_servers import AdapterWriter, completion_of, serving
 from hf_configs import hf_of as config_of
 from peft_folder import peft_settings
+from states import trusted
 
 from megarl.mcore.models.lora import LoraSettings
 from megarl.rollout.client import ServerClient, ServerError
-from megarl.rollout.pieces import write
+from megarl.rollout.continuation import generate_completion
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.protocol import Route, SamplingParams
-from megarl.sample import VersionSpan
+from megarl.rollout.settings import GenerationSettings
+from megarl.samples.sample import VersionSpan
+from megarl.servers.launch import WEIGHT_LOADER
+from megarl.weights.clock import Clock
 from megarl.weights.hf.adapter import adapter_table, module_names, peft_config
 from megarl.weights.mapping.names import ShardCoordinate
 from megarl.weights.push import adapter_push
 from megarl.weights.push.adapter_push import AdapterPusher, Encoded, give_adapter, outdated
-from megarl.weights.push.report import Clock, PushError, PushReport
-from megarl.weights.push.servers import RECEIVER
+from megarl.weights.push.report import PushError, PushReport
+from megarl.weights.push.settings import PushSettings
 
 HF = config_of("qwen3", num_hidden_layers=2)
 MIXTRAL = config_of("mixtral", num_hidden_layers=2)
@@ -108,7 +112,7 @@ class TwoRanks(ServerClient):
         return {"success": True}
 
 
-OURS: dict[str, Any] = {"custom_weight_loader": [RECEIVER]}
+OURS: dict[str, Any] = {"custom_weight_loader": [WEIGHT_LOADER]}
 TENSORS = {"a": torch.arange(600.0).view(2, 300), "b": torch.ones(2)}
 NUM_BYTES = 602 * 4
 
@@ -165,7 +169,8 @@ CONFIG: Any = {}
 
 
 def pusher_of(urls: list[str], keep: int = 2, timeout_s: float = 60.0, life: str = "first") -> AdapterPusher:
-    return AdapterPusher(urls, "token", CONFIG, base_model="base", keep=keep, life=life, timeout_s=timeout_s)
+    settings = PushSettings(tuple(urls), "token", timeout_s=timeout_s, adapters_kept=keep)
+    return AdapterPusher(settings, CONFIG, base_model="base", life=life)
 
 
 async def push(pusher: AdapterPusher, urls: list[str], version: int) -> PushReport:
@@ -243,17 +248,20 @@ async def test_a_request_of_an_adapter_that_goes_is_ended_and_its_completion_goe
     assert len(expected) > 6
 
     server = AdapterWriter(stops_after=3)
-    async with serving(server) as (urls, _), EnginePool(urls, "token", timeout_s=60, fenced=True) as pool:
+    async with (
+        serving(server) as (urls, _),
+        EnginePool(urls, "token", GenerationSettings(timeout_s=60, fenced=True)) as pool,
+    ):
         pusher = pusher_of(urls)
         (url,) = urls
 
         async def push_and_trust(version: int) -> None:
             report = await push(pusher, urls, version)
             assert report.failed == {}
-            pool.trust(url, version, report.adapter)
+            pool.update(trusted(url, version, report.adapter))
 
         await push_and_trust(0)
-        writing = asyncio.create_task(write(pool, [5, 6], params))
+        writing = asyncio.create_task(generate_completion(pool, [5, 6], params))
         while not server.ended:  # it has begun
             await asyncio.sleep(0)
         await push_and_trust(1)

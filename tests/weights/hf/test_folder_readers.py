@@ -13,10 +13,9 @@ from tiny_models import tiny_model, write_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megarl.arch.hf_config import read_hf_config
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.hf_config import read_hf_config
-from megarl.hf_server.generation.model import HFModel
-from megarl.hf_server.names import hub_tensors
+from megarl.hf_server.model import HFModel, hub_tensors
 from megarl.weights.hf.export import finish_folder
 from megarl.weights.hf.folder import INDEX, SINGLE
 from megarl.weights.hf.named import check_folder, check_for_sglang, open_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.layout import RANDOM_WEIGHTS
+from megarl.arch.layout import RANDOM_WEIGHTS
 from megarl.weights.hf.export import finish_folder
 from megarl.weights.hf.folder import HFWriter, _assign_files, clear_weights, copy_tokenizer, open_hf
 from megarl.weights.hf.load import check_names, check_tied, fill, load_hf

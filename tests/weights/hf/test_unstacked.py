@@ -10,8 +10,8 @@ from tiny_models import read_config, write_model, write_packed
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megarl.weights.hf.mxfp4 import dequantized
 from megarl.weights.hf.named import check_names, open_for
+from megarl.weights.hf.unstacked import dequantized
 from megarl.weights.mapping.families import ignorable, stacks_for, table_for
 from megarl.weights.mapping.stacks import Stack, joined
 

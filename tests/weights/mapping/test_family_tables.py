@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from hf_configs import hf_of as config_of
 
-from megarl.layout import padded_vocab_size
+from megarl.arch.layout import padded_vocab_size
 from megarl.weights.hf.named import check_names, open_for
 from megarl.weights.mapping.families import FAMILIES, LAYERS_OF_FURTHER_TOKENS, ignorable, table_for
 from megarl.weights.mapping.names import Op, Piece, ShardCoordinate, Vocab

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tiny_server import CURRENT, ROOT, sglang_of
 
 from megarl.weights.push.buckets import plan_buckets
-from megarl.weights.push.servers import Nature
+from megarl.weights.push.servers import ServerCapabilities
 
 HELPERS = ROOT / "tests" / "helpers"
 QKV = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -39,8 +39,8 @@ def updates(folder: Path, load_format: str) -> dict[str, Any]:
 @pytest.mark.sglang
 def test_flash_rl_takes_buckets_and_folders_again_and_again(tmp_path: Path) -> None:
     """The parts of a fused weight may come in several buckets, because each row has a scale of its own."""
-    nature = Nature.read({"version": CURRENT, "load_format": "flash_rl", "quantization": "fp8"}, {})
-    assert nature.disk_format is not None, "its own format can be loaded only once"
-    found = updates(tmp_path, nature.disk_format)
+    able = ServerCapabilities.read({"version": CURRENT, "load_format": "flash_rl", "quantization": "fp8"}, {})
+    assert able.disk_format is not None, "its own format can be loaded only once"
+    found = updates(tmp_path, able.disk_format)
     assert found["read"] == [found["pushed"]] * 2, "a folder of the pushed weights changes nothing"
     assert set(found["per_channel"].values()) == {True}

@@ -1,17 +1,20 @@
-"""What the trainer knows of servers: their nature and digests, their GPUs, and what its ranks settle before slices."""
+"""What the trainer knows of servers: capabilities, digests, and GPUs; and what its ranks agree on before slices."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.config.tried import TRIED
-from megarl.weights.mapping.names import ShardCoordinate
+from megarl.arch.sglang_options import TRIED
+from megarl.rollout.client import ServerClient
+from megarl.servers.launch import WEIGHT_LOADER
 from megarl.weights.push import push
+from megarl.weights.push.checks import check_digests
 from megarl.weights.push.gpu_handles import gpus_of, take, wanted_handles
 from megarl.weights.push.report import PushError
 from megarl.weights.push.routes import Claim, members_of, message_bytes_of
-from megarl.weights.push.servers import RECEIVER, Nature, Server, check_digests
+from megarl.weights.push.servers import Server, ServerCapabilities
+from megarl.weights.push.settings import PushSettings
 
 SENT = {"embed": "1", "norm": "2"}
 
@@ -37,21 +40,21 @@ ON_GPU = TOLD | {"version": "0.5.23", "tp_size": 2, "device": "cuda", "base_gpu_
 
 
 def test_what_a_server_says_of_itself() -> None:
-    nature = Nature.read(ON_GPU | {"custom_weight_loader": [RECEIVER]}, CONFIG)
-    assert (nature.engine, len(nature.coordinates), nature.hashes, nature.first_gpu) == ("sglang", 2, "words", 4)
-    assert nature.is_plain and nature.has_receiver and nature.started == '{"s": 1.5}'
-    ours = Nature.read({"version": "megarl-hf", "device": "cpu"}, CONFIG)
-    assert (ours.engine, ours.coordinates, ours.hashes, ours.first_gpu) == ("hf", (ShardCoordinate(),), "sha256", None)
+    able = ServerCapabilities.read(ON_GPU | {"custom_weight_loader": [WEIGHT_LOADER]}, CONFIG)
+    assert (able.layout, able.first_gpu) == (("sglang", 2, 1, 1, "words"), 4)
+    assert able.is_plain and able.has_receiver and able.started == '{"s": 1.5}'
+    ours = ServerCapabilities.read({"version": "megarl-hf", "device": "cpu"}, CONFIG)
+    assert (ours.layout, ours.first_gpu) == (("hf", 1, 1, 1, "sha256"), None)
     assert ours.is_plain and not ours.has_receiver
-    ours = Nature.read({"version": "megarl-hf", "device": "cuda", "base_gpu_id": 3}, CONFIG)
-    assert (ours.hashes, ours.first_gpu, ours.is_plain) == ("words", 3, True)
+    ours = ServerCapabilities.read({"version": "megarl-hf", "device": "cuda", "base_gpu_id": 3}, CONFIG)
+    assert (ours.layout.hashes, ours.first_gpu, ours.is_plain) == ("words", 3, True)
 
 
 def test_attention_groups_are_read_from_the_server() -> None:
     groups = {"tp_size": 4, "ep_size": 2, "attn_dp_size": 2, "dp_size": 1, "enable_dp_lm_head": True}
-    nature = Nature.read(ON_GPU | groups | {"moe_a2a_backend": "none", "moe_dense_tp_size": None}, CONFIG)
-    assert nature.is_plain
-    assert [(c.attn_rank, c.attn, c.ep_rank) for c in nature.coordinates] == [
+    able = ServerCapabilities.read(ON_GPU | groups | {"moe_a2a_backend": "none", "moe_dense_tp_size": None}, CONFIG)
+    assert able.is_plain
+    assert [(c.attn_rank, c.attn, c.ep_rank) for c in able.layout.coordinates] == [
         (0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1),
     ]  # fmt: skip
 
@@ -74,13 +77,16 @@ def test_attention_groups_are_read_from_the_server() -> None:
     ],
 )
 def test_servers_that_hold_tensors_in_a_way_of_their_own_are_told_apart(change: dict[str, object]) -> None:
-    assert not Nature.read(ON_GPU | change, CONFIG).is_plain
+    assert not ServerCapabilities.read(ON_GPU | change, CONFIG).is_plain
 
 
 def test_a_server_that_fuses_shared_experts_or_does_not_say_what_it_does_is_told_apart() -> None:
     shared, unsaid = {**CONFIG, "n_shared_experts": 1}, {key: ON_GPU[key] for key in ON_GPU if key != "pp_size"}
-    fusion = [Nature.read(ON_GPU | {"disable_shared_experts_fusion": off}, shared).is_plain for off in (True, False)]
-    assert fusion == [True, False] and not Nature.read(unsaid, CONFIG).is_plain
+    fusion = [
+        ServerCapabilities.read(ON_GPU | {"disable_shared_experts_fusion": off}, shared).is_plain
+        for off in (True, False)
+    ]
+    assert fusion == [True, False] and not ServerCapabilities.read(unsaid, CONFIG).is_plain
 
 
 def test_a_server_is_paused_before_an_update_of_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +95,9 @@ def test_a_server_is_paused_before_an_update_of_it_begins(monkeypatch: pytest.Mo
 
     class Noting(Server):
         def probe(self) -> None:
-            self.nature = Nature.read(TOLD | {"version": "0.5.23", "custom_weight_loader": [RECEIVER]}, CONFIG)
-
-        def pause(self, mode: str) -> None:
-            calls.append("pause")
+            self.capabilities = ServerCapabilities.read(
+                TOLD | {"version": "0.5.23", "custom_weight_loader": [WEIGHT_LOADER]}, CONFIG
+            )
 
         def open(self) -> None:
             calls.append("open")
@@ -101,14 +106,18 @@ def test_a_server_is_paused_before_an_update_of_it_begins(monkeypatch: pytest.Mo
             calls.append("join")
 
     monkeypatch.setattr(push, "Server", Noting)
-    monkeypatch.setattr(push, "_ranks_of_copy", lambda: 1)
-    lead = push.Pusher(["http://127.0.0.1:9"], "token", CONFIG, transport="gathered")._begin(["http://127.0.0.1:9"], 1)
-    assert lead.targets.waiting() == {"http://127.0.0.1:9": "gathered"} and calls == ["pause", "open"]
+    monkeypatch.setattr(ServerClient, "pause", lambda client, mode: calls.append("pause"))
+    monkeypatch.setattr(push, "ranks_of_copy", lambda: 1)
+    url = "http://127.0.0.1:9"
+    state = push.Pusher(PushSettings((url,), "token", transport="gathered"), CONFIG)._begin([url], 1)
+    assert state.waiting() == {url: "gathered"} and calls == ["pause", "open"]
 
 
 # gpu_handles: on which GPUs the ranks of servers stand, and whose handles they are given
 def server(*gpus: str, first_gpu: int | None = 0) -> Any:
-    return SimpleNamespace(url="http://a", gpus=gpus, nature=SimpleNamespace(first_gpu=first_gpu, coordinates=(0, 1)))
+    return SimpleNamespace(
+        url="http://a", gpus=gpus, capabilities=SimpleNamespace(first_gpu=first_gpu, layout=SimpleNamespace(tp=2))
+    )
 
 
 def test_a_server_stands_where_it_was_said_to_stand_or_else_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

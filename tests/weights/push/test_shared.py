@@ -93,6 +93,44 @@ def test_what_is_no_pickle_is_refused() -> None:
             read_bucket(text)
 
 
+PROTOCOL_2 = pickle.PROTO + b"\x02"
+NAMES = {
+    "torch": ["Tensor", "Size", "uint8", "float32"],
+    "types": ["SimpleNamespace"],
+    "torch.storage": ["UntypedStorage", "TypedStorage"],
+    "torch.multiprocessing.reductions": [
+        *("rebuild_tensor", "rebuild_typed_storage", "rebuild_storage_filename", "rebuild_cuda_tensor"),
+    ],
+}
+
+
+def global_of(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def text_of(text: str) -> bytes:
+    return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text.encode()
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in NAMES for name in NAMES[module]])
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_a_payload_changes_nothing_that_it_names(module: str, name: str, in_slots: bool) -> None:
+    """The opcode BUILD sets attributes of whatever a pickle names, also of classes of torch."""
+    target = getattr(sys.modules[module], name)
+    if not in_slots and isinstance(target, type):
+        return  # a class has no dictionary that can be written to
+    before = {key: getattr(target, key, None) for key in ("element_size", "__name__", "__defaults__", "__doc__", "x")}
+    pairs = b"".join(text_of(key) + global_of("torch", "Size") for key in ("element_size", "__name__", "__doc__", "x"))
+    state = pickle.EMPTY_DICT + pickle.MARK + pairs + pickle.SETITEMS
+    if in_slots:
+        state = pickle.NONE + state + pickle.TUPLE2
+    attack = PROTOCOL_2 + global_of(module, name) + state + pickle.BUILD + pickle.STOP
+    with pytest.raises(ValueError):
+        read_bucket(base64.b64encode(attack).decode())
+    assert before == {key: getattr(target, key, None) for key in before}
+    assert torch.ones(2).untyped_storage().element_size() == 1
+
+
 HANDLE = b"\x02c" + bytes(range(64))  # torch's version, its kind cudaMalloc, and CUDA's handle
 
 

@@ -12,14 +12,14 @@ from plan_reference import UNTOUCHED, by_peer, carry_out, cut_by_hand, whole_ten
 from spread_tables import Model
 from tiny_models import FAMILIES
 
+from megarl.arch.boxes import box_size, contains, cut, intersect, refine
 from megarl.weights.mapping.families import stacks_for, table_for
 from megarl.weights.mapping.names import Rename
 from megarl.weights.mapping.server_map import EngineKind, server_table
 from megarl.weights.reshard.describe import from_json, to_json
 from megarl.weights.reshard.plan import Plan
-from megarl.weights.reshard.regions import box_size, contains, cut, intersect, refine
 from megarl.weights.reshard.sharding import MegatronSharding, ServerSharding
-from megarl.weights.reshard.transfers import ALIGNMENT, Turns, pack
+from megarl.weights.reshard.transfers import ALIGNMENT, MessageSchedule, pack
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -173,18 +173,24 @@ def test_ranks_that_take_messages_one_by_one_never_wait_in_a_circle(servers, mes
     sender = MegatronSharding(model.trainer_table(), world_size=8, tp=2, pp=2, ep=2, etp=1)
     receivers = [ServerSharding(model.server_table(), tp=tp, ep=2, num_replicas=count) for tp, count in servers]
     plans = [Plan(sender, receiver, min_cut_bytes=64) for receiver in receivers]
-    turns = [Turns(8, sum(receiver.num_ranks for receiver in receivers[:i])) for i in range(len(plans))]
+    turns = [MessageSchedule(8, sum(receiver.num_ranks for receiver in receivers[:i])) for i in range(len(plans))]
     sends = []
     for rank in range(8):
         places = [
             (turns[i].place(message, rank, message.peer), (i, message.peer))
             for i, plan in enumerate(plans)
-            for message in plan.messages_out(rank, message_bytes, turns[i])
+            for message in plan.messages_out(rank, message_bytes)
         ]
         assert len({place for place, _ in places}) == len(places), "a rank has one message at a place"
         sends.append([receiver for _, receiver in sorted(places)])
     receives = {
-        (i, rank): [message.peer for message in plan.messages_in(rank, message_bytes, turns[i])]
+        (i, rank): [
+            message.peer
+            for message in sorted(
+                plan.messages_in(rank, message_bytes),
+                key=lambda message, i=i, rank=rank: turns[i].place(message, message.peer, rank),
+            )
+        ]
         for i, plan in enumerate(plans)
         for rank in range(plan.receiver.num_ranks)
     }

@@ -15,11 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.protocol import tensor_digest
 from megarl.weights.mapping.names import GateUp, Rename, ShardCoordinate, Vocab
 from megarl.weights.mapping.sglang_ops import StackedExperts, StackedQKV
 from megarl.weights.verify.canary import Canary, disagreement
-from megarl.weights.verify.digests import ParameterDigest, RankDigests, Words, digest
+from megarl.weights.verify.digests import ParameterDigest, RankDigests, WeightHash, digest
 
 LOW = 2**32 - 1
 
@@ -59,7 +58,11 @@ def words_by_hand(raw: bytes) -> str:
 def test_the_digest_is_the_first_16_digits_of_a_sha256_of_the_elements_in_row_major_order() -> None:
     x = torch.tensor([[1.0, 3.0], [2.0, 4.0]])
     expected = hashlib.sha256(b"".join(struct.pack("<f", number) for number in (1, 2, 3, 4))).hexdigest()[:16]
-    assert digest(x.t()) == tensor_digest(x.t()) == expected != digest(x)
+    assert digest(x.t()) == expected != digest(x)
+    zeros = torch.zeros(4, dtype=torch.bfloat16)
+    other = zeros.clone()
+    other[2] = -0.0
+    assert len({digest(each) for each in (zeros, other, zeros.float())}) == 3, "dtypes and single bits"
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 7, 4 * 8192, 4 * 8192 + 4, 4 * 20000 + 2])
@@ -71,7 +74,7 @@ def test_the_hash_of_words_is_that_of_one_word_at_a_time(size: int) -> None:
 @given(st.lists(st.integers(0, 90_000), max_size=6), st.integers(0, 2**31))
 def test_the_hash_of_words_does_not_depend_on_how_the_bytes_are_cut(cuts: list[int], seed: int) -> None:
     raw = torch.randint(0, 256, (90_001,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    pieces = Words()
+    pieces = WeightHash()
     for start, stop in zip([0, *sorted(cuts)], [*sorted(cuts), len(raw)], strict=True):
         pieces.update(raw[start:stop])
     assert pieces.hexdigest() == digest(raw, "words")

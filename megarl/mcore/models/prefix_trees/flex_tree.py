@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -53,14 +53,14 @@ class FlexPlan:
         """
         width = v.size(-1)
         q, k, v = (_wide_enough(x).transpose(0, 1)[None] for x in (q, k, v))
-        how: dict[str, Any] = {"block_mask": self.mask(q.size(2), window), "scale": scale}
-        how |= {"enable_gqa": q.size(1) != k.size(1)}
+        mask = self.mask(q.size(2), window)
+        attend = partial(fused(), q, k, v, block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
         # torch compiles for each model and kind of mask, and would refuse more than 8 of them.
         with torch._dynamo.config.patch(recompile_limit=VARIANTS):
             if sinks is None:
-                out = fused()(q, k, v, **how)
+                out = attend()
             else:  # a sink is a key with a value of zeros: it takes its part of the softmax from the others
-                found, aux = fused()(q, k, v, return_aux=AuxRequest(lse=True), **how)
+                found, aux = attend(return_aux=AuxRequest(lse=True))
                 out = (found * torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])[..., None]).to(found.dtype)
         return out[0].transpose(0, 1)[..., :width]
 

@@ -2,7 +2,7 @@
 
 A place attends to the places before it in its node, and to all of the node's ancestors but each one's last place, which
 the node below repeats.  Where the ancestors are short, both are one call, for which each node gets a copy of their
-keys: of torch's fused attention, or of short_attention.py if the node is short too.  Where they are long, each part is
+keys: of torch's fused attention, or of `attend_short` if the node is short too.  Where they are long, each part is
 a call with its own softmax, the one over the ancestors for all children of a node at once; the parts are merged by the
 logarithms of their sums, as Ring Attention merges blocks (arXiv:2310.01889).  In the backward pass each part gets the
 merged output and logarithm, with which its probabilities are those of the whole softmax.
@@ -10,6 +10,7 @@ merged output and logarithm, with which its probabilities are those of the whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,14 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.data.prefix_tree import PrefixTree
-from megarl.mcore.models.prefix_trees import short_attention
 
 # On CPUs one call in place of two is faster, by a third for short nodes; a longer one's mask would take much memory.
 REPEATED = 128  # keys above a node that are copied for each of its children
 MASKED = 512  # places of such a child
 SHORT = 64  # places of a node with none above it that is masked as a child is
-FEW_SCORES = SHORT**2  # of a head in a part: with more, torch's fused attention is faster than short_attention.py
+FEW_SCORES = SHORT**2  # of a head in a part: with more, torch's fused attention is faster than attend_short
 WASTE = 1.3  # of a call: its largest part is at most this times the smallest and 8, in queries and in keys
+
+# Scores are in units of ln 2: torch's powers of two take a third of the time of its powers of e, whose library (MKL's)
+# is slower still where a score is minus infinity.
+LN2 = math.log(2)
 
 Part = tuple[np.ndarray, np.ndarray]  # places of queries, and of keys
 
@@ -198,9 +202,9 @@ class TreeAttention(torch.autograd.Function):
             taken = _read(q, queries), _read(k, keys), _read(v, keys)
             if call.is_short:
                 assert mask is not None, "a short call is masked: see mask_of"
-                found = short_attention.attend(*taken, mask, scale)
+                found = attend_short(*taken, mask, scale)
             else:
-                found = attend(*taken, mask, is_causal=call.is_causal, scale=scale)
+                found = attend(*taken, Seen(mask, call.is_causal), scale)
             part, of_part = found[0].to(exact).flatten(0, 2), found[1].to(exact).flatten()
             outs, logs, queries = out.flatten(0, 1), sums.flatten(), queries.flatten()
             if not (call.is_first and sinks is None):
@@ -231,9 +235,9 @@ class TreeAttention(torch.autograd.Function):
             mask = mask_of(call, window, plan.longest)
             if call.is_short:
                 assert mask is not None, "a short call is masked: see mask_of"
-                parts = short_attention.attend_backward(grads, outs, logs, *taken, mask, scale)
+                parts = attend_short_backward(grads, outs, logs, *taken, mask, scale)
             else:
-                parts = attend_backward(grads, outs, logs, *taken, mask, is_causal=call.is_causal, scale=scale)
+                parts = attend_backward(grads, outs, logs, *taken, Seen(mask, call.is_causal), scale)
             for total, part, places in zip(totals, parts, (queries, keys, keys), strict=True):
                 total.flatten(0, 1).index_add_(0, places.flatten(), part.flatten(0, 2).to(total.dtype))
         of_q, of_k, of_v = (_resized(total[:-1].to(q.dtype), len(q)) for total in totals)
@@ -255,42 +259,39 @@ def _read(x: Tensor, places: Tensor) -> Tensor:
     return rows.index_select(0, places.flatten().clamp(max=len(rows) - 1)).unflatten(0, places.shape)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Seen:
+    """What queries see of the keys: the mask says it, and without one all, or those up to themselves if `is_causal`."""
+
+    mask: Tensor | None
+    is_causal: bool
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
     """q [b, q, n, d], k [b, k, m, d], v [b, k, m, e] -> output [b, q, n, e], logarithm of each softmax's sum [b, q, n].
 
     A query that sees nothing gets zeros, and minus infinity.
     """
-    width, (q, k, v) = v.size(-1), _same_heads(q, k, v)
-    how: dict[str, Any] = {"attn_mask": _added(mask, q), "scale": scale}
-    is_causal = is_causal and mask is None
-    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, **how)
+    mask, width, (q, k, v) = seen.mask, v.size(-1), _same_heads(q, k, v)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, seen.is_causal and mask is None, attn_mask=_added(mask, q), scale=scale
+    )
     if mask is not None:  # torch says zeros, and a sum of 1, of a query that sees nothing
         sums = sums.masked_fill(~mask.any(-1), -torch.inf)
     return out.transpose(1, 2)[..., :width], sums.transpose(1, 2)
 
 
 def attend_backward(
-    grad: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in their shapes, as parts of a softmax with this output and log of the sum."""
     shapes = q.shape, k.shape, v.shape
     wide = max(q.size(-1), v.size(-1))
     grad, out = (_widened(x, wide).transpose(1, 2) for x in (grad, out))
     q, k, v = _same_heads(q, k, v)
-    how: dict[str, Any] = {"attn_mask": _added(mask, q), "scale": scale}
+    mask, sums = seen.mask, sums.transpose(1, 2)
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, sums.transpose(1, 2), 0.0, is_causal and mask is None, **how
+        grad, q, k, v, out, sums, 0.0, seen.is_causal and mask is None, attn_mask=_added(mask, q), scale=scale
     )
     found = []
     for part, (_, _, heads, size) in zip(parts, shapes, strict=True):
@@ -316,3 +317,49 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
+
+
+def attend_short(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q [b, n, q, d], k [b, m, k, d], v [b, m, k, e] -> output [b, n, q, e], logarithm of each softmax's sum [b, n, q].
+
+    By products of all of a call's small matrices at once: torch's fused attention for CPUs works for each head of each
+    sequence alone, on blocks of at least 32 queries, which is more work than the attention of short sequences.  All
+    scores are in memory, which only short sequences allow.
+
+    For n a multiple of m.  mask [b, 1, q, k] bool; a query that sees nothing, which only padding does, gets NaN.
+    16-bit numbers are computed in float32.
+    """
+    shape, (q, k, v) = q.shape[:-1], _matrices(k, q, k, v)
+    scores = _scores(q, k, mask, scale)
+    largest = scores.amax(-1, keepdim=True)
+    of_keys = scores.sub_(largest).exp2_()
+    total = of_keys.sum(-1, keepdim=True)
+    out = torch.bmm(of_keys, v).div_(total)
+    return out.view(*shape, -1), total.log2_().add_(largest).mul_(LN2).view(shape)
+
+
+def attend_short_backward(
+    grad: Tensor, out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in their shapes, as parts of a softmax with this output and log of the sum."""
+    shapes = q.shape, k.shape, v.shape
+    q, k, v, grad, out, sums = _matrices(k, q, k, v, grad, out, sums[..., None])
+    p = _scores(q, k, mask, scale).sub_(sums / LN2).exp2_()
+    inner = (grad * out).sum(-1, keepdim=True)
+    of_scores = torch.bmm(grad, v.mT).sub_(inner).mul_(p).mul_(scale)
+    of_q, of_k, of_v = torch.bmm(of_scores, k), torch.bmm(of_scores.mT, q), torch.bmm(p.mT, grad)
+    return of_q.view(shapes[0]), of_k.view(shapes[1]), of_v.view(shapes[2])
+
+
+def _matrices(k: Tensor, *parts: Tensor) -> list[Tensor]:
+    """[b * m, queries or keys, ...]: the queries of all heads that have the same keys are one below the other."""
+    wide = torch.promote_types(k.dtype, torch.float32)
+    return [x.to(wide).reshape(k.size(0) * k.size(1), -1, x.size(-1)) for x in parts]
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[b * m, queries, keys] in units of ln 2, -inf where a query does not see a key."""
+    scores = torch.bmm(q, k.mT).mul_(scale / LN2)
+    hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    scores.view(len(mask), -1, *mask.shape[2:]).add_(hidden)
+    return scores

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.data.prefix_tree import PrefixTree
-from megarl.mcore.models.prefix_trees import short_attention, tree_attention
+from megarl.mcore.models.prefix_trees import tree_attention
 from megarl.mcore.models.prefix_trees.tree_attention import TreeAttention, TreePlan
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), min_size=1, max_size=10)
@@ -129,11 +129,11 @@ def test_short_attention_is_torchs_and_so_are_its_gradients() -> None:
     inputs, mask, up = of_small_matrices()
     leaves = [x.clone().requires_grad_() for x in inputs]
     expected = F.scaled_dot_product_attention(*leaves, attn_mask=mask, scale=0.3, enable_gqa=True)
-    out, sums = short_attention.attend(*inputs, mask, 0.3)
+    out, sums = tree_attention.attend_short(*inputs, mask, 0.3)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     scores = 0.3 * inputs[0] @ inputs[1].repeat_interleave(2, 1).mT
     torch.testing.assert_close(sums, scores.masked_fill(~mask, -torch.inf).logsumexp(-1), rtol=1e-12, atol=1e-12)
-    ours = short_attention.attend_backward(up, out, sums, *inputs, mask, 0.3)
+    ours = tree_attention.attend_short_backward(up, out, sums, *inputs, mask, 0.3)
     for mine, theirs in zip(ours, torch.autograd.grad(expected, leaves, up), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
@@ -142,10 +142,10 @@ def test_of_short_attention_a_part_of_a_larger_softmax_has_its_share_of_the_grad
     """With the output and the sum of the whole, each half of the keys has the gradients that it has in the whole."""
     (q, k, v), _, up = of_small_matrices()
     everything = torch.ones(3, 1, 5, 7, dtype=torch.bool)
-    whole = short_attention.attend(q, k, v, everything, 0.3)
-    of_q, of_k, of_v = short_attention.attend_backward(up, *whole, q, k, v, everything, 0.3)
+    whole = tree_attention.attend_short(q, k, v, everything, 0.3)
+    of_q, of_k, of_v = tree_attention.attend_short_backward(up, *whole, q, k, v, everything, 0.3)
     halves = [
-        short_attention.attend_backward(up, *whole, q, k[:, :, at], v[:, :, at], everything[..., at], 0.3)
+        tree_attention.attend_short_backward(up, *whole, q, k[:, :, at], v[:, :, at], everything[..., at], 0.3)
         for at in (slice(0, 3), slice(3, 7))
     ]
     torch.testing.assert_close(halves[0][0] + halves[1][0], of_q)
@@ -156,6 +156,6 @@ def test_of_short_attention_a_part_of_a_larger_softmax_has_its_share_of_the_grad
 def test_16_bits_of_short_attention_are_computed_in_float32() -> None:
     inputs, mask, _ = of_small_matrices()
     rounded = [x.bfloat16() for x in inputs]
-    out, sums = short_attention.attend(*rounded, mask, 0.3)
+    out, sums = tree_attention.attend_short(*rounded, mask, 0.3)
     assert out.dtype == sums.dtype == torch.float32
-    torch.testing.assert_close(out.double(), short_attention.attend(*(x.double() for x in rounded), mask, 0.3)[0])
+    torch.testing.assert_close(out.double(), tree_attention.attend_short(*(x.double() for x in rounded), mask, 0.3)[0])

@@ -1,0 +1,1 @@
+"""Measurements, a folder for each suite; README.md lists the commands."""

@@ -1,0 +1,82 @@
+"""A trainer's rank in bench_push.py: builds a model in a layout, changes its weights, pushes them, times it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.arch.hf_config import read_hf_config
+from megarl.arch.layout import Layout
+from megarl.group.follow import Answer, follow
+from megarl.mcore.models.model import Model, build_model
+from megarl.mcore.setup import RankInfo, destroy_groups, make_groups, rank_info
+from megarl.processes.connection import Tensors
+from megarl.roles.worker import Worker
+from megarl.weights.hf.load import load_hf
+from megarl.weights.push.push import Pusher, PushError
+from megarl.weights.push.settings import PushSettings
+
+
+class Bench:
+    """The methods that the driver calls."""
+
+    def __init__(self) -> None:
+        self.rank_info: RankInfo
+        self.model: Model
+        self.hf: dict[str, Any]
+
+    def setup(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
+        """Join the other ranks, as a rank of a run does."""
+        worker = Worker()
+        answer = worker.setup(arguments, tensors)
+        self.rank_info = worker.rank_info
+        return answer
+
+    def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """A model in a layout of its own, in place of the one before."""
+        destroy_groups()
+        layout = Layout(**arguments["layout"])
+        make_groups(layout)
+        self.rank_info, self.hf = rank_info(), read_hf_config(arguments["folder"])
+        self.model = build_model(self.hf, layout, dtype=arguments["dtype"])
+        load_hf(self.model, arguments["folder"], self.hf)
+        return {}, {}
+
+    def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
+        """`pushes` pushes one after another, each of other weights than before; rank 0 tells of each."""
+        names = ("urls", "token", "dtype", "transport", "bucket_bytes", "timeout_s", "gpus")
+        pusher = Pusher(PushSettings(**{name: arguments[name] for name in names}), self.hf)
+        told = [self._push_once(pusher, arguments["first_version"] + i) for i in range(arguments["pushes"])]
+        pusher.close()
+        return {"pushes": told}, {}
+
+    def _push_once(self, pusher: Pusher, version: int) -> dict[str, Any]:
+        with torch.no_grad():
+            for param in (param for chunk in self.model for param in chunk.parameters()):
+                param.mul_(1.0 + 2.0**-6)  # changes every weight that is not 0, in float32 and in bfloat16
+        dist.barrier()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the barrier does not wait for this rank's own GPU
+        begun, error = time.perf_counter(), ""
+        try:
+            report = pusher.push(self.model, version)
+        except PushError as failure:
+            report, error = failure.report, str(failure)
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "error": error, **(asdict(report) if report else {})}
+
+
+def main() -> None:
+    bench = Bench()
+    handlers = {method.__name__: method for method in (bench.setup, bench.build, bench.push)}
+    follow(handlers, lambda: None, lambda: bench.rank_info.is_first)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

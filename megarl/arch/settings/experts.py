@@ -1,0 +1,98 @@
+"""Experts and their routers as config.json describes them, without load-balancing losses: the user defines the loss.
+
+Routers score experts by a softmax over them, or each by a sigmoid.  With sigmoids, experts are chosen by their score
+plus a bias that gets no gradient (arXiv:2412.19437, section 2.1.2).  Pretraining updates this bias to balance the load;
+here it keeps the value from the folder, so that trainer and servers choose the same experts.
+"""
+
+from __future__ import annotations
+
+from megarl.arch.settings.hf import HFConfig, Settings, at_least, need, refuse
+
+_COMMON: Settings = {
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",  # in bfloat16 rounding alone would choose other experts
+}
+
+
+def _chosen(hf: HFConfig, least: int, count: int) -> int:
+    """Experts of a token, of `count`."""
+    chosen = at_least(least, hf, "num_experts_per_tok")
+    if chosen > count:
+        raise ValueError(f"config.json: num_experts_per_tok={chosen}; expected at most the {count} experts of a layer")
+    return chosen
+
+
+def softmax_experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int | list[int] = 1) -> Settings:
+    """`renormalised`: the weights of the chosen experts sum to 1, else they are the softmax over all experts.
+
+    Megatron chooses experts by logits and transformers by probabilities: the same experts, unless the float32 softmax
+    makes different logits equal.
+    """
+    count = need(hf, "num_experts", "num_local_experts")
+    chosen = _chosen(hf, 1, count)
+    if renormalised and chosen == 1:
+        raise ValueError(
+            "config.json: num_experts_per_tok=1 leaves a renormalised router no gradient; expected at least 2"
+        )
+    return _COMMON | {
+        "num_moe_experts": count,
+        "moe_ffn_hidden_size": ffn,
+        "moe_layer_freq": layers,
+        "moe_router_topk": chosen,
+        "moe_router_pre_softmax": not renormalised,
+    }
+
+
+def sigmoid_experts(hf: HFConfig, *, count: int, ffn: int, total: float = 1.0) -> Settings:
+    """Experts in every layer, chosen by biased sigmoid scores; the weights of the chosen ones sum to `total`."""
+    refuse(hf, scoring_func="sigmoid", norm_topk_prob=True)
+    return _COMMON | {
+        "num_moe_experts": count,
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_topk": _chosen(hf, 2, count),
+        "moe_router_topk_scaling_factor": total,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+def shared_and_routed_experts(hf: HFConfig) -> Settings:
+    """DeepSeek-V3's: dense layers first, then shared experts beside groups of routed ones."""
+    refuse(hf, topk_method="noaux_tc", moe_layer_freq=1)
+    layers, dense = hf["num_hidden_layers"], at_least(0, hf, "first_k_dense_replace")
+    ffn, shared = need(hf, "moe_intermediate_size"), at_least(1, hf, "n_shared_experts")
+    if dense >= layers:
+        raise ValueError(
+            f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; expected less"
+        )
+    count, total = need(hf, "n_routed_experts"), float(need(hf, "routed_scaling_factor"))
+    if total <= 0:  # Megatron would not multiply by 0
+        raise ValueError(f"config.json: routed_scaling_factor={total} is not supported; expected more than 0")
+    routed = sigmoid_experts(hf, count=count, ffn=ffn, total=total)
+    return (
+        routed
+        | _groups(hf, routed["moe_router_topk"])
+        | {
+            "moe_shared_expert_intermediate_size": ffn * shared,
+            "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        }
+    )
+
+
+def _groups(hf: HFConfig, chosen: int) -> Settings:
+    """Experts form groups, and only experts of the best `topk_group` groups can be chosen."""
+    groups, best = at_least(1, hf, "n_group"), at_least(1, hf, "topk_group")
+    if (count := hf["n_routed_experts"]) % groups:
+        raise ValueError(f"config.json: n_group={groups} does not divide n_routed_experts={count}")
+    if best > groups:
+        raise ValueError(f"config.json: topk_group={best} is not supported; expected at most n_group={groups}")
+    if best == groups:
+        return {}
+    if chosen // best != 2:  # Megatron ranks a group by this many best experts; the model's code by two
+        raise ValueError(
+            f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; expected twice "
+            "topk_group, as a group is ranked by its two best experts"
+        )
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}

@@ -1,1 +1,0 @@
-"""Tokens, sockets, certificates, and the limits of HTTP on both sides."""

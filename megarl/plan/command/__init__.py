@@ -1,1 +1,0 @@
-"""`megarl plan` and `trainer.check_only`: command-line options and output."""

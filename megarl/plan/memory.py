@@ -1,0 +1,230 @@
+"""Memory of a GPU while a role works: a rule of thumb for choosing a layout, intended to overestimate.
+
+It overestimates all peaks of tensors measured on CPUs (benchmarks/results/plan_memory_*); seven published peaks on GPUs
+are between 5 % below and 21 % above the prediction (plan_*, rows of kind memory).
+
+    weights       2 bytes per parameter (4 in float32)
+    gradients     4 bytes per parameter
+    optimizer     a float32 copy of the weights, and adamw's two moments: 12 bytes per parameter (8 in float32, except
+                  with fsdp; with adam on the host the copy alone), divided by the data- and context-parallel ranks if
+                  use_distributed_optimizer is set
+    gathered      strategy fsdp divides all three in the same way, except for what is unsharded at a time: weights of
+                  two layers and of everything outside layers (embedding, norm, head), and float32 gradients of one of
+                  these
+    activations   what a layer keeps of each token for its backward pass; of a recomputed layer only its input, plus
+                  once, doubled, the layer that is being recomputed (1.5 times without fused kernels); of a layer
+                  with recompute_modules all but what these keep, plus once the most that they keep of a layer, while
+                  they are being recomputed; for experts, those of the busiest rank
+    communicators NCCL's buffers: COMMUNICATOR_BYTES, which was never measured here, for each group of ranks in use
+    reserve       RESERVE_BYTES: CUDA's context, a chunk of logits, memory that released servers keep, fragmentation
+
+Only one role is counted: with param_offload and optimizer_offload the others are in host memory.
+
+At the start, with use_distributed_optimizer, Megatron's DistributedDataParallel copies the weights into a buffer: there
+are two of them beside the gradients.
+
+With colocation (rollout.placement=shared) two more phases need memory, each without the rest of the above:
+
+    push          the actor's weights, the server's, the largest tensor sharded and whole, and two buckets, each of
+                  which holds it: one is filled while servers load the other
+    generation    the server's memory_fraction of the GPU for weights and cache, and SERVER_BYTES
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from megarl.arch.layout import Layout
+from megarl.plan.adapters import trained
+from megarl.plan.constants import CONSTANTS
+from megarl.plan.count import (
+    HFConfig,
+    Parameters,
+    attention_size,
+    expert_size,
+    has_head_norms,
+    kinds_of_stage,
+    largest_tensor,
+    num_experts,
+    of_layer,
+    of_stage,
+)
+from megarl.plan.job import Role
+
+RESERVE_BYTES = 8 * 10**9
+COMMUNICATOR_BYTES = 150 * 10**6
+SERVER_BYTES = 12 * 10**9  # SGLang's memory in addition to memory_fraction: for prefill and CUDA graphs
+MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # float32 numbers that the optimizer keeps per parameter
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gathered: int = 0  # temporarily unsharded parameters and gradients of fsdp
+    reserve: int = RESERVE_BYTES
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def of_stage_bytes(role: Role, stage: int) -> Memory:
+    """Memory on a GPU of pipeline stage `stage`.  With LoRA the frozen base has weights and activations alone."""
+    parameters, learnt = of_stage(role.hf, role.layout, stage, role.name), trained(role, stage)
+    whole, part = parameters.total, part_of(parameters, role.layout, role.num_ranks)
+    held = part if role.fsdp else whole
+    weights, activations = role.width * held, _activations(role, stage)
+    gathered = _gathered(role, stage, parameters) if role.fsdp else 0
+    if role.optimizer is None:
+        return Memory(weights, 0, 0, activations, gathered)
+    if role.lora_rank:
+        held, part = learnt.total, part_of(learnt, role.layout, role.num_ranks)
+        weights += role.width * held
+    copy = 0 if role.dtype == "float32" and not role.fsdp else 4
+    moments = (0 if role.optimizer_on_host else 4 * MOMENTS[role.optimizer]) + copy
+    optimized = part if role.layout.use_distributed_optimizer else held
+    return Memory(weights, 4 * held, moments * optimized, activations, gathered)
+
+
+def fullest(role: Role) -> Memory:
+    """Memory of the role's largest stage."""
+    return max((of_stage_bytes(role, stage) for stage in range(role.layout.pp)), key=lambda memory: memory.total)
+
+
+def communicator_bytes(layout: Layout, num_ranks: int, *, has_experts: bool) -> int:
+    """Of the groups with several ranks that a rank of this layout sends in."""
+    shared = num_ranks // (layout.tp * layout.pp)  # data- and context-parallel ranks
+    sizes = [num_ranks, layout.tp, layout.pp, layout.cp, shared, layout.tp * layout.cp if layout.cp > 1 else 1]
+    if has_experts:
+        ranks = layout.ep * layout.expert_tp
+        sizes += [layout.ep, ranks if layout.expert_tp > 1 else 1, num_ranks // (ranks * layout.pp)]
+    return COMMUNICATOR_BYTES * sum(size > 1 for size in sizes)
+
+
+def push_bucket_bytes(actor: Role, bucket_bytes: int) -> int:
+    """Bytes on a GPU of the trainer for tensors in a push: the largest, sharded and whole, and two buckets.
+
+    A tensor larger than bucket_bytes gets its own bucket.
+    """
+    largest = actor.width * largest_tensor(actor.hf)
+    return 2 * largest + 2 * max(largest, bucket_bytes // 2)
+
+
+def part_of(parameters: Parameters, layout: Layout, num_ranks: int) -> int:
+    """Parameters per rank when the data- and context-parallel replicas share them."""
+    dense = num_ranks // (layout.tp * layout.pp)
+    experts = num_ranks // (layout.ep * layout.expert_tp * layout.pp)
+    return -(-parameters.dense // dense) - (-parameters.experts // experts)
+
+
+def _gathered(role: Role, stage: int, parameters: Parameters) -> int:
+    """Bytes that fsdp unshards temporarily: a layer, the prefetched next layer, and everything outside layers."""
+    hf, layout = role.hf, role.layout
+    kinds = kinds_of_stage(hf, layout, stage)
+    of_one = {kind: of_layer(hf, layout, sparse=kind).total for kind in kinds}
+    layer, outside = max(of_one.values()), parameters.total - sum(of_one[kind] * kinds[kind] for kind in kinds)
+    return role.width * (2 * layer + outside) + (4 * max(layer, outside) if role.optimizer else 0)
+
+
+def _activations(role: Role, stage: int) -> int:
+    layout, in_full = role.layout, role.recompute == "full"
+    tokens = -(-(role.max_tokens if role.optimizer else role.log_prob_tokens) // layout.cp)
+    kinds = kinds_of_stage(role.hf, layout, stage)
+    whole = {kind: _kept(role, kind, ()) for kind in kinds}
+    most = max(whole.values())
+    if role.optimizer is None:
+        return role.width * tokens * 2 * most
+    split = layout.tp if layout.sequence_parallel else 1
+    again = role.recompute_modules if role.recompute == "selective" else ()
+    kept = {kind: _kept(role, kind, again) for kind in kinds}
+    all_kept = sum(count * kept[kind] for kind, count in kinds.items())
+    under_way = sum(kinds.values()) * role.hf["hidden_size"] // split if in_full else all_kept
+    # gradients of kept activations are added; without fused kernels measurements show fewer
+    modules = max(whole[kind] - kept[kind] for kind in kinds)  # of the layer whose modules are being recomputed
+    once = (1.5 if role.local else 2) * most if in_full else most + modules
+    return int(role.width * tokens * (under_way * _micro_batches_under_way(layout, stage) + once))
+
+
+def _kept(role: Role, sparse: bool, again: Collection[str]) -> int:
+    if role.local:
+        return locally_kept(role.hf, role.layout, sparse, again)
+    return kept_numbers(role.hf, role.layout, sparse, CONSTANTS.expert_imbalance, again)
+
+
+def kept_numbers(
+    hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 1.0, again: Collection[str] = ()
+) -> int:
+    """Numbers that a layer of Transformer-Engine keeps per token: the operands of products, norms and attention.
+
+    A gated feed-forward keeps 3 times its width: gate and up, which are one tensor, and their product, the input of the
+    last linear.  So it is with Megatron's fused activation (mcore/models/fusions.py) and with our gate
+    (mcore/models/pointwise.py).
+
+    imbalance: tokens of a rank's experts, relative to a uniform distribution.  again: modules that are computed again,
+    by Megatron's names.  Of the core attention that saves nothing: its operands and its output are those of others.
+    """
+    hidden = hf["hidden_size"]
+    split = layout.tp if layout.sequence_parallel else 1
+    inner = _attention_kept(hf) - (_heads_of_latents(hf) if "mla_up_proj" in again else 0)
+    if sparse and "moe" not in again:
+        chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
+        of_chosen = chosen * (2 * hidden + (2 if "moe_act" in again else 3) * expert_size(hf))
+        of_shared = 0 if "shared_experts" in again else 3 * expert_size(hf) * shared
+        inner += int(imbalance * of_chosen) + of_shared + (num_experts(hf) or 0)
+    elif not sparse and "mlp" not in again:
+        inner += 3 * hf["intermediate_size"]
+    norms = (2 if "layernorm" in again else 4) * hidden  # inputs, and outputs where these are not computed again
+    return norms // split + inner // layout.tp
+
+
+def locally_kept(hf: HFConfig, layout: Layout, sparse: bool, again: Collection[str] = ()) -> int:
+    """The same of the local layers, counted tensor by tensor (test_measured_memory.py, test_saved_tensors.py).
+
+    Latent attention was not measured; it is scaled like a standard layer, and its up projections save nothing when
+    they are computed again: the local attention keeps copies of what they give.
+    """
+    hidden = hf["hidden_size"]
+    split = layout.tp if layout.sequence_parallel else 1
+    if "kv_lora_rank" in hf:
+        inner = 3 * _attention_kept(hf) // 2
+    else:
+        heads, size = hf["num_attention_heads"], attention_size(hf)
+        pairs = hf.get("num_key_value_heads") or heads
+        inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
+        inner += heads * size + heads + pairs if has_head_norms(hf) else 0
+    routing = 0
+    if sparse and "moe" not in again:
+        chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
+        inner += chosen * (hidden + 4 * expert_size(hf))  # also before an expert's share is applied
+        inner += 0 if "shared_experts" in again else 3 * expert_size(hf) * shared
+        routing = 12 * (num_experts(hf) or 0)
+    elif not sparse and "mlp" not in again:
+        inner += 3 * hf["intermediate_size"]
+    return 4 * hidden // split + 2 + inner // layout.tp + routing
+
+
+def _attention_kept(hf: HFConfig) -> int:
+    heads = hf["num_attention_heads"]
+    if "kv_lora_rank" in hf:
+        return _heads_of_latents(hf) + heads * hf["v_head_dim"] + hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
+    times = 3 if has_head_norms(hf) else 2  # norms of queries and keys also keep their inputs
+    return times * (heads + (hf.get("num_key_value_heads") or heads)) * attention_size(hf)
+
+
+def _heads_of_latents(hf: HFConfig) -> int:
+    """Queries, keys and values that latent attention makes of its latents."""
+    size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
+    return int(hf["num_attention_heads"] * (2 * size + hf["v_head_dim"]))
+
+
+def _micro_batches_under_way(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations a stage holds at once, in units of all its layers (Megatron's 1F1B schedule)."""
+    behind = layout.pp - stage
+    if layout.vpp == 1:
+        return behind
+    return (2 * (behind - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp

@@ -1,0 +1,136 @@
+"""Times of transfers between the passes of a step: a push to the servers, and offload to host memory and back.
+
+Transports of a push (megarl/weights/push):
+
+sharded    servers on GPUs of their own: each GPU of a server gets its own part from ranks that hold it; every replica
+           of the actor sends
+gathered   the same servers: whole tensors are gathered in buckets, and rank 0 broadcasts each bucket to every server
+shared     servers on the trainer's GPUs, the only transport there: the same buckets, which servers map
+
+The optimizer's state comes to the GPU beside the passes of the first optimizer step, which then waits for the rest of
+it (Worker.onload); weights come before them, and nothing is computed while a role leaves.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from megarl.arch.layout import Layout
+from megarl.plan.constants import Links
+from megarl.plan.count import num_experts, of_stage, sparse_layers, whole
+from megarl.plan.job import Job, Role
+from megarl.plan.memory import Memory
+
+DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's format
+
+
+def push(job: Job) -> float:
+    """Seconds until every server has the new weights."""
+    num_bytes = 2 * whole(job.actor.hf)
+    fixed = job.constants.push_s + tensors(job) * job.constants.push_tensor_s
+    if not _has_buckets(job):
+        received = num_bytes / job.server_gpus
+        sent = num_bytes * job.num_servers / job.actor.num_ranks  # by each rank, if all ranks take part
+        return fixed + max(received, sent) / (job.gpu.nic_bandwidth * job.constants.push_nic)
+    gather_s = _gather(job, num_bytes)
+    if job.shared:
+        return fixed + mapped_push(job, num_bytes, gather_s)
+    fixed += ceil(num_bytes / job.bucket_bytes) * job.constants.bucket_s
+    return fixed + gather_s + num_bytes / (job.gpu.nic_bandwidth * job.constants.broadcast)
+
+
+def mapped_push(job: Job, num_bytes: int, gather_s: float) -> float:
+    """Seconds of a push through buckets that servers on the trainer's GPUs map (transport `shared`).
+
+    Every rank gathers whole tensors into a bucket while servers load the one before, so the slower of the two counts.
+    `gather_s`: of all tensors on every rank.  Rank 0 also reads all bytes once for their digests.  A server's GPU reads
+    and writes its own part of each bucket; each bucket has a fixed cost.
+    """
+    memory = job.gpu.memory_bandwidth * job.constants.memory
+    buckets = ceil(2 * num_bytes / job.bucket_bytes)
+    fill_s = gather_s + num_bytes / memory
+    load_s = 2 * num_bytes / job.server_gpus / memory + buckets * job.constants.bucket_s
+    return max(fill_s, load_s) + min(fill_s, load_s) / buckets  # nothing hides the first bucket's filling
+
+
+def tensors(job: Job) -> int:
+    """Number of tensors, each with a fixed cost; in shards, the experts of a layer are sent stacked."""
+    sparse = sparse_layers(job.actor.hf)
+    experts = (num_experts(job.actor.hf) or 0) if _has_buckets(job) else 1
+    return len(sparse) * DENSE_TENSORS + sum(sparse) * experts * EXPERT_TENSORS
+
+
+def _has_buckets(job: Job) -> bool:
+    return job.shared or job.push == "gathered"
+
+
+def _gather(job: Job, num_bytes: int) -> float:
+    """Seconds until every rank of a replica had all tensors whole, as in megarl/weights/hf/gather.py.
+
+    Each rank first gets its own part of every pipeline stage, then the parts of the ranks that share a tensor or the
+    experts of a layer.  Ranks of a group that are on one machine use the adapters of all of them.
+    """
+    gpu, layout = job.gpu, job.actor.layout
+    links = Links(gpu.link_bandwidth * job.constants.gather, gpu.nic_bandwidth * job.constants.gather, job.link_domain)
+    if job.actor.fsdp:
+        return links.ring(num_bytes, job.actor.num_ranks)
+    experts, expert_ranks = 2 * of_stage(job.actor.hf, Layout(), 0).experts, layout.ep * layout.expert_tp
+    dense = num_bytes - experts
+    of_stages = links.ring(dense / layout.tp + experts / expert_ranks, layout.pp, job.actor.num_ranks // layout.pp)
+    return of_stages + links.ring(dense, layout.tp) + links.ring(experts, expert_ranks)
+
+
+def onload_of_pass(job: Job, role: Role, held: Memory) -> float:
+    """Seconds until offloaded weights are on the GPU for a pass that reads them; the host keeps its copy."""
+    return _host_link(job, held.weights if role.param_offload else 0)
+
+
+def offload_of_update(job: Job, role: Role, held: Memory, passes_s: float) -> float:
+    """Seconds of offload for an update: once for all its steps, unless teachers' passes come between them.
+
+    `passes_s`: of an optimizer step.
+    """
+    weights = held.weights if role.param_offload else 0
+    state = held.optimizer if role.optimizer_offload else 0
+    back = 0 if role.lora_rank else weights  # a frozen base is not copied back; adapters are small beside it
+    once = _host_link(job, weights + back + state) + _waited(job, role, state, passes_s)
+    return (job.optimizer_steps if job.reads_heads else 1) * once
+
+
+def onload_of_push(job: Job, held: Memory) -> float:
+    """Seconds until the actor's weights are on the GPU, if they are offloaded before a push."""
+    return _host_link(job, held.weights if job.shared or job.actor.param_offload else 0)
+
+
+def offload_of_turn(job: Job, role: Role, held: Memory, passes_s: float) -> float:
+    """Seconds of offload of everything that stays on the GPU during the trainer's turn, with colocation.
+
+    All of it comes; what an update writes is copied back.  `passes_s`: of an optimizer step.
+    """
+    if not job.shared:
+        return 0.0
+    weights = 0 if role.param_offload else held.weights
+    state = 0 if role.optimizer_offload else held.optimizer
+    back = weights if role.optimizer is not None and not role.lora_rank else 0
+    return _host_link(job, weights + back + state) + _waited(job, role, state, passes_s)
+
+
+def offload_of_servers(job: Job) -> float:
+    """Seconds in which servers release their memory before the training and resume it afterwards."""
+    return job.constants.sleep_s + job.constants.wake_s if job.shared else 0.0
+
+
+def _waited(job: Job, role: Role, state: int, passes_s: float) -> float:
+    """Seconds that an optimizer step waits for so many bytes of its state.
+
+    They come beside its passes, all the time of which is assumed to hide them.  That is not measured, and may be too
+    much: the passes' own inputs come by the same link, behind them.  With pipeline stages nothing is hidden: Megatron
+    synchronizes the device with each exchange between them (p2p_communication.py:242,398 of megatron-core 0.16.1).
+    """
+    hidden = passes_s if role.layout.pp == 1 else 0.0
+    return max(0.0, _host_link(job, state) - hidden)
+
+
+def _host_link(job: Job, num_bytes: int) -> float:
+    """Seconds for so many bytes between a GPU and its host."""
+    return num_bytes / (job.gpu.host_bandwidth * job.constants.host)

@@ -1,0 +1,1 @@
+"""What users add: their code (`load`), what its decorators declare (`declared`), options of commands (`options`)."""

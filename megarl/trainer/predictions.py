@@ -1,0 +1,67 @@
+"""What the planner predicts of a run on this machine: its memory on CPUs, and the work that an end may cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from megarl.config import Config, model_config, used_roles
+from megarl.io.free_memory import free_bytes
+from megarl.plan.from_config import job_of
+from megarl.plan.gpu_budget import GpuBudget
+from megarl.plan.gpus import GPUS, find
+from megarl.plan.host import cpu_budget
+from megarl.plan.predict import step_time
+
+_MOST_LOST_S = 3600.0  # of work, before it is reported
+
+
+def memory_on_cpu(config: Config, command: str) -> GpuBudget:
+    """Part -> bytes of what `megarl COMMAND` takes of this machine, whose CPUs it uses; empty for a run on GPUs.
+
+    It is empty too for a run over several machines, and where the config.json of a model is not here.
+    """
+    trainer = config.trainer
+    is_here = trainer.device == "cpu" or (trainer.device == "auto" and not torch.cuda.is_available())
+    if not is_here or trainer.nnodes > 1 or not all(model_config(config, role) for role in used_roles(config, command)):
+        return {}
+    job = job_of(config, GPUS["h100"], command=command)  # the type of GPU matters to no number that is used
+    return cpu_budget(replace(job, num_servers=0) if config.rollout.urls else job)
+
+
+def lacks_memory(budget: GpuBudget) -> str:
+    """A sentence if less is free than the budget takes; "" otherwise."""
+    free, needed = free_bytes(), budget.get("total", 0)
+    if needed <= free:
+        return ""
+    return (
+        f"the run takes about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free here: the system may "
+        "end its processes; lower actor.ppo_max_token_len_per_gpu, data.train_batch_size or trainer.n_gpus_per_node"
+    )
+
+
+def lost_at_an_end(config: Config, device: str, num_steps: int) -> str:
+    """What a run that is asked to end loses, as a sentence; "" if that is little, or nothing is predicted.
+
+    A step that takes longer than trainer.term_grace_s does not end, and is not saved, before the run must have ended.
+    """
+    trainer = config.trainer
+    try:
+        job = job_of(config, find(device))
+    except ValueError:  # `megarl plan` says why
+        return ""
+    if job.reads_heads or (step_s := step_time(job)) <= trainer.term_grace_s:  # teachers' heads are not predicted
+        return ""
+    steps = [num_steps]  # between saves
+    steps += [trainer.save_freq] if trainer.save_freq > 0 else []
+    steps += [math.ceil(trainer.save_every_s / step_s)] if trainer.save_every_s is not None else []
+    lost_s = min(steps) * step_s
+    if min(steps) == 1 or lost_s <= _MOST_LOST_S:
+        return ""
+    return (
+        f"a step takes about {step_s:.0f} s (predicted), longer than trainer.term_grace_s={trainer.term_grace_s:g}: a "
+        f"run that is asked to end may lose the work of {lost_s / 3600:.1f} hours since its last save; expected "
+        "trainer.save_every_s=1800, or more time where the scheduler gives it"
+    )

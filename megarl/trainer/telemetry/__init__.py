@@ -1,0 +1,1 @@
+"""Measurements of a run: metrics and logs of each step, and profiles."""

@@ -1,0 +1,30 @@
+"""Models that Megatron-Core cannot compute are refused by name, with what it lacks and the version that has it."""
+
+import pytest
+from megatron.core import package_info
+
+from megarl.arch.model_types import MISSING
+from megarl.mcore.models.families import FAMILIES, family_of
+from megarl.plan.count import check
+
+
+@pytest.mark.parametrize("model_type", MISSING)
+def test_a_sentence_says_what_is_missing(model_type: str) -> None:
+    for refuse in (family_of, check):
+        with pytest.raises(ValueError) as caught:
+            refuse({"model_type": model_type})
+        said = str(caught.value)
+        assert said.startswith(f"config.json: model_type '{model_type}' is not supported: Megatron-Core ")
+        assert "\n" not in said and "expected one of" not in said
+    assert model_type not in FAMILIES
+
+
+def test_the_gated_delta_net_of_the_installed_version_takes_no_packed_rows() -> None:
+    """Fails once a newer version is installed: then `MISSING` is to be looked at."""
+    assert package_info.__version__.startswith("0.16.1")
+    assert MISSING["qwen3_next"].endswith("0.18.0 is the first with them")
+
+
+def test_other_models_are_told_what_there_is() -> None:
+    with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported; expected one of \['deepseek_v3', "):
+        family_of({"model_type": "gpt2"})

@@ -1,0 +1,108 @@
+"""Parameters by arithmetic, against what the models' authors say, transformers, and numbers made by hand."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from preset_files import MINIS, NAMES, PUBLISHED, hf_of
+from transformers import AutoModelForCausalLM
+
+import megarl
+from megarl.arch.hf_config import config_of
+from megarl.arch.layout import Layout
+from megarl.mcore.models.families import FAMILIES as BUILT
+from megarl.plan.count import FAMILIES, Parameters, check, layers_of_stage, of_stage, sparse_layers, whole
+
+# The page has the totals of the models' cards and files, without what is no parameter or is not trained: biases of
+# experts, and the layer of a second token, which has an embedding and a head of its own.
+PAGE = Path(megarl.__file__).parents[1] / "docs" / "parallelism.md"
+TOTALS = {
+    name: int(total.replace(",", "")) for name, total in re.findall(r"\| `(\w+)` \| ([\d,]+) \|", PAGE.read_text())
+}
+
+# A model of two layers whose numbers can be followed by hand.
+HF = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 40,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "mlp_only_layers": [0],
+    "tie_word_embeddings": False,
+}
+# q 8 -> 16, k and v 8 -> 8, o 16 -> 8, their two norms of 4, the layer's two norms of 8
+ATTENTION = 8 * 16 + 2 * 8 * 8 + 16 * 8
+NORMS = 2 * 4 + 2 * 8
+
+
+def test_what_is_counted_is_what_can_be_built():
+    assert sorted(FAMILIES) == sorted(BUILT)
+    for name in NAMES:
+        check(hf_of(name))
+
+
+def test_every_published_preset_has_a_known_total():
+    assert sorted(TOTALS) == PUBLISHED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_the_parameters_that_its_authors_count(name):
+    assert whole(hf_of(name)) == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_0_5b", "llama3_2_1b", "mistral_7b_v0_1", "qwen3_30b_a3b", *MINIS])
+def test_transformers_makes_a_model_of_so_many_parameters(name):
+    assert whole(hf_of(name)) == parameters_of_transformers(name)
+
+
+def parameters_of_transformers(name: str) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(hf_of(name)))
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if "mtp" not in name)
+
+
+def test_the_parts_of_a_model():
+    dense = ATTENTION + NORMS + 3 * 8 * 12
+    sparse = ATTENTION + NORMS + 8 * 4  # the router
+    ends = 40 * 8 + 8 + 40 * 8  # embedding, norm, head
+    assert of_stage(HF, Layout(), 0) == Parameters(dense + sparse + ends, 4 * 3 * 8 * 6)
+    assert of_stage(HF, Layout(), 0, "critic") == Parameters(dense + sparse + 40 * 8 + 8 + 8, 4 * 3 * 8 * 6)
+
+
+def test_norms_and_routers_are_whole_on_every_rank():
+    layout = Layout(tp=2, ep=2, etp=2, sequence_parallel=True)
+    dense = 2 * (ATTENTION // 2 + NORMS) + 3 * 8 * 12 // 2 + 8 * 4
+    ends = 24 * 8 + 8 + 24 * 8  # 40 rows are padded to 48, which two ranks share
+    assert of_stage(HF, layout, 0) == Parameters(dense + ends, 2 * 3 * 8 * 6 // 2)
+
+
+def test_a_whole_model_is_counted_without_padding():
+    hf = HF | {"vocab_size": 41}
+    assert whole(hf) == whole(HF) + 2 * 8
+    assert whole(hf | {"tie_word_embeddings": True}) == whole(hf) - 41 * 8
+
+
+def test_layers_of_interleaved_stages_alternate():
+    hf = {"num_hidden_layers": 8}
+    assert layers_of_stage(hf, Layout(pp=2, vpp=2), 0) == [0, 1, 4, 5]
+    assert layers_of_stage(hf, Layout(pp=2, vpp=2), 1) == [2, 3, 6, 7]
+
+
+def test_layers_of_uneven_stages():
+    hf, layout = {"num_hidden_layers": 61}, Layout(pp=4, first_stage_layers=16, last_stage_layers=15)
+    assert [len(layers_of_stage(hf, layout, stage)) for stage in range(4)] == [16, 15, 15, 15]
+    assert layers_of_stage(hf, layout, 3) == list(range(46, 61))
+
+
+def test_which_layers_have_experts():
+    assert sparse_layers(HF | {"num_hidden_layers": 2}) == (False, True)
+    deepseek = {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+    assert sparse_layers(deepseek) == (False, True, True)
+    assert sparse_layers({"num_hidden_layers": 1}) == (False,)

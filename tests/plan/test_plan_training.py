@@ -1,0 +1,194 @@
+"""Operations, communication and the pipeline, with numbers that can be followed by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_jobs import FREE, GPU, HF, MOE, changed, job
+
+from megarl.arch.layout import Layout
+from megarl.plan.constants import Links
+from megarl.plan.count import forward_flops, shape_of
+from megarl.plan.training import MicroBatches, RoleOnGpus, micro_batches, scoring, training
+
+LAYER = 16 * (4 + 2 * 2) * 4 + 16 * 16 + 3 * 16 * 32 + 2 * 16  # q, k and v; o; gate, up and down; two norms
+HEAD = 64 * 16
+KEYS = 4 * 4 * 4  # operations for a key: 4 heads of 4 numbers, twice 2
+
+
+def test_a_token_costs_two_operations_a_parameter_and_four_a_key():
+    shape = shape_of(HF)
+    assert shape.active_params == 4 * LAYER + HEAD
+    assert forward_flops(shape, 10, 100) == 10 * (2 * (4 * LAYER + HEAD) + 4 * KEYS * 50)
+
+
+def test_of_experts_a_token_meets_the_chosen_ones():
+    shape, expert = shape_of(MOE), 3 * 16 * 32
+    assert (shape.expert_params, shape.chosen_params) == (4 * expert, 2 * expert)
+    assert shape.active_params == 4 * (LAYER - expert + 16 * 4 + 2 * expert) + HEAD
+
+
+def test_a_critic_has_no_vocabulary():
+    assert shape_of(HF, "critic").active_params == 4 * LAYER
+
+
+def test_one_latent_serves_all_heads():
+    shape = shape_of(
+        {key: value for key, value in HF.items() if key != "num_key_value_heads"}
+        | {"kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    )
+    assert (shape.cache_size, shape.cache_parts) == (10, 1)
+    assert shape.key_flops == 2 * 4 * (6 + 4)
+
+
+def test_a_ring_inside_a_machine_and_beyond():
+    links = Links(link=100.0, nic=10.0, domain=8)
+    assert links.ring(800, 1) == 0
+    assert links.ring(800, 8) == pytest.approx(7.0)
+    assert links.ring(1600, 16) == pytest.approx(1500 / 80)  # through the adapters of the 8 that stand on a machine
+    assert links.ring(1600, 16, stride=8) == pytest.approx(1500 / 10)
+
+
+def test_an_exchange_inside_a_machine_and_beyond():
+    links = Links(link=100.0, nic=10.0, domain=8)
+    assert links.exchange(100, 8, 1, 2) == pytest.approx(2 * 100 * 7 / 8 / 100)
+    assert links.exchange(100, 16, 1, 2) == pytest.approx(2 * 100 * 8 / 16 / 10)
+    assert links.exchange(100, 16, 1, 2, once=True) == pytest.approx((1 - 1 / 4) * 100 / 10)
+
+
+def test_a_pass_is_products_keys_and_the_head():
+    passes = RoleOnGpus(job(constants=replace(FREE, memory=1e9)), job().actor).stage(0, 100, 100)
+    layers = 100 * 4 * (2 * LAYER + KEYS * 50) / 1e12
+    head = 100 * 2 * HEAD / 1e12
+    assert passes.forward == pytest.approx(layers + head)
+    assert passes.backward == pytest.approx(100 * 4 * (4 * LAYER + 2.5 * KEYS * 50) / 1e12 + 3 * head)
+
+
+def test_a_layer_takes_at_least_its_launches_and_the_reading_of_its_weights():
+    slow = RoleOnGpus(job(constants=replace(FREE, layer_s=1.0)), job().actor).layer(False, 100, 100)
+    assert (slow.forward, slow.backward) == (1.0, 2.0)
+    few = RoleOnGpus(job(), job().actor).layer(False, 0, 0)
+    assert few.forward == pytest.approx(2 * LAYER / 1e9)
+    assert few.backward == pytest.approx((2 + 8) * LAYER / 1e9)
+
+
+def test_layers_that_are_run_again_take_a_forward_pass_more():
+    own, free = job(recompute="full"), replace(FREE, memory=1e9)
+    kept, again = (RoleOnGpus(replace(one, constants=free), one.actor).layer(False, 100, 100) for one in (job(), own))
+    assert again.backward == pytest.approx(kept.backward + kept.forward)
+
+
+@pytest.mark.parametrize(
+    ("hf", "modules", "operations", "numbers"),
+    [
+        (HF, (), KEYS * 50, 0),  # the core attention, whose operands are kept
+        (HF, ("core_attn",), KEYS * 50, 0),
+        (HF, ("mlp", "moe_act", "shared_experts"), 2 * 3 * 16 * 32, 3 * 32),
+        # the router, and two chosen experts
+        (MOE, ("moe", "mlp"), 2 * (16 * 4 + 2 * 3 * 16 * 32), 4 + 2 * (2 * 16 + 3 * 32)),
+        (MOE | {"n_shared_experts": 2}, ("shared_experts", "moe_act"), 2 * 2 * 3 * 16 * 32, 2 * 3 * 32 + 2 * 32),
+    ],
+)
+def test_modules_that_are_run_again_take_their_products_once_more(
+    hf: dict[str, Any], modules: tuple[str, ...], operations: int, numbers: int
+) -> None:
+    """`numbers` of each token were not kept, and are read and written once more."""
+    free, sparse = replace(FREE, memory=1e9), "num_local_experts" in hf
+    own = job(hf=hf, recompute="selective", recompute_modules=modules)
+    kept, again = (
+        RoleOnGpus(replace(one, constants=free), one.actor).layer(sparse, 100, 100) for one in (job(hf=hf), own)
+    )
+    assert again.forward == kept.forward
+    assert again.backward - kept.backward == pytest.approx(100 * operations / 1e12)
+    free = replace(free, touches=1e9)  # 1 GB/s for these, and reading weights stays free
+    kept, again = (
+        RoleOnGpus(replace(one, constants=free), one.actor).layer(sparse, 100, 100) for one in (job(hf=hf), own)
+    )
+    assert again.backward - kept.backward == pytest.approx(100 * operations / 1e12 + 100 * numbers * 2 / 1e9)
+
+
+def test_a_feed_forward_that_is_run_again_gathers_and_scatters_again() -> None:
+    own = job(layout=Layout(tp=2, sequence_parallel=True), num_ranks=2)
+    again = changed(own, recompute="selective", recompute_modules=("mlp",))
+    one = 100 * 16 * 2 / 2 / GPU.link_bandwidth
+    assert RoleOnGpus(again, again.actor).layer(False, 100, 100).exposed == pytest.approx((4 + 6 + 2) * one)
+
+
+def test_tensor_parallel_ranks_gather_and_scatter_twice_a_layer():
+    own = job(layout=Layout(tp=2, sequence_parallel=True), num_ranks=2)
+    layer = RoleOnGpus(own, own.actor).layer(False, 100, 100)
+    one = 100 * 16 * 2 / 2 / GPU.link_bandwidth
+    assert layer.exposed == pytest.approx((4 + 6) * one)
+
+
+def test_experts_exchange_their_tokens():
+    own = job(hf=MOE, layout=Layout(ep=4), num_ranks=4)
+    layer = RoleOnGpus(own, own.actor).layer(True, 100, 100)
+    assert layer.exposed == pytest.approx(4 * 2 * 100 * 16 * 2 * 3 / 4 / GPU.link_bandwidth)
+    across = replace(own, gpus_per_node=2)
+    assert RoleOnGpus(across, across.actor).layer(True, 100, 100).exposed == pytest.approx(
+        4 * 2 * 100 * 16 * 2 * 2 / 4 / GPU.nic_bandwidth
+    )
+
+
+def test_micro_batches_are_few_and_even():
+    own = job(max_tokens=250)
+    assert micro_batches(own, own.actor, 800, 250).count == 4  # two sequences of 100 in each
+    split = changed(own, layout=Layout(), num_ranks=4)
+    assert micro_batches(split, split.actor, 800, 250) == MicroBatches(count=1, tokens=200)
+    turns = changed(own, layout=Layout(pp=4, vpp=2), num_ranks=4, max_tokens=100)
+    assert micro_batches(turns, turns.actor, 600, 100).count == 8  # whole turns of 4 stages
+
+
+def test_the_pipeline_idles_for_all_stages_but_one():
+    own = job(layout=Layout(pp=4), num_ranks=4)
+    found = training(own)
+    assert found.micro_batches == 8
+    assert found.bubble == pytest.approx(3 / 8)
+    twice = training(job(layout=Layout(pp=2, vpp=2), num_ranks=2))
+    assert twice.bubble == pytest.approx(1 / 16)
+
+
+def test_mfu_counts_no_operation_twice():
+    own = replace(job(), gpu=replace(GPU, memory_bandwidth=1e30))
+    free = replace(FREE, head=1e9)
+    busy = training(replace(own, constants=free)).mfu
+    again = training(replace(changed(own, recompute="full"), constants=free)).mfu
+    assert 0.7 < again < 0.77 < 0.95 < busy <= 1.1  # attention's backward is taken as 2.5 times its forward
+
+
+def test_adapters_want_no_gradients_of_the_weights():
+    own = replace(job(), gpu=replace(GPU, memory_bandwidth=1e30))
+    free = replace(FREE, attention=1e9)  # so that only products count
+    whole, adapters = (training(replace(changed(own, lora_rank=rank), constants=free)) for rank in (0, 8))
+    assert adapters.seconds < whole.seconds
+    assert adapters.mfu * adapters.seconds == pytest.approx(whole.mfu * whole.seconds * 2 / 3)
+    head = RoleOnGpus(replace(own, constants=free), replace(own.actor, lora_rank=8))._head(100)
+    assert head.backward == pytest.approx(2 * head.forward)
+
+
+def test_the_optimizer_reads_and_writes_its_numbers():
+    own = job(gpu=replace(GPU, bf16_flops=1e30))
+    params = 4 * LAYER + 2 * HEAD + 16
+    assert training(own).optimizer_s == pytest.approx(params * (4 + 2 * 12 + 2) / 1e9)
+    split = changed(own, layout=Layout(use_distributed_optimizer=True), num_ranks=8)
+    assert training(split).optimizer_s == pytest.approx(params / 8 * 30 / 1e9)
+
+
+def test_gradients_are_reduced_and_parameters_handed_out():
+    own = job(layout=Layout(use_distributed_optimizer=True), num_ranks=8)
+    params = 4 * LAYER + 2 * HEAD + 16
+    assert training(own).gradients_s == pytest.approx(params * 6 * 7 / 8 / GPU.link_bandwidth)
+    hidden = changed(own, overlap_grad_reduce=True)
+    assert training(hidden).gradients_s < training(own).gradients_s
+
+
+def test_every_optimizer_step_costs_its_own():
+    one, four = job(), job(mini_batch=2, epochs=2)
+    assert (one.optimizer_steps, four.optimizer_steps) == (1, 8)
+    assert training(four).optimizer_s == pytest.approx(8 * training(one).optimizer_s)
+
+
+def test_scoring_is_a_forward_pass_of_all_tokens():
+    own = job(gpu=replace(GPU, memory_bandwidth=1e30))
+    assert scoring(own, None) == pytest.approx(forward_flops(shape_of(HF), 800, 100) / 1e12)
