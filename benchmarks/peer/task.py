@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from megarl.config import load_config
 from megarl.data.examples.tasks import write_task
 from megarl.data.examples.tiny import write_tiny_model
@@ -92,7 +94,10 @@ def forward_flops(config: dict[str, Any], length: int, predicted: int) -> float:
 
 
 def _end_nowhere(folder: Path) -> None:
-    """No side has to be told to go on: what ends an answer is a token behind the last one that the model can write."""
+    """Give every answer its full length: the tokenizer has no end, and the model's is behind its last token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     for name in ("config.json", "generation_config.json"):
         file = folder / name
