@@ -23,6 +23,7 @@ from megarl.trainer.recipes.cold_start import cold_start
 
 pytestmark = pytest.mark.dist
 # The first steps of the whole job, whose learning rate falls over sixty: at the tenth it is at 0.85.
+# The whole job ends between 0.89 and 0.96, by seed and by processor (seven runs), from 0.41 at its start.
 SHORT = ["trainer.total_training_steps=12", "actor.optim.lr_decay_steps=60"]
 
 
@@ -42,7 +43,7 @@ def run(home: Path, name: str, *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("recipe", "words", "accuracy"), [("quickstart", [], 0.9), ("quickstart_grpo", SHORT, 0.7)])
+@pytest.mark.parametrize(("recipe", "words", "accuracy"), [("quickstart", [], 0.8), ("quickstart_grpo", SHORT, 0.7)])
 def test_the_main_job_learns_to_carry(home: Path, recipe: str, words: list[str], accuracy: float) -> None:
     summary = run(home, recipe, f"recipe={recipe}", *words)
     assert summary["accuracy_before"] < 0.5
