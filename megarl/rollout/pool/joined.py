@@ -45,6 +45,7 @@ class Joined:
         self._post, self._is_crowded = post, is_crowded
         self._open: dict[tuple[str, bytes], list[_Part]] = {}  # that are not yet sent
         self._sent: dict[asyncio.Task[None], set[str]] = {}  # the request ids of those that are under way
+        self.num_failed = 0  # requests of several prompts that failed and were sent again, each prompt alone
 
     async def ask(self, url: str, body: dict[str, Any], most_bytes: int) -> tuple[Any, object]:
         """The reply to this request alone, and an identity of what was sent; raises what `post` raises."""
@@ -91,6 +92,7 @@ class Joined:
         except Exception as error:
             prompts = _by_prompt(parts)
             if isinstance(error, _OF_ONE) and len(prompts) > 1:
+                self.num_failed += 1
                 logger.warning(
                     "%s: %d prompts of one request are asked for again, each alone: %s", url, len(prompts), error
                 )

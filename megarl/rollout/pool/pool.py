@@ -314,10 +314,11 @@ class EnginePool:
         a running request; servers_s: of all the time.
         """
         servers = self._servers.values()
+        counts = self._counts + Counter(failed_requests=self._sender.joined.num_failed)
         return {
             "in_flight": float(sum(server.load for server in servers)),
             "busy_s": self._gone["busy_s"] + sum(server.busy.read() for server in servers),
             "servers_s": self._gone["servers_s"] + sum(time.monotonic() - server.since for server in servers),
-            **{name: float(self._counts[name]) for name in _COUNTED},
-            **{f"wasted_{cause}": float(self._counts[f"wasted_{cause}"]) for cause in WASTE},
+            **{name: float(counts[name]) for name in _COUNTED},
+            **{f"wasted_{cause}": float(counts[f"wasted_{cause}"]) for cause in WASTE},
         }

@@ -80,7 +80,7 @@ class Sender:
     def __init__(self, token: str, settings: GenerationSettings, *, is_crowded: Callable[[], bool], slack: int) -> None:
         self._token, self._settings, self._slack = token, settings, slack
         self._timeout_s = settings.timeout_s
-        self._joined = Joined(self._post, is_crowded)
+        self.joined = Joined(self._post, is_crowded)
         self.changes = Changes()
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()  # of this sender, of its requests
         self._errands: set[asyncio.Task[None]] = set()
@@ -134,7 +134,7 @@ class Sender:
             body["lora_path"] = adapter
         most_bytes, sent = completion_bytes(num_asked, params, columns), object()
         if self._settings.joins and params.max_new_tokens <= SHORT and adapter is None:
-            reply, sent = await self._joined.ask(server.url, body, most_bytes)
+            reply, sent = await self.joined.ask(server.url, body, most_bytes)
         else:
             reply = await self._post(server.url, body, most_bytes, request.affinity.key if request.affinity else "")
         ask.stop_clock()
@@ -250,7 +250,7 @@ class Sender:
 
     def hurry(self, ask: Ask) -> None:
         """Let the server return what it has generated, for all that travels together, before the time is over."""
-        together = self._joined.beside(ask.rid)
+        together = self.joined.beside(ask.rid)
         for each in ask.server.asks:
             if each.rid in together:
                 each.is_overdue = True

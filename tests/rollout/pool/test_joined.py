@@ -39,8 +39,8 @@ class Post:
         return [each["sampling_seed"] for each in params] if isinstance(params, list) else params["sampling_seed"]
 
 
-async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]]) -> list[Any]:
-    requests = Joined(post)
+async def ask_all(post: Post, *asked: tuple[str, dict[str, Any]], requests: Joined | None = None) -> list[Any]:
+    requests = requests or Joined(post)
     tasks = [asyncio.create_task(requests.ask(url, each, 10)) for url, each in asked]
     replies = await asyncio.gather(*tasks, return_exceptions=True)
     return [reply[0] if isinstance(reply, tuple) else reply for reply in replies]
@@ -73,10 +73,14 @@ class Fails(Post):
 
 
 @pytest.mark.parametrize("kind", [Refused, FailedInside, Senseless])
-async def test_a_prompt_with_which_a_server_fails_fails_alone(kind: type[Exception]) -> None:
+async def test_a_prompt_with_which_a_server_fails_fails_alone_and_what_was_sent_again_counts(
+    kind: type[Exception],
+) -> None:
     post = Fails(kind("too long"))
-    *well, refused, other = await ask_all(post, *ASKED)
+    requests = Joined(post)
+    *well, refused, other = await ask_all(post, *ASKED, requests=requests)
     assert [*well, other] == [5, 6, 8] and str(refused) == "too long"
+    assert requests.num_failed == 1
     assert [sent["input_ids"] for sent in post.sent] == [[[1, 2], [1, 2], [3]], [1, 2], [[1, 2], [1, 2]], [3]]
 
 
