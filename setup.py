@@ -40,7 +40,9 @@ setup(
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
     install_requires=[
         "torch>=2.6",
-        "megatron-core==0.16.1",
+        # 0.19.2 has the models of 2026, and wants Python 3.12.
+        "megatron-core==0.16.1; python_version < '3.12'",
+        "megatron-core==0.19.2; python_version >= '3.12'",
         "psutil>=5.9",  # needed by megatron-core's checkpoints, which do not declare it
         "einops>=0.7",  # needed by megatron-core, which does not declare it
         "numpy>=1.26",

@@ -1,5 +1,7 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: makes environments with the tested versions, once; `make_environment` activates .venv.
+# Makes environments with the tested versions, once.  The other scripts source it; run alone, it makes megarl's own:
+#   bash launch/environment.sh                          .venv, with Python 3.11 where there is one
+#   PYTHON=python3.12 bash launch/environment.sh        .venv-3.12, with the Megatron-Core that has the models of 2026
 # An interrupted installation is done again; a finished one is recognised by a mark written last.
 
 PIP="pip==26.3 --hash=sha256:f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13" # installs all else
@@ -9,15 +11,29 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 say() { printf '\n== %s\n' "$*"; }
 
+usable() {
+    "$1" -c 'import sys, venv; assert (3, 11) <= sys.version_info < (3, 13)' 2>/dev/null
+}
+
+# The Python that PYTHON names, else the first that can be used.
 find_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" python3.11 python3.12 python3; do
-        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv; assert (3, 11) <= sys.version_info < (3, 13)' 2>/dev/null; then
+    local candidate version found
+    local -a candidates=(python3.11 python3.12 python3)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
+        if usable "$candidate"; then
             echo "$candidate"
             return
         fi
+        # pyenv's commands refuse a version that is not the chosen one, which its own folder still has.
+        version=$(pyenv latest "${candidate#python}" 2>/dev/null) || continue
+        found=$(pyenv prefix "$version")/bin/python
+        if usable "$found"; then
+            echo "$found"
+            return
+        fi
     done
-    echo "launch: no Python 3.11 or 3.12 with venv found; install python3.11 and python3.11-venv, or set PYTHON=/path/to/python" >&2
+    echo "launch: ${candidates[*]}: expected Python 3.11 or 3.12 with venv; install python3.11 and python3.11-venv, or set PYTHON=/path/to/python" >&2
     return 2
 }
 
@@ -58,12 +74,22 @@ install_megarl() {
         pip_install "$1" --constraint launch/constraints.txt --editable ".[dev]"
 }
 
+# The environment of megarl: .venv, or .venv-3.12 where PYTHON asks for Python 3.12.
+environment_folder() {
+    case ${PYTHON:+$("$(find_python)" -c 'import sys; print(sys.version_info.minor)')} in
+        12) echo .venv-3.12 ;;
+        *) echo .venv ;;
+    esac
+}
+
 make_environment() {
-    if ! grep -qs "^$GPU_MARK" .venv/.complete; then
-        once_in .venv "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl || return
+    local folder
+    folder=$(environment_folder)
+    if ! grep -qs "^$GPU_MARK" "$folder/.complete"; then
+        once_in "$folder" "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl || return
     fi
     # shellcheck disable=SC1091
-    . .venv/bin/activate
+    . "$folder/bin/activate"
     # Megatron-Core warns once per process about each optional GPU package that is not here.
     export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 }
@@ -94,3 +120,8 @@ run_ladder() {
     fi
     exec "$python" launch/ladder.py "$@"
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    make_environment
+fi

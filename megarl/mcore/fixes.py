@@ -90,7 +90,8 @@ def fsdp_asks_for_te_that_is_not_there() -> bool:
     """mcore_fsdp_adapter:184 tests every linear by isinstance against such a stand-in, which is not a type."""
     import megatron.core.distributed.fsdp.mcore_fsdp_adapter as adapter
 
-    return adapter.TELinear != () and not isinstance(adapter.TELinear, type)
+    linear = getattr(adapter, "TELinear", ())  # 0.19.2 asks by another way
+    return linear != () and not isinstance(linear, type)
 
 
 def fix_fsdp_without_te() -> None:
@@ -117,14 +118,17 @@ def fix_packed_rope() -> None:
         cu_seqlens: Tensor,
         freqs: Tensor,
         rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
+        *,
+        multi_latent_attention: bool | None = None,
+        mla_rotary_interleaved: bool = False,  # its name since 0.17
         mscale: float = 1.0,
         cp_group: Any = None,
     ) -> Tensor:
         """[t, n, d] -> the same, rotated; positions start at 0 in each sequence, like those of `freqs`."""
         assert not rotary_interleaved, "no model of ours turns neighbours and leaves them in place"
         cp, rank = cp_group.size(), cp_group.rank()
-        return turned(t, freqs, cu_seqlens, factor=mscale, in_pairs=multi_latent_attention, cp=cp, rank=rank)
+        in_pairs = bool(multi_latent_attention) or mla_rotary_interleaved
+        return turned(t, freqs, cu_seqlens, factor=mscale, in_pairs=in_pairs, cp=cp, rank=rank)
 
     rope_utils._apply_rotary_pos_emb_thd = rotate
 

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -84,10 +85,11 @@ class NormOfAllHeads(nn.Module):
 
     weight: nn.Parameter  # [heads of this rank * head_dim]
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
-        """`hidden_size`: of one head, as Megatron passes it; `num_heads`: of the whole model."""
+    def __init__(self, config: TransformerConfig, head_dim: int, num_heads: int) -> None:
+        """`num_heads`: of the whole model."""
         super().__init__()
-        self.size, self.eps = num_heads * hidden_size, eps
+        self.size = num_heads * head_dim
+        self.eps = config.layernorm_epsilon
         self.weight = nn.Parameter(torch.ones(self.size // config.tensor_model_parallel_size))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
@@ -119,10 +121,18 @@ def layer_with_norms_of_all_heads(config: TransformerConfig, has_experts: bool) 
     """
     assert not config.qk_layernorm
     spec = local_layer(config, has_experts)
-    parts = spec.submodules.self_attention.submodules
-    parts.q_layernorm = ModuleSpec(NormOfAllHeads, params={"num_heads": config.num_attention_heads})
-    parts.k_layernorm = ModuleSpec(NormOfAllHeads, params={"num_heads": config.num_query_groups})
+    spec.submodules.self_attention.module = AttentionWithNormsOfAllHeads
     return spec
+
+
+class AttentionWithNormsOfAllHeads(SelfAttention):
+    """Gets its norms after it is built, since Megatron refuses to build any where `config.qk_layernorm` is false."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        size = self.hidden_size_per_attention_head
+        self.q_layernorm = NormOfAllHeads(config, size, config.num_attention_heads)
+        self.k_layernorm = NormOfAllHeads(config, size, config.num_query_groups)
 
 
 def _gpt_oss(hf: HFConfig) -> Settings:

@@ -17,6 +17,7 @@ from megarl.mcore.models.attention import SDPAttention
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.pointwise import Gate, Norm
 from megarl.mcore.models.transformer_engine import TransformerEngineProvider
+from megarl.mcore.versions import dense_parts
 
 LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
 
@@ -26,7 +27,7 @@ class LocalProvider(LocalSpecProvider):
     parallelism, torch_norm:32), and the gate of experts.
     """
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
+    def layer_norm(self, *_: bool, **__: bool) -> type:
         return Norm
 
     def core_attention(self) -> type:
@@ -46,7 +47,7 @@ def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         normalization=config.normalization,
     )
     if not has_experts:  # of experts the provider says it
-        spec.submodules.mlp.submodules.activation_func = Gate  # used with config.use_te_activation_func alone
+        dense_parts(spec).activation_func = Gate  # used with config.use_te_activation_func alone
     return spec
 
 

@@ -64,18 +64,20 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class Gate:
-    """silu(gate) * up.  Keeps its input alone for the backward pass, as Megatron's fused kernel for GPUs does.
+class Gate(nn.Module):
+    """silu(gate) * up.  Keeps its input alone for the backward pass, as Megatron's fused kernel for GPUs does."""
 
-    No module: Megatron asks each module of a feed-forward for its part of a checkpoint.
-    """
-
-    def __init__(self, config: Any = None) -> None:
+    def __init__(self, config: Any = None) -> None:  # noqa: ARG002
         """`config`: as Megatron passes it."""
+        super().__init__()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., gate and up] -> [..., half of it]."""
         return _Gate.apply(x)
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Its part of a checkpoint, for which Megatron asks each module of a feed-forward: none."""
+        return {}
 
 
 class _Gate(torch.autograd.Function):

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.extensions import transformer_engine as te
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.transformer.mlp import MLPSubmodules
 from torch import nn
+
+from megarl.mcore.versions import grouped_experts
 
 _GROUPED = re.compile(r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$")
 
@@ -29,16 +29,14 @@ class TransformerEngineProvider(LocalSpecProvider):
     def row_parallel_linear(self) -> type:
         return te.TERowParallelLinear
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:  # noqa: ARG002
+    def layer_norm(self, *_: bool, **__: bool) -> type:
         return te.TENorm
 
     def core_attention(self) -> type:
         return te.TEDotProductAttention
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
-        return TESpecProvider().grouped_mlp_modules(moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: bool) -> Any:
+        return grouped_experts(moe_use_grouped_gemm)
 
 
 def mark_shards(model: nn.Module) -> None:

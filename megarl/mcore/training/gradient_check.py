@@ -15,6 +15,7 @@ from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
 from megarl.mcore.models.model import Model, unwrap
+from megarl.mcore.versions import counted_gradients
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def uncounted_included(parts: Iterable[Any]) -> Iterator[None]:
     """
     used = [part for part in parts if not part.is_stub_optimizer]
     own = list(_local(param.grad for part in used for param in part.get_parameters()))
-    counted = next(_local(grad for part in used for grad in part.get_main_grads_for_grad_norm()), None)
+    counted = next(_local(grad for part in used for grad in counted_gradients(part)), None)
     if counted is None:
         yield
         return
