@@ -9,16 +9,13 @@ import inspect
 from typing import Any
 
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 
-def dense_parts(layer: ModuleSpec) -> MLPSubmodules:
-    """The modules of a dense layer's feed-forward, which is a ModuleSpec in 0.16.1 and a partial in 0.19.2."""
-    mlp = layer.submodules.mlp
-    parts: MLPSubmodules = mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]
-    return parts
+def parts_of(part: Any) -> Any:
+    """What a part of a layer is built of: a ModuleSpec says so in 0.16.1, and in 0.19.2 a partial for feed-forwards."""
+    return part.submodules if isinstance(part, ModuleSpec) else part.keywords["submodules"]
 
 
 def grouped_experts(grouped_gemm: bool) -> Any:

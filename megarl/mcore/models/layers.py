@@ -17,7 +17,7 @@ from megarl.mcore.models.attention import SDPAttention
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.pointwise import Gate, Norm
 from megarl.mcore.models.transformer_engine import TransformerEngineProvider
-from megarl.mcore.versions import dense_parts
+from megarl.mcore.versions import parts_of
 
 LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
 
@@ -47,7 +47,7 @@ def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
         normalization=config.normalization,
     )
     if not has_experts:  # of experts the provider says it
-        dense_parts(spec).activation_func = Gate  # used with config.use_te_activation_func alone
+        parts_of(spec.submodules.mlp).activation_func = Gate  # used with config.use_te_activation_func alone
     return spec
 
 

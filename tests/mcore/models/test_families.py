@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from hf_configs import hf_of
+from layer_specs import module_of
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tiny_models import FAMILIES as TINY
@@ -14,7 +15,7 @@ from megarl.arch.hf_config import SUPPORTED, completed
 from megarl.arch.layout import Layout
 from megarl.arch.settings.families import settings_of, sparse_layers
 from megarl.mcore.models import execution
-from megarl.mcore.models.families import FAMILIES, family_of
+from megarl.mcore.models.families import FAMILIES, AttentionWithNormsOfAllHeads, family_of
 from megarl.mcore.models.layers import block_spec, check_trainable, layers_with_experts
 from megarl.mcore.models.model import check_layout, transformer_config
 
@@ -106,8 +107,7 @@ def test_megatrons_settings(family: str, changes: dict[str, Any], expected: dict
 def test_norms_of_all_heads_that_megatron_does_not_know() -> None:
     hf = hf_of("minimax_m2")
     attention = family_of(hf).layer(transformer_config(hf, Layout(), torch.float32), True).submodules.self_attention
-    norms = (attention.submodules.q_layernorm, attention.submodules.k_layernorm)
-    assert [norm.params["num_heads"] for norm in norms] == [4, 2]
+    assert attention.module is AttentionWithNormsOfAllHeads
 
 
 def test_only_experts_are_dispatched_by_deepep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_layers_without_experts_are_built_dense(change: dict[str, Any], sparse: 
     assert sparse_layers(hf) == sparse
     config = transformer_config(hf, Layout(), torch.float32)
     assert layers_with_experts(config) == sparse
-    assert [spec.submodules.mlp.module is MoELayer for spec in block_spec(config).layer_specs] == sparse
+    assert [module_of(spec.submodules.mlp) is MoELayer for spec in block_spec(config).layer_specs] == sparse
 
 
 FP8 = {"quant_method": "fp8"}

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_specs import module_of
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions import transformer_engine_spec_provider as te_provider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -17,6 +18,7 @@ from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.layers import block_spec
 from megarl.mcore.models.pointwise import Norm
 from megarl.mcore.models.transformer_engine import local_name, mark_shards, without_extra_state
+from megarl.mcore.versions import parts_of
 
 
 def layers(engine: ExecutionOptions) -> tuple[Any, Any, Any]:
@@ -50,22 +52,22 @@ def test_our_modules_without_it() -> None:
     assert (attention.linear_qkv, attention.linear_proj) == (ColumnParallelLinear, RowParallelLinear)
     assert attention.core_attention is SDPAttention
     assert {dense.input_layernorm, dense.pre_mlp_layernorm, attention.q_layernorm, final} == {Norm}
-    assert sparse.mlp.submodules.experts.module is SequentialMLP
+    assert module_of(parts_of(sparse.mlp).experts) is SequentialMLP
 
 
 @pytest.mark.usefixtures("installed")
 def test_its_modules_in_the_same_places() -> None:
     dense, sparse, final = layers(ExecutionOptions())
-    attention, mlp = dense.self_attention.submodules, dense.mlp.submodules
+    attention, mlp = dense.self_attention.submodules, parts_of(dense.mlp)
     assert (attention.linear_qkv, attention.linear_proj) == (te.TEColumnParallelLinear, te.TERowParallelLinear)
     assert (mlp.linear_fc1, mlp.linear_fc2) == (te.TEColumnParallelLinear, te.TERowParallelLinear)
     assert attention.core_attention is te.TEDotProductAttention
     norms = (dense.input_layernorm, dense.pre_mlp_layernorm, attention.q_layernorm, attention.k_layernorm, final)
     assert all(norm is te.TENorm for norm in norms)
-    experts = sparse.mlp.submodules.experts
-    assert experts.module is TEGroupedMLP
-    assert experts.submodules.linear_fc1 is te_provider.TEColumnParallelGroupedLinear
-    assert experts.submodules.linear_fc2 is te_provider.TERowParallelGroupedLinear
+    experts = parts_of(sparse.mlp).experts
+    assert module_of(experts) is TEGroupedMLP
+    assert parts_of(experts).linear_fc1 is te_provider.TEColumnParallelGroupedLinear
+    assert parts_of(experts).linear_fc2 is te_provider.TERowParallelGroupedLinear
 
 
 @pytest.mark.usefixtures("installed")
