@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Families, by model_type, that can be trained; each has the settings, modules and tables that are named after it.
 SUPPORTED = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"),
-    *("minimax_m2", "gpt_oss"),
+    *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 # Families whose class is code in their repositories -> the family of transformers whose model they are.
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 _DELTA = "Megatron-Core 0.16.1 has its gated delta net without packed rows, and 0.18.0 is the first with them"
 _SPARSE = "Megatron-Core 0.16.1 has its sparse attention without packed rows, and 0.19.0 is the first with them"
 MISSING = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _DELTA),
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",

@@ -126,6 +126,8 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_moe_plain", "deepseek_v3_plain"), ("pp2dp2 ep2",)),
     "kimi_k2": ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2"),
     "glm4_moe_air": ("dp4 ep2 etp2",),
+    "qwen3_next": SOME_SPARSE,
+    "qwen3_5_moe_text": ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2"),
     "gpt_oss": ("tp2pp2 ep2 etp1", "dp4 ep4", "pp2dp2 vpp2 ep2", "tp2cp2+sp ep2 etp1"),
 }
 ON: dict[int, dict[tuple[str, str], Layout]] = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import package_info
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -17,8 +18,11 @@ from transformers import (
     MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SIZES: dict[str, Any] = {
@@ -53,6 +57,22 @@ _GLM: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
     "rope_theta": 100.0,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "full_attention_interval": 2,  # of the four layers the first and the third are linear
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+}
+_DELTA_SPARSE: dict[str, Any] = {
+    **_DELTA,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
 }
 # Sizes at which what sets a family apart shows: windows shorter than sequences, contexts shorter than slow rope pairs.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -178,7 +198,14 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     ),
+    "qwen3_next": (Qwen3NextConfig, _DELTA_SPARSE),
+    "qwen3_5_text": (Qwen3_5TextConfig, _DELTA),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _DELTA_SPARSE),
 }
+ZERO_CENTRED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their norms multiply by 1 + weight
+if package_info.__version__.startswith("0.16.1"):
+    for family in ZERO_CENTRED:
+        del FAMILIES[family]
 
 
 def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTrainedModel:
@@ -191,8 +218,10 @@ def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTr
 def filled(model: PreTrainedModel) -> PreTrainedModel:
     """The model with random weights everywhere, ready to be evaluated."""
     with torch.no_grad():
+        is_centred = model.config.model_type in ZERO_CENTRED
         for name, param in model.named_parameters():
-            param.copy_(torch.randn_like(param) * 0.2 + (1.0 if "norm" in name else 0.0))
+            is_about_one = "linear_attn.norm" in name if is_centred else "norm" in name
+            param.copy_(torch.randn_like(param) * 0.2 + (1.0 if is_about_one else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)

@@ -54,7 +54,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ("name", "kind", "error"),
     [(name, kind, error) for kind, table in (("shims", SHIMS), ("fixes", FIXES)) for name, (_, error) in table.items()],
 )
-def test_a_shim_or_fix_is_needed_where_stock_megatron_is_not_mended_and_helps(found: dict[str, Any], name: str, kind: str, error: str) -> None:
+def test_a_shim_or_fix_is_needed_where_stock_megatron_is_not_mended_and_helps(
+    found: dict[str, Any], name: str, kind: str, error: str
+) -> None:
     assert found[f"with {kind}"][name] == ""
     if name in MENDED:
         assert found[f"without {kind}"][name] == ""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megarl.arch.model_types import refusal
 from megarl.arch.settings.experts import shared_and_routed_experts, sigmoid_experts, softmax_experts
+from megarl.arch.settings.gated_delta import gated_delta, gated_shared_expert
 from megarl.arch.settings.hf import (
     HFConfig,
     Settings,
@@ -115,6 +116,25 @@ def _mixtral(hf: HFConfig) -> Settings:
     return settings | softmax_experts(hf, ffn=settings["ffn_hidden_size"], renormalised=True)
 
 
+def _qwen3_next(hf: HFConfig) -> Settings:
+    layers = sparse_layers(hf)
+    settings = gated_delta(dense(hf, qk_norm=True), hf)
+    if not hf["num_experts"] or not any(layers):
+        return settings
+    every = 1 if all(layers) else layers
+    return settings | gated_shared_expert(hf, renormalised=bool(hf["norm_topk_prob"]), layers=every)
+
+
+def _qwen3_5_text(hf: HFConfig) -> Settings:
+    return gated_delta(dense(hf, qk_norm=True), hf)
+
+
+def _qwen3_5_moe_text(hf: HFConfig) -> Settings:
+    """Its folders name no size of a dense feed-forward: no layer has one."""
+    of_expert = {**hf, "intermediate_size": need(hf, "moe_intermediate_size")}
+    return gated_delta(dense(of_expert, qk_norm=True), hf) | gated_shared_expert(hf, renormalised=True)
+
+
 def _glm4_moe(hf: HFConfig) -> Settings:
     """GLM-4.5: grouped-query attention whose biases and norms config.json decides on, and DeepSeek-V3's experts."""
     refuse_quantized(hf)
@@ -192,7 +212,7 @@ def deepseek_v3(hf: HFConfig) -> Settings:
         "qk_head_dim": need(hf, "qk_nope_head_dim"),
         "qk_pos_emb_head_dim": need(hf, "qk_rope_head_dim"),
         "v_head_dim": need(hf, "v_head_dim"),
-        "qk_layernorm": True,
+        "qk_layernorm": hf["q_lora_rank"] is not None,  # see LatentAttention
     }
     return base(hf) | latents | _rope(hf) | shared_and_routed_experts(hf)
 
@@ -231,6 +251,9 @@ SETTINGS: dict[str, Callable[[HFConfig], Settings]] = {
     "qwen2": _qwen2,  # and Qwen2.5
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5_text,  # of Qwen3.5 to 3.8
+    "qwen3_5_moe_text": _qwen3_5_moe_text,
     "llama": _llama,  # Llama 2 and 3
     "mistral": _mistral,
     "mixtral": _mixtral,

@@ -29,7 +29,8 @@ class Rope:
     factor: float = 1.0
 
 
-PARTIAL = ("glm4_moe", "minimax_m2")  # families that can rotate a part of each head only
+# Families that can rotate a part of each head only.
+PARTIAL = ("glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def make_rope(hf: Mapping[str, Any], head_dim: int) -> Rope:

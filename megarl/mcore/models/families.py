@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as ps
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -54,8 +55,11 @@ class LatentAttention(MLASelfAttention):
     anyway (`check_trainable`).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, latent_norm: Any = None, **kwargs: Any) -> None:
+        """`latent_norm`: the norm of keys and values where queries have none, for which Megatron has no setting."""
         super().__init__(*args, **kwargs)
+        if latent_norm is not None:
+            self.kv_layernorm = latent_norm(self.config, self.config.kv_lora_rank)
         self.kv_layernorm.eps = LATENT_NORM_EPS
         if self.config.q_lora_rank is not None:
             self.q_layernorm.eps = LATENT_NORM_EPS
@@ -68,10 +72,12 @@ def _all_columns(linear: nn.Module, inputs: Any, output: tuple[Tensor, None]) ->
     return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), None
 
 
-def latent_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """One layer, dense or with experts."""
-    spec = local_layer(config, has_experts)
+def latent_layer(config: TransformerConfig, number: int) -> ModuleSpec:
+    """Layer `number`, dense or with experts."""
+    spec = local_layer(config, number)
     spec.submodules.self_attention.module = LatentAttention
+    if config.q_lora_rank is None:
+        spec.submodules.self_attention.params["latent_norm"] = gpt_layer_specs.LocalSpecProvider().layer_norm()
     return spec
 
 
@@ -113,14 +119,14 @@ class NormOfAllHeads(nn.Module):
         return state
 
 
-def layer_with_norms_of_all_heads(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """One layer, for `block_spec`.
+def layer_with_norms_of_all_heads(config: TransformerConfig, number: int) -> ModuleSpec:
+    """Layer `number`, for `block_spec`.
 
     `config.qk_layernorm` is false: otherwise Megatron would sum the gradients of norms with these names over
     tensor-parallel ranks (finalize_model_grads:355), as if each rank had the whole weight.
     """
     assert not config.qk_layernorm
-    spec = local_layer(config, has_experts)
+    spec = local_layer(config, number)
     spec.submodules.self_attention.module = AttentionWithNormsOfAllHeads
     return spec
 
@@ -140,6 +146,12 @@ def _gpt_oss(hf: HFConfig) -> Settings:
     return SETTINGS["gpt_oss"](hf) | {"activation_func": quick_gelu}
 
 
+def _hybrid_layer(config: TransformerConfig, number: int) -> ModuleSpec:
+    from megarl.mcore.models.gated_delta import hybrid_layer  # 0.16.1 has no such module
+
+    return hybrid_layer(config, number)
+
+
 def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is not in FAMILIES."""
     model_type = hf.get("model_type")
@@ -152,5 +164,8 @@ FAMILIES: dict[str, Family] = {kind: Family(settings) for kind, settings in SETT
     "deepseek_v3": Family(SETTINGS["deepseek_v3"], MLATransformerConfig, latent_layer),
     "kimi_k2": Family(SETTINGS["kimi_k2"], MLATransformerConfig, latent_layer),
     "minimax_m2": Family(SETTINGS["minimax_m2"], layer=layer_with_norms_of_all_heads),
+    "qwen3_next": Family(SETTINGS["qwen3_next"], layer=_hybrid_layer),
+    "qwen3_5_text": Family(SETTINGS["qwen3_5_text"], layer=_hybrid_layer),
+    "qwen3_5_moe_text": Family(SETTINGS["qwen3_5_moe_text"], layer=_hybrid_layer),
     "gpt_oss": Family(_gpt_oss),
 }

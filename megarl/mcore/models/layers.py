@@ -19,7 +19,7 @@ from megarl.mcore.models.pointwise import Gate, Norm
 from megarl.mcore.models.transformer_engine import TransformerEngineProvider
 from megarl.mcore.versions import parts_of
 
-LayerSpec = Callable[[TransformerConfig, bool], ModuleSpec]  # (config, whether this layer has experts)
+LayerSpec = Callable[[TransformerConfig, int], ModuleSpec]  # (config, number of the layer in the model, from 0)
 
 
 class LocalProvider(LocalSpecProvider):
@@ -37,8 +37,9 @@ class LocalProvider(LocalSpecProvider):
         return Gate
 
 
-def local_layer(config: TransformerConfig, has_experts: bool) -> ModuleSpec:
-    """One layer: attention with fused q, k, v, and a gated feed-forward or experts; for `block_spec`."""
+def local_layer(config: TransformerConfig, number: int) -> ModuleSpec:
+    """Layer `number`: attention with fused q, k, v, and a gated feed-forward or experts; for `block_spec`."""
+    has_experts = layers_with_experts(config)[number]
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -105,9 +106,9 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank; None if it has only one."""
     first = get_transformer_layer_offset(config, vp_stage)
-    here = layers_with_experts(config)[first : first + get_num_layers_to_build(config, vp_stage)]
+    here = range(first, first + get_num_layers_to_build(config, vp_stage))
     provider = TransformerEngineProvider if engine.uses_transformer_engine else LocalProvider
     # Megatron's function has its provider hard-coded; it is replaced by ours during the call.
     with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", provider):
-        specs = [layer(config, experts) for experts in here]
+        specs = [layer(config, number) for number in here]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider().layer_norm())

@@ -20,7 +20,7 @@ class Norm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:  # noqa: ARG003
         kind = {"RMSNorm": RMSNorm, "LayerNorm": nn.LayerNorm}[config.normalization]
-        norm = kind(hidden_size, eps=eps)
+        norm = ZeroCentredNorm(hidden_size, eps) if config.layernorm_zero_centered_gamma else kind(hidden_size, eps=eps)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
@@ -32,6 +32,18 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> the same."""
         return _Rms.apply(x, self.weight, self.eps) if x.is_cpu else super().forward(x)
+
+
+class ZeroCentredNorm(nn.Module):
+    """RMS norm times 1 + weight.  The parameter is the weight as the folder has it: 1 + it in bfloat16 loses bits."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> the same."""
+        return F.rms_norm(_wide(x), (x.size(-1),), 1 + _wide(self.weight), self.eps).to(x.dtype)
 
 
 class _Rms(torch.autograd.Function):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.weights.mapping.names import QKV, GateUp, Op, Rename, ValueHead, Vocab
+from megarl.weights.mapping.names import QKV, GatedQKV, GateUp, Op, Rename, ValueHead, Vocab
 from megarl.weights.mapping.stacks import Stack
 
 HFConfig = Mapping[str, Any]
@@ -59,11 +59,13 @@ def attention(
     qk_norm: QKNorm | None = None,
     output_bias: bool = False,
     sinks: bool = False,
+    gated: bool = False,
 ) -> list[Op]:
     """Grouped-query attention with the norm before it.
 
     `qk_norm`: q and k are normalised, each head by itself with a weight that its heads share, or all heads at once.
-    `sinks`: each head has a score beside those of the keys.
+    `sinks`: each head has a score beside those of the keys.  `gated`: each head's output is scaled by a gate, whose
+    rows are in q_proj.
     """
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     groups = c.get("num_key_value_heads") or heads
@@ -73,7 +75,8 @@ def attention(
 
     def qkv(kind: str, width: int | None) -> QKV:
         q, k, v = (f"{attn}.{x}_proj.{kind}" for x in "qkv")
-        return QKV(f"{mg_attn}.linear_qkv.{kind}", q, k, v, heads, groups, head_dim, width)
+        kind_of = GatedQKV if gated else QKV
+        return kind_of(f"{mg_attn}.linear_qkv.{kind}", q, k, v, heads, groups, head_dim, width)
 
     ops: list[Op] = [
         Rename(f"{mg}.input_layernorm.weight", f"{hf}.input_layernorm.weight", (hidden,)),

@@ -27,6 +27,7 @@ from megarl.weights.mapping.blocks import (
     shared_experts,
     stacks_of_biased_experts,
 )
+from megarl.weights.mapping.gated_delta import hybrid_layer
 from megarl.weights.mapping.names import Op
 from megarl.weights.mapping.stacks import PlainStack, Stack
 
@@ -206,4 +207,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
+    "qwen3_next": Family(hybrid_layer),
+    "qwen3_5_text": Family(hybrid_layer),
+    "qwen3_5_moe_text": Family(hybrid_layer),
 }

@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -215,6 +215,73 @@ class QKV(Op):
             for name, rows in ((self.q, q_rows), (self.k, self.head_dim), (self.v, self.head_dim)):
                 yield Piece(name, 0, group * rows, at, rows)
                 at += rows
+
+
+@dataclass(frozen=True)
+class GatedQKV(QKV):
+    """The same where q has for each head the rows of the query, then those of its gate.
+
+    Example, 2 heads in 1 group: q0 g0 q1 g1 of the folder's q_proj, k0, v0 <-> q0 q1 g0 g1 k0 v0.
+    """
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        q, kv = self._shape(2 * self.num_heads * self.head_dim), self._shape(self.num_groups * self.head_dim)
+        return {self.q: q, self.k: kv, self.v: kv}
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        return self._shape(self._share(2 * (self.num_heads + self.num_groups) * self.head_dim, tp_size))
+
+    def _runs(self) -> Iterator[Piece]:
+        rows, at = self.head_dim, 0
+        of_group = self.num_heads // self.num_groups
+        for group in range(self.num_groups):
+            heads = range(group * of_group, (group + 1) * of_group)
+            parts = [(self.q, 2 * head) for head in heads] + [(self.q, 2 * head + 1) for head in heads]
+            for name, place in (*parts, (self.k, group), (self.v, group)):
+                yield Piece(name, 0, place * rows, at, rows)
+                at += rows
+
+
+class HeadRows(NamedTuple):
+    """Rows of an HF tensor that belong to heads: `rows` of each of `heads`, `step` rows apart, from row `first` on."""
+
+    name: str
+    heads: int
+    rows: int
+    step: int
+    first: int
+
+
+@dataclass(frozen=True)
+class ByHeads(Op):
+    """Rows of one or several HF tensors, cut by heads: a rank has those of its heads of the first part, then of the
+    second, and so on.  Example: the input projection of a gated delta net (q, k, v, z, beta, alpha).
+
+    `shapes`: of the HF tensors; `rest`: the parameter's shape behind its rows.
+    """
+
+    parts: tuple[HeadRows, ...]
+    shapes: tuple[tuple[str, Shape], ...]
+    rest: Shape
+
+    @property
+    def hf_shapes(self) -> dict[str, Shape]:
+        return dict(self.shapes)
+
+    def shard_shape(self, tp_size: int) -> Shape:
+        return (sum(self._share(part.heads, tp_size) * part.rows for part in self.parts), *self.rest)
+
+    def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
+        found, at = list[Piece](), 0
+        for name, heads, rows, step, first in self.parts:
+            own = self._share(heads, tp_size)
+            # Heads that follow each other are one piece.
+            runs = [(0, own * rows)] if step == rows else [(head * step, rows) for head in range(own)]
+            for start, length in runs:
+                found.append(Piece(name, 0, first + tp_rank * own * step + start, at, length))
+                at += length
+        return found
 
 
 @dataclass(frozen=True)
