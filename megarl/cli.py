@@ -72,7 +72,7 @@ COMMANDS = {
         ),
     ),
     "sft": Command(
-        "megarl.trainer.sft",
+        "megarl.commands.sft",
         "supervised training on prompts and responses, with the same engine",
         ("sft", "model", "actor", "trainer"),
         (("megarl sft model.path=path/to/hf_folder sft.train_files=[my_examples.jsonl]", "a cold start"),),
@@ -133,7 +133,7 @@ COMMANDS = {
     ),
 }
 
-CHECK = Command("megarl.trainer.checks.check", "`trainer.check_only`")
+CHECK = Command("megarl.commands.check", "`trainer.check_only`")
 SWEEP = Command("megarl.commands.sweep", "`megarl train -m`")
 
 CHECKED = ("train", "sft", "evaluate")

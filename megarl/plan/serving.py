@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gamma
 
+from megarl.arch.count import Shape, shape_of, whole
 from megarl.plan.adapters import of_server
-from megarl.plan.count import Shape, shape_of, whole
 from megarl.plan.job import Job
 from megarl.plan.lengths import context_of_decoding, running, tail_of
 

@@ -41,7 +41,6 @@ from megarl.trainer.collectors import generation_settings, make_collectors
 from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
 from megarl.trainer.evaluation.in_training import Evaluations
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.predictions import lost_at_an_end
 from megarl.trainer.preflight import TrainPlan
 from megarl.trainer.resumable import Attempt, SaveTimes, open_trackers, take_up
 from megarl.trainer.roles import Roles, load_roles, make_roles, training_phase
@@ -145,8 +144,6 @@ def _start(plan: TrainPlan, site: Infrastructure, signals: Signals, stack: ExitS
     if site.colocation:
         load()
     check_profile(config.trainer.profile, plan.num_steps, worlds.groups)
-    if lost := lost_at_an_end(config, roles.actor.group.device_name, plan.num_steps):
-        warn(lost)
     own = [url for url in processes.urls if url not in processes.joined]
     roles.actor.connect(push_settings(config, own, token))
     saver = take_up(plan, roles.trainable, bad_numbers, stack)

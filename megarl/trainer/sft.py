@@ -36,7 +36,6 @@ from megarl.trainer.bad_numbers import BadNumbers, spikes_of
 from megarl.trainer.build import (
     engine_settings,
     make_group,
-    make_mini_model,
     model_folder,
     num_token_ids,
     optim_settings,
@@ -45,18 +44,7 @@ from megarl.trainer.build import (
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, to_resume
 from megarl.trainer.checkpoint.resume import announce, require_state
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.predictions import lacks_memory, memory_on_cpu
-from megarl.trainer.resumable import (
-    Attempt,
-    Plan,
-    SaveTimes,
-    due,
-    open_trackers,
-    own_folder,
-    report_results,
-    take_up,
-    to_the_end,
-)
+from megarl.trainer.resumable import Attempt, Plan, SaveTimes, due, open_trackers, own_folder, take_up, to_the_end
 from megarl.trainer.telemetry.profile import check_profile, profiled
 
 VAL_LOSS = "val/loss"
@@ -73,9 +61,6 @@ def sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     with own_folder(config):
         with Signals(trainer.term_grace_s) as signals:
-            make_mini_model(config)
-            if sentence := lacks_memory(memory_on_cpu(config, "sft")):
-                warn(sentence)
             examples = read_examples(config, "sft.train_files", config.sft.train_files)
             held_out = read_examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
             steps = training_steps(config, examples)
@@ -305,9 +290,3 @@ def supervised(batch: Batch) -> Batch:
     ones, zeros = torch.ones(batch.num_tokens), torch.zeros(batch.num_tokens)
     groups = torch.arange(batch.num_sequences)
     return replace(batch, per_sequence={"group": groups}).with_columns(advantages=ones, old_log_probs=zeros)
-
-
-def main(config: Config) -> int:
-    """`megarl sft`."""
-    sft(config)
-    return report_results(config)

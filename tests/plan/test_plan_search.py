@@ -8,11 +8,11 @@ import pytest
 from plan_jobs import changed
 from preset_files import hf_of
 
+from megarl.arch.gpus import find
 from megarl.arch.layout import KEYS, Layout, misfits, numbers_of, rank_misfits, training_misfits
 from megarl.config import load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import gpu_budgets_of_trainer
-from megarl.plan.gpus import find
 from megarl.plan.job import Job, Role
 from megarl.plan.predict import predict
 from megarl.plan.search import _with, layouts, reason, search, seconds_text, servers_of, variants, words_of
