@@ -19,12 +19,12 @@ from yaml import YAMLError
 from megarl.config.aliases import PREFIXES, SWITCHES, canonical, converted, without_prefix
 from megarl.config.keys import (
     fits,
-    followed,
     general,
     groups,
     is_free,
     is_users,
     mapping_of,
+    meaning_of_null,
     nearest,
     type_name,
     type_of,
@@ -307,8 +307,8 @@ def _checked(setting: Setting) -> Setting:
         if not fits(value, kind):
             raise ConfigError(f"{setting.text}: expected {type_name(kind)}")
         return setting
-    if value is None and general(key) in followed():
-        value = followed()[general(key)]
+    if value is None:
+        value = meaning_of_null(key)
     elif wanted == list[str] and isinstance(value, str):
         value = [value]
     elif key in ("actor.clip_ratio_c", "actor.router_replay") and value is False:
