@@ -221,7 +221,7 @@ CONDITIONS: dict[str, Callable[[Config, str], str]] = {  # why the condition doe
     "a reward runs code": _code,
     "it has processes of its own": _processes,
     "there are agents": _agents,
-    "there are no agents": lambda c, key: "agents write whole episodes" if c.has_agents else "",  # noqa: ARG005
+    "there are no agents": lambda c, key: "agents make whole episodes" if c.has_agents else "",  # noqa: ARG005
     "trainer.logger has prometheus": lambda c, key: (
         "" if "prometheus" in c.trainer.logger else "trainer.logger has no prometheus"
     ),  # noqa: ARG005

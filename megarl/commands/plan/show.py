@@ -170,7 +170,7 @@ def _numbers(prediction: Prediction) -> Table:
         ("MFU of the step", f"{prediction.mfu_step:.1%}", "the same operations over the whole step, on all GPUs"),
         ("bubble", f"{prediction.bubble:.1%}", idle),
         ("push", f"{prediction.push_s:.1f} s", "until every server has the new weights"),
-        ("at a time", f"{prediction.concurrency:.0f}", "completions that a full server writes"),
+        ("at a time", f"{prediction.concurrency:.0f}", "completions that a full server generates"),
     )
     table = plain_table("", "", "")
     table.show_header = False

@@ -13,7 +13,7 @@ PREFERRED = "--preferred-sampling-params"
 WHY_NOT_PREFERRED = "a server would draw from other logits than those of which the trainer computes log-probs"
 _LIMIT, _DEFAULT_LIMIT = "--sampling-mask-max-tokens", 4096  # of SGLang
 
-# Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.  It keeps them
+# Options of SGLang with which the experts that it keeps for a token need not be those that generated it.  It keeps them
 # beside the KV of a token, and notes them in one buffer for the batch that is computed (srt/state_capturer/base.py).
 _FROM_ELSEWHERE = "KV that comes back from elsewhere has lost its experts"
 WITHOUT_ROUTES = {
@@ -41,7 +41,7 @@ def advice(config: Config) -> Iterator[str]:
     """One sentence for an evaluation that asks for the same answer several times."""
     val = config.rollout.val_kwargs
     if config.data.val_files and val.n > 1 and val.temperature == 0:
-        why = "rollout.val_kwargs.temperature=0 is greedy, and writes the same answer each time"
+        why = "rollout.val_kwargs.temperature=0 is greedy, and gives the same answer each time"
         yield f"rollout.val_kwargs.n={val.n}: {why}; expected n=1, or a temperature above 0"
 
 

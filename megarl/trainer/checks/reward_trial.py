@@ -45,7 +45,7 @@ ANSWER = "0"  # to a row without ground truth
 RIGHT = dict.fromkeys(("gsm8k", "gsm8k_strict", "gsm8k_verl"), "#### {}")
 RIGHT |= dict.fromkeys(("math", "math_verl"), r"\boxed{{{}}}") | dict.fromkeys(("math_dapo", "choice"), "Answer: {}")
 SENTENCE = "So the answer is {}."  # as a model says it that was asked in a chat
-# A model writes such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
+# A model gives such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
 # same again and again until the limit, where a reward of quadratic time shows.
 ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```", "1 (" * 2**14)
 _SHOWN = 60  # characters of an answer

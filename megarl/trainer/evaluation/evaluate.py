@@ -194,7 +194,7 @@ class EvaluationLost(RuntimeError):
 
 
 def _versions(group: list[Sample] | LostRollout | None) -> set[int]:
-    """Of the weights that wrote a token of the group."""
+    """The versions of the weights that generated a token of the group."""
     if group is None or isinstance(group, LostRollout):
         return set()
     return {span.version for sample in group for span in sample.versions}

@@ -1,7 +1,7 @@
 """Servers join a run and leave it while it goes on: what the driver does between two of its own requests to them.
 
 A server that joins is watched like all others: it gets a verified push before any request.  One that leaves gets no new
-request; its running ones return what they have written, which is kept, and go on elsewhere.  Then it is let go.
+request; its running ones return what they have generated, which is kept, and go on elsewhere.  Then it is let go.
 """
 
 from __future__ import annotations
