@@ -65,7 +65,7 @@ def _printable(text: str) -> str:
 
 
 class Faults:
-    """Collects the sentences of independent checks, so that one error tells them all."""
+    """Collects the sentences of independent checks, so that one error has them all."""
 
     def __init__(self, sentences: Iterable[str] = ()) -> None:
         self.sentences = list(sentences)

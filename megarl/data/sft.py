@@ -156,7 +156,7 @@ def _sequences(
 def _of_strings(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], refused: list[str]
 ) -> Iterator[list[TrainingSequence]]:
-    """Of strings the prompt as the rollout would send it, the response, and the end-of-sequence token."""
+    """Prompts as the rollout would send them, each with its response and the end-of-sequence token."""
     prompts = encode_many(tokenizer, [example.text for example in examples])
     responses = encode_responses(tokenizer, [str(example.behind[0]["content"]) for example in examples])
     for example, prompt, response in zip(examples, prompts, responses, strict=True):

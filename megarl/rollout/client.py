@@ -46,7 +46,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the tokens of a sequence from `start` on, at temperature 1; for each `top_k` tokens, most likely first."""
+    """Log-probs of a sequence's tokens from `start` on, at temperature 1, and each one's `top_k` most likely tokens."""
 
     log_probs: list[float]
     top_ids: list[list[int]]

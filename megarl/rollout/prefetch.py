@@ -53,7 +53,7 @@ class _Seen:
 
 
 class State(Enum):
-    """Of a visit that is outstanding; the ledger settles it from any but the first."""
+    """The state of an outstanding visit; the ledger can settle it in any state but the first."""
 
     RUNNING = auto()  # its group is being generated
     ARRIVED = auto()  # its group is there and not yet looked at
@@ -314,7 +314,7 @@ class Prefetcher:
         return max(0.0, came - max(generated, self._waits_since + turn_s))
 
     def _metrics(self, lateness: int) -> dict[str, float]:
-        """Of the iteration that is taken: see docs/outputs."""
+        """Metrics of the iteration that is taken; docs/outputs.md lists them."""
         seen, usage, num_running = self._seen, self._usage, len(self._in(State.RUNNING))
         assert usage is not None, "an iteration is waited for before it is taken"
         began = [visit.began for visit in self._visits.values() if visit.began is not None]

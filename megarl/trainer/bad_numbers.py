@@ -80,7 +80,7 @@ class BadNumbers:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of this step, but rollbacks since the run began."""
+        """Skipped steps and spikes of this step, and all rollbacks since the run began."""
         counts = {"skipped_steps": self._counts["skipped"], "spikes": self._counts["spikes"]}
         return {f"trainer/{name}": float(n) for name, n in (counts | {"rollbacks": self._num_rollbacks}).items()}
 

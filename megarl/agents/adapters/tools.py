@@ -81,7 +81,7 @@ def _schema(setting: str, made: Any, name: str) -> dict[str, Any]:
 
 
 def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Of the values those that the function has parameters for."""
+    """The values for which the function has parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return values

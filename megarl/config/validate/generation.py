@@ -29,7 +29,7 @@ WITHOUT_ROUTES = {
 
 
 def largest_top_k(limit: int) -> int:
-    """The largest top_k for servers that tell of `limit` tokens at most.
+    """The largest top_k for servers that report at most `limit` tokens.
 
     Half of it: tokens that are as likely as the last of the k are drawn too, and SGLang ends a request with an error if
     all of them are more than the limit.
@@ -60,8 +60,8 @@ def contradictions(config: Config) -> Iterator[str]:
     most = largest_top_k(int(limit) if limit.isdecimal() else _DEFAULT_LIMIT)
     if not 1 <= rollout.top_k <= most:
         given = f"rollout.top_p={rollout.top_p}" if rollout.top_k == -1 else f"rollout.top_k={rollout.top_k}"
-        told = f"SGLang tells from which tokens it drew only for a rollout.top_k of 1 to {most}, half of {_LIMIT}"
-        yield f"{given}: {told}; expected one, or rollout.engine=hf"
+        found = f"SGLang reports from which tokens it drew only for a rollout.top_k of 1 to {most}, half of {_LIMIT}"
+        yield f"{given}: {found}; expected one, or rollout.engine=hf"
 
 
 def _replay(config: Config) -> Iterator[str]:

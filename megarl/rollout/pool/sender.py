@@ -51,7 +51,7 @@ from megarl.samples.sample import Completion, VersionSpan
 
 _JSON = {"Content-Type": "application/json"}
 _CONNECT_S = 10.0
-GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
+GRACE_S = 10.0  # within this time a server returns the tokens of a request that was aborted
 _FAULTS_OF_THE_REQUEST = (400, 413, 422)
 
 

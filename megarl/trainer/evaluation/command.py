@@ -139,10 +139,10 @@ def new_folder(run_dir: Path) -> Path:
 
 
 def weights_of(config: Config) -> dict[str, Any]:
-    """Of which weights an evaluation is: {"model", "folder", "sha256", "files": {name: {"bytes", "sha256"}}}.
+    """The weights that an evaluation used: {"model", "folder", "sha256", "files": {name: {"bytes", "sha256"}}}.
 
-    "sha256" is that of what `sha256sum` prints of the files.  Servers of rollout.urls loaded their weights before, from
-    where is not known here: {"model", "servers": urls}.
+    "sha256" is the digest of the lines that `sha256sum` prints for the files.  For servers of rollout.urls, which
+    loaded their weights before the run, it is {"model", "servers": urls}.
     """
     if config.rollout.urls:
         return {"model": config.model.path, "servers": list(config.rollout.urls)}

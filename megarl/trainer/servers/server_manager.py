@@ -53,7 +53,7 @@ class ServerManager:
         """`requester`: the collectors, or the router before them.
         `turns`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the canary.
         `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
-        `loads`: is told which servers to look at, and its metrics are among those of a step."""
+        `loads`: reads the load of the servers that it is given, and its metrics are among those of a step."""
         self._servers, self._requester, self._push, self._warn = servers, requester, push, warn
         self._table = ServerTable(requester.update)  # which servers may generate, and with which weights
         self._turns, self._members, self._check, self._loads = turns, members, check, loads
@@ -193,7 +193,7 @@ class ServerManager:
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
                 self._warn(f"{url} fell back to a slower transport: {sentence}")
-        # Failures first: a router must not have a server without this version when it is told that others hold it.
+        # Failures first: the router must drop servers without this version before it hears that others hold it.
         for url in urls:
             if url in report["failed"]:
                 self._failed(url, report["failed"][url])

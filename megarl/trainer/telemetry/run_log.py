@@ -61,7 +61,7 @@ class StepMetrics:
                 self._devices[role] = Device(shape_of(hf, role), peak, node.ppo_epochs, frozen)
 
     def __call__(self, step: int, batch: Batch | None, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Of iteration `step`, counted from 1.
+        """Metrics of iteration `step`, counted from 1.
 
         training/epoch; perf/mfu/*: the share of the data sheet's bf16 FLOP/s; timing_per_token_ms/*: of prompts and
         responses, and gen of what the policy generated; perf/cpu_memory_used_gb of the driver's machine, in GiB.

@@ -167,9 +167,9 @@ class AdapterPusher:
 
 
 def outdated(names: Sequence[str], life: str, own: str, keep: int) -> list[str]:
-    """Of a server's adapters those to unload: those of other lives, and of a pusher's own all but the newest `keep`.
+    """A server's adapters to unload: those of other lives, and all but the newest `keep` of the pusher's own.
 
-    `life`, `own`: how the names of this life begin, and of these the pusher's.
+    `life`, `own`: how the names of this life begin, and those of the pusher in it.
     """
     others = [name for name in names if name.startswith(OURS) and not name.startswith(life)]
     of_this = sorted(name for name in names if name.startswith(own))

@@ -47,7 +47,7 @@ class ServerLayout(NamedTuple):
 
     @property
     def coordinates(self) -> list[ShardCoordinate]:
-        """Of its ranks."""
+        """The place of each of its ranks in its layout."""
         return coordinates(self.tp, self.ep, self.attention_dp)
 
 
@@ -107,7 +107,7 @@ class Server:
         self.engine = ServerClient(url, token, timeout_s=timeout_s)
         self.capabilities: ServerCapabilities
         self.checksums: list[dict[str, str]] = []  # of its ranks, when they were last read
-        # Of the last good push whose checksums were not all computed here: its checksums, and a text for its weights.
+        # The last good push whose checksums were not all computed here: its checksums, and a text for its weights.
         self.baseline: list[dict[str, str]] = []
         self.baseline_weights = ""
         self.fits_slices: bool | None = None  # do slices leave this process the same as whole tensors? None: unknown

@@ -37,7 +37,7 @@ class Target:
     is_silent: bool = False  # it was dropped and does not answer any more
     fallbacks: list[str] = field(default_factory=list)  # "transport: reason", in the order of the attempts
     num_equal: int | None = None  # digests found equal to those that were computed here; None: none were
-    # Of a server that gets whole tensors after slices: a text for the slices, and its checksums after them.
+    # If a server gets whole tensors after slices: a text that identifies the slices, and its checksums after them.
     after_slices: tuple[str, list[dict[str, str]]] | None = None
     needs_folder: bool = False  # its digests cannot be computed, and there is no earlier good push to compare with
     is_compared: bool = False  # its checksums were the same after it loaded whole tensors itself
