@@ -96,7 +96,9 @@ def evaluate_if_due(step: int, run: Run) -> Evaluation:
 
     With trainer.eval_beside that goes on while the next step is made; the evaluation that is returned is empty then.
     """
-    trainer, is_last, evaluation = run.plan.config.trainer, step == run.plan.num_steps, Evaluation([])
+    trainer = run.plan.config.trainer
+    is_last = step == run.plan.num_steps
+    evaluation = Evaluation([])
     is_due = trainer.val_before_train if step == 0 else is_last or due(step, trainer.test_freq)
     if is_due and trainer.eval_beside and run.plan.val_prompts and not is_last:
         run.evaluations.plan(step)

@@ -102,7 +102,10 @@ class Episodes:
     def __init__(
         self, settings: AgentSettings, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score
     ) -> None:
-        self._settings, self._pool, self._tokenizer, self._score = settings, pool, tokenizer, score
+        self._settings = settings
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._score = score
         self._policy = Policy(
             name=MODEL,
             tokenizer=tokenizer,

@@ -284,7 +284,10 @@ def _walk(node: Any, prefix: str, conditions: If, commands: Commands) -> Iterato
     """`conditions` and `commands`: of the group."""
     kinds, hints = get_type_hints(type(node)), get_type_hints(type(node), include_extras=True)
     for item in fields(node):
-        key, value, kind, record = f"{prefix}{item.name}", getattr(node, item.name), kinds[item.name], record_of(item)
+        key = f"{prefix}{item.name}"
+        value = getattr(node, item.name)
+        kind = kinds[item.name]
+        record = record_of(item)
         own = (re.sub(r"(?:^|(?<= or ))\.", prefix, condition) for condition in record.only_if)
         only_if, read_by = If(*conditions, *own), record.commands or commands
         if is_dataclass(value):

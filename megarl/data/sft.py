@@ -65,7 +65,9 @@ class SftExamples:
         if any(isinstance(example.text, list) for example in examples):
             conversations = Answers(tokenizer, chat_template(tokenizer, settings.template, stop_ids))
         refused = conversations.refused if conversations else []  # a sentence for each example that is none
-        self.num_rows, self.num_filtered, self.num_cut = len(examples), 0, 0
+        self.num_rows = len(examples)
+        self.num_filtered = 0
+        self.num_cut = 0
         self._sequences: list[np.ndarray] = []  # int32
         self._masks: list[np.ndarray] = []  # bool: what is learnt
         places: list[str] = []  # file:line of each sequence

@@ -154,7 +154,9 @@ def rollout(job: Job) -> Rollout:
     bound = min(limits, key=lambda name: limits[name])
     full = limits[bound]
     tail = tail_of(job)
-    step_s, longest, places = server.step(full), tail * job.response_tokens, min(limits["cache"], limits["requests"])
+    step_s = server.step(full)
+    longest = tail * job.response_tokens
+    places = min(limits["cache"], limits["requests"])
     prefill_s = server.prefill(job.prompts / job.num_servers * job.prompt_tokens)  # a group shares its prompt
     if job.overlaps:
         generation = Rollout(0.0, prefill_s, 0.0, full, step_s, bound, places)

@@ -79,7 +79,9 @@ class Rewards:
     ) -> None:
         self.num_errors: Counter[str] = Counter()
         self.first_errors: dict[str, str] = {}
-        self._fns, self._settings, self._surroundings = tuple(fns), settings, surroundings or Surroundings()
+        self._fns = tuple(fns)
+        self._settings = settings
+        self._surroundings = surroundings or Surroundings()
         trained = list(dict.fromkeys([*fns, *settings.by_data_source.values()]))
         self._is_alone, self._audits = len(trained) == 1, [] if settings.audit is None else [settings.audit]
         self._all = [*trained, *self._audits]

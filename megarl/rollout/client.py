@@ -33,7 +33,10 @@ class ServerError(RuntimeError):
 
     def __init__(self, url: str, route: str, status: int, message: str) -> None:
         super().__init__(f"{url}{route} answered {status}: {message}" if status else f"{url}{route} failed: {message}")
-        self.url, self.route, self.status, self.message = url, route, status, message
+        self.url = url
+        self.route = route
+        self.status = status
+        self.message = message
 
 
 class Load(NamedTuple):

@@ -56,7 +56,10 @@ MORE = {  # files that only some runs have
 
 def finish(run: Run, after: Evaluation) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
-    plan, config, folder, console = run.plan, run.plan.config, run.plan.folder, pages()
+    plan = run.plan
+    config = run.plan.config
+    folder = run.plan.folder
+    console = pages()
     run.log.trackers.stage("writing the model")
     run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
     hf, adapter = folder / "hf", folder / "adapter" if config.actor.lora.rank else None

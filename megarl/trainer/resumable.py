@@ -90,7 +90,10 @@ class SaveTimes:
     ) -> None:
         """`first_step`: the state after so many steps is saved or needs no save.  `clock`: in seconds."""
         self.last = first_step  # of the last save
-        self._settings, self._signals, self._num_steps, self._clock = settings, signals, num_steps, clock
+        self._settings = settings
+        self._signals = signals
+        self._num_steps = num_steps
+        self._clock = clock
         self._asked = 0  # the step whose save SIGUSR1 has asked for, until that is reported
         self._since = clock()
 

@@ -195,7 +195,9 @@ class Worlds:
     """The groups of ranks of a run: one for each layout, first rank and number of ranks."""
 
     def __init__(self, config: Config, site: Infrastructure, stack: ExitStack) -> None:
-        self._config, self._nodes, self._stack = config, site.nodes, stack
+        self._config = config
+        self._nodes = site.nodes
+        self._stack = stack
         self._groups: dict[tuple[Layout, int, int], Group] = {}
 
     @property
@@ -228,7 +230,10 @@ def _load_roles(plan: TrainPlan, roles: Roles, worlds: Worlds, trackers: Tracker
 
 
 def _open_log(plan: TrainPlan, roles: Roles, worlds: Worlds, trackers: Trackers) -> RunLog:
-    config, folder, num_samples, tokens = plan.config, plan.folder, plan.config.trainer.token_samples, None
+    config = plan.config
+    folder = plan.folder
+    num_samples = plan.config.trainer.token_samples
+    tokens = None
     if num_samples:
         tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
         tokens = TokenLog(

@@ -132,7 +132,9 @@ class SftRun(Attempt):
 
     def train(self) -> dict[str, Any]:
         """All steps, each with what is due after it; returns the summary."""
-        plan, trainer, signals = self.plan, self.plan.config.trainer, self.signals
+        plan = self.plan
+        trainer = self.plan.config.trainer
+        signals = self.signals
         signals.is_patient = True
         if plan.first_step == 0 and trainer.val_before_train:
             self._evaluate(0)
@@ -192,7 +194,9 @@ class SftRun(Attempt):
 @contextmanager
 def open_sft(plan: SftPlan, infrastructure: Infrastructure, signals: Signals) -> Iterator[SftRun]:
     """Start the ranks, and restore the save at which the training begins."""
-    config, resume, folder = plan.config, plan.resume, plan.folder
+    config = plan.config
+    resume = plan.resume
+    folder = plan.folder
     state: dict[str, Any] = dict(_state_of(resume)) if resume else {"loss": None, "wall_s": 0.0, "examples": plan.fresh}
     with ExitStack() as stack:
         if resume is not None:

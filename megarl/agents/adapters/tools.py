@@ -45,7 +45,9 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
     schemas = [_schema(setting, made, name) for name in names]
 
     async def episode(chat: Chat, prompt: Prompt) -> Any:
-        tools, messages, text = await in_thread(make), chat.messages, ""
+        tools = await in_thread(make)
+        messages = chat.messages
+        text = ""
         begin = getattr(tools, "reset", None)
         row = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
         if begin and (begun := await called(begin, **_taken(begin, {**row, **prompt.extra}))) is not None:

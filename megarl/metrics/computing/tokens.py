@@ -28,7 +28,9 @@ class TokenLog:
     """
 
     def __init__(self, folder: Path, decode: Callable[[list[int]], str], num_samples: int) -> None:
-        self._path, self._decode, self._num_samples = folder / TOKENS, decode, num_samples
+        self._path = folder / TOKENS
+        self._decode = decode
+        self._num_samples = num_samples
 
     def write(self, step: int, groups: Sequence[Sequence[Sample]], batch: Batch | None) -> None:
         """`batch`: of all samples of the groups, in their order; None, of a step that trained nothing: nothing."""

@@ -64,7 +64,9 @@ class CollectorProcess:
     def __init__(
         self, settings: CollectorSettings, on_messages: Callable[[CollectorProcess, list[tuple[Any, ...]]], None]
     ) -> None:
-        self.log_path, self._on_messages, self._memory = settings.log_path, on_messages, MemoryEnd()
+        self.log_path = settings.log_path
+        self._on_messages = on_messages
+        self._memory = MemoryEnd()
         self._process, self._pipe = start_child(run_collector, settings)
         self._started = self._heard = time.monotonic()
         self._has_begun = False

@@ -80,7 +80,9 @@ class Outbox:
     """
 
     def __init__(self, pipe: Connection, on_error: Callable[[Exception], None], *, gather_s: float = 0.0) -> None:
-        self._pipe, self._on_error, self._gather_s = pipe, on_error, gather_s
+        self._pipe = pipe
+        self._on_error = on_error
+        self._gather_s = gather_s
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._hurried = threading.Event()
         self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")

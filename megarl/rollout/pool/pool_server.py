@@ -156,7 +156,9 @@ class PoolServer:
 
     def succeeded(self) -> None:
         """Earlier failures count no more, except senseless replies."""
-        self.rests.count, self.num_faults, self.away_since = 0, 0, None
+        self.rests.count = 0
+        self.num_faults = 0
+        self.away_since = None
 
     def fail(self, error: Exception, patience_s: float) -> str:
         """Note a failed request, after which the server rests; returns why it is not fit for service, or "".
@@ -217,7 +219,9 @@ class Ask:
     def __init__(self, server: PoolServer, request: PieceRequest) -> None:
         task = asyncio.current_task()
         assert task is not None, "a request belongs to a task"
-        self.server, self.request, self.max_tokens = server, request, request.params.max_new_tokens
+        self.server = server
+        self.request = request
+        self.max_tokens = request.params.max_new_tokens
         self._task, self._cancelling = task, task.cancelling()
         self._error: Exception | None = None
         self._changes, self._tokens = server.num_changes, server.num_tokens

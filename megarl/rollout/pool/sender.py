@@ -78,7 +78,9 @@ class Sender:
     """
 
     def __init__(self, token: str, settings: GenerationSettings, *, is_crowded: Callable[[], bool], slack: int) -> None:
-        self._token, self._settings, self._slack = token, settings, slack
+        self._token = token
+        self._settings = settings
+        self._slack = slack
         self._timeout_s = settings.timeout_s
         self._joined = Joined(self._post, is_crowded)
         self.changes = Changes()
@@ -113,7 +115,9 @@ class Sender:
         Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, Refused if perhaps not.
         """
         server, request = ask.server, ask.request
-        params, num_known, num_asked = request.params, request.num_known, len(request.prompt_ids)
+        params = request.params
+        num_known = request.num_known
+        num_asked = len(request.prompt_ids)
         salt_version = self._salt_version(ask)
         columns = [c for c in self._settings.columns if c.is_of(params.temperature, params.top_p, params.top_k)]
         ask.rid = f"{next(self._numbers)}-{self._name}"  # none is the beginning of another: SGLang aborts by beginnings

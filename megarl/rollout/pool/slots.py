@@ -61,7 +61,9 @@ class Meter:
     """The integral over time of a number: set to 2, and three seconds later to 0, it reads 6 from then on."""
 
     def __init__(self) -> None:
-        self._total, self._level, self._since = 0.0, 0.0, 0.0
+        self._total = 0.0
+        self._level = 0.0
+        self._since = 0.0
 
     def set(self, level: float) -> None:
         now = time.monotonic()

@@ -73,8 +73,13 @@ class Saver:
         self.failed = 0  # saves since the start
         self._in_row, self._allowed = 0, allowed
         self._owed: StorageError | None = None  # why a save is owed
-        self._root, self._roles, self._retention = root, roles, retention
-        self._in_background, self._limit_s, self._warn, self._origin = in_background, limit_s, warn, origin
+        self._root = root
+        self._roles = roles
+        self._retention = retention
+        self._in_background = in_background
+        self._limit_s = limit_s
+        self._warn = warn
+        self._origin = origin
         self._pending: tuple[int, dict[str, Any] | None] | None = None
         self._writing: list[Role] = []  # the roles of the pending one
 

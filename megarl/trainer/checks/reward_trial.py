@@ -174,7 +174,9 @@ class RewardTrial:
     def _ask(self, job: Job, on: str) -> tuple[Outcome | None, float]:
         """The outcome and its seconds; None after the limit.  `on`: what it is tried on."""
         assert self._process is not None, "there is something to try"
-        reward, began, is_told = self._config.reward, time.monotonic(), False
+        reward = self._config.reward
+        began = time.monotonic()
+        is_told = False
         limit_s = reward.request_timeout_s if job.fn in self._async else PATIENCE_S + reward.timeout_s
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send(job)

@@ -216,7 +216,10 @@ class Evaluator:
     ) -> None:
         """`sets`: the name of the evaluation set of each prompt."""
         val = config.rollout.val_kwargs
-        self._collectors, self.prompts, self._n, self._sets = collectors, prompts, val.n, sets
+        self._collectors = collectors
+        self.prompts = prompts
+        self._n = val.n
+        self._sets = sets
         self._params = SamplingParams(
             temperature=val.temperature,
             top_p=val.top_p,
@@ -232,7 +235,9 @@ class Evaluator:
 
         `version`: of the weights that have to write every reply; None: of those that write the first one.
         """
-        self._tickets, self._version, self._tries = self._asked(self.prompts), version, 1
+        self._tickets = self._asked(self.prompts)
+        self._version = version
+        self._tries = 1
 
     def ready(self) -> bool:
         """Whether all completions are generated and scored; waits up to 1 s for some of them.

@@ -28,7 +28,10 @@ class Memberships:
         collectors: Collectors,
         check: Callable[[str], None],
     ) -> None:
-        self._door, self._servers, self._collectors, self._check = door, servers, collectors, check
+        self._door = door
+        self._servers = servers
+        self._collectors = collectors
+        self._check = check
         self._serving: set[str] = set()  # those that joined and have had a verified push
         self.counts: Counter[str] = Counter(joined=0, left=0)
 

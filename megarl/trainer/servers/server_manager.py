@@ -54,9 +54,15 @@ class ServerManager:
         `turns`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the canary.
         `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
         `loads`: reads the load of the servers that it is given, and its metrics are among those of a step."""
-        self._servers, self._requester, self._push, self._warn = servers, requester, push, warn
+        self._servers = servers
+        self._requester = requester
+        self._push = push
+        self._warn = warn
         self._table = ServerTable(requester.update)  # which servers may generate, and with which weights
-        self._turns, self._members, self._check, self._loads = turns, members, check, loads
+        self._turns = turns
+        self._members = members
+        self._check = check
+        self._loads = loads
         self.version: int | None = None  # of the last push
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
         self._failures: Counter[str] = Counter()  # failed pushes in a row

@@ -80,7 +80,9 @@ class AdapterPusher:
     """
 
     def __init__(self, settings: PushSettings, hf_config: HFConfig, *, base_model: str, life: str) -> None:
-        self._hf_config, self._base_model, self._keep = hf_config, base_model, settings.adapters_kept
+        self._hf_config = hf_config
+        self._base_model = base_model
+        self._keep = settings.adapters_kept
         limit_s = settings.timeout_s
         self._engines = {url: ServerClient(url, settings.token, timeout_s=limit_s) for url in settings.urls}
         # A server may hold adapters of earlier ranks and refuses a name that it has: each life has its own names.

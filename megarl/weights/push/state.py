@@ -53,7 +53,10 @@ class PushState:
         self, servers: Mapping[str, Server], threads: Executor, version: int, *, flush_cache: bool, checks: bool
     ) -> None:
         """`checks`: compare slices with whole tensors, and checksums that are not computed here with a folder."""
-        self._threads, self.version, self.flush_cache, self.checks = threads, version, flush_cache, checks
+        self._threads = threads
+        self.version = version
+        self.flush_cache = flush_cache
+        self.checks = checks
         self.targets = {url: Target(server) for url, server in servers.items()}
         self.clock = Clock()
 
