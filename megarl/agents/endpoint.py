@@ -106,7 +106,7 @@ class Endpoint:
         return session
 
     def close(self, session: Session) -> None:
-        """From now on its key gets 410."""
+        """Close a session; requests with its key get status 410."""
         digest = _digest(session.key)
         del self._open[digest]
         self._closed[digest] = session.name

@@ -333,7 +333,7 @@ def _num_generated(rows: Sequence[Row]) -> int:
 
 
 async def _result(task: asyncio.Future[RewardResult | None]) -> RewardResult | None:
-    """A part of an agent may be cancelled by the agent itself: that is an error of it, and ends nothing else."""
+    """The task's result; if the agent itself cancelled a part of it, that is an error of this episode alone."""
     if task.cancelled():
         raise EpisodeFailed("a part of it was cancelled, by the agent itself")
     return await task

@@ -59,7 +59,7 @@ class EngineSupport:
         return {"return_sampling_mask": True}
 
     def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> Ragged:  # noqa: ARG002
-        """Lists of ids; of the request's tokens they are empty."""
+        """Lists of ids; they are empty for the tokens of the request."""
         masks = None if meta.get(SAMPLING_LOG_PROBS) is None else meta.get(_MASKS)
         if masks is None and meta["finish_reason"]["type"] == "abort":
             raise ColumnsLost(num_new, "the request was ended in the queue, without the tokens that could be drawn")

@@ -179,7 +179,7 @@ class Prefetcher:
         return RolloutBatch(groups, lost, outcomes, metrics, reward_s)
 
     def skip(self, batch: RolloutBatch, visits: Collection[int]) -> None:
-        """These visits of an iteration, which count as trained, were skipped."""
+        """Count visits of an iteration as skipped, and no longer as trained."""
         self._ledger.take_back(visits)
         batch.visits[TRAINED] = [visit for visit in batch.visits[TRAINED] if visit not in visits]
         batch.visits[SKIPPED] += visits

@@ -88,7 +88,7 @@ class LocalServer:
         return last_lines(self._log, self._log_start, keep=PORT_TAKEN) + self._memory.words(self.exit_code())
 
     def end(self, grace_s: float) -> None:
-        """Kill it and its children, at once, since it has nothing to save; delete its folder."""
+        """Kill it and its children at once, because it has nothing to save, and delete its folder."""
         if self._ended:  # by now another process may have its pid
             return
         self._ended = True

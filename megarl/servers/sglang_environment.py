@@ -121,7 +121,7 @@ def preload_faults(python: Path) -> list[str]:
 
 
 def _packages(python: Path, pattern: str) -> list[Path]:
-    """What is so called among the packages of that Python's environment."""
+    """The files that match `pattern` among the packages of that Python's environment."""
     # Debian calls them dist-packages
     return sorted(python.parents[1].glob(f"lib/python3*/*-packages/{pattern}"))
 

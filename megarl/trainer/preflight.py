@@ -32,7 +32,7 @@ from megarl.trainer.teachers import check_taught, check_teachers
 
 @dataclass(frozen=True)
 class TrainPlan(Plan):
-    """Of `megarl train`."""
+    """The plan of `megarl train`."""
 
     algorithm: Algorithm
     prompts: Prompts

@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        """That of the run."""
+        """The folder of the run."""
         return self.config.trainer.run_dir
 
 
@@ -211,7 +211,7 @@ def to_the_end(
     signals: Signals,
     infrastructure: Infrastructure,
 ) -> dict[str, Any]:
-    """What `loop` returns of an attempt: of the first one, or of a later one.
+    """Run attempts until one of them ends; returns what `loop` returns of it.
 
     If ranks fail, and `infrastructure` allows another start, the next one begins at the last save; if a save is
     damaged, at the one before it.  A bad number can make the training go back.

@@ -112,7 +112,7 @@ def hardly_moved(series: Series, lr: float) -> str:
 
 @dataclass(frozen=True)
 class SftPlan(Plan):
-    """Of `megarl sft`."""
+    """The plan of `megarl sft`."""
 
     examples: SftExamples
     held_out: SftExamples | None
@@ -121,7 +121,7 @@ class SftPlan(Plan):
 
 @dataclass(kw_only=True)
 class SftRun(Attempt):
-    """From the start, or from the save that is resumed, to the exported model."""
+    """A training from its start, or from the resumed save, to the exported model."""
 
     plan: SftPlan
     actor: Actor

@@ -190,7 +190,7 @@ class ScoredOnRanks:
     """
 
     def __init__(self, *, is_alone: bool, limit: Limit) -> None:
-        """Nothing is asked, so `limit` has no use."""
+        """It sends no request, so `limit` has no effect."""
         self._result = {"score": 0.0, "model": 0.0} if is_alone else {"score": 0.0}
 
     async def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]:

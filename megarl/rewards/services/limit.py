@@ -171,7 +171,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_busy(status: int) -> bool:
-    """Whether an HTTP status says: later."""
+    """Whether an HTTP status means: try again later."""
     return status in (408, 429) or 500 <= status < 600
 
 

@@ -42,14 +42,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Cancel:
-    """The group of this order is not wanted any more."""
+    """The group of this order is no longer wanted."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Join:
-    """One more server, fenced at first, with which so many more completions may run."""
+    """One more server, fenced at first, and the number of completions that may run in addition."""
 
     url: str
     num_slots: int
@@ -65,7 +65,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Close:
-    """The collector is to end."""
+    """The collector must end."""
 
 
 Message = Order | Cancel | ServerState | Join | Leave | Close
@@ -92,7 +92,7 @@ class Outbox:
         self._waiting.put(message)
 
     def hurry(self) -> None:
-        """Send what waits, or else the next message, at once."""
+        """Send what waits at once; if nothing waits, the next message."""
         self._hurried.set()
 
     def close(self) -> None:

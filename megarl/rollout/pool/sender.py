@@ -261,7 +261,7 @@ class Sender:
                 self._run(self._abort(ask.server.url, each.rid))
 
     def _end(self, ask: Ask) -> None:
-        """The time of a request is over: let the server return what it has generated."""
+        """End a request whose time is over: the server returns what it has generated."""
         if ask.server.is_held:  # it may be paused, and returns nothing before it goes on
             ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, ask)
             return

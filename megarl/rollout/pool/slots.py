@@ -37,7 +37,7 @@ class Slots:
             raise
 
     def give_back(self) -> None:
-        """To the next one that waits."""
+        """Pass the slot to the next caller that waits."""
         if self._free < 0:
             self._free += 1
             return None
@@ -48,12 +48,12 @@ class Slots:
         self._free += 1
 
     def grow(self, num: int) -> None:
-        """So many slots more."""
+        """Add slots."""
         for _ in range(num):
             self.give_back()
 
     def shrink(self, num: int) -> None:
-        """So many slots fewer, as soon as they are given back."""
+        """Remove slots, as soon as they are given back."""
         self._free -= num
 
 

@@ -67,7 +67,7 @@ class Saver:
         """`root`: in the run's folder, whose logs (`*.jsonl`) are on the disk before a save counts.
 
         `in_background`: ranks train on while they write.  `allowed`: saves in a row that may fail before one is owed,
-        0: any number.  `limit_s`: for which training waits for a save at most.  `origin`: that of the saves.
+        0: any number.  `limit_s`: how long training waits for a save at most.  `origin`: that of the saves.
         """
         self.last: Checkpoint | None = None  # of the finished ones
         self.failed = 0  # saves since the start

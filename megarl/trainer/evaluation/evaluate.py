@@ -40,7 +40,7 @@ class Evaluation:
     groups: list[list[Sample] | LostRollout]
     n: int = 1  # completions that were asked for, of each prompt
     sets: Sequence[str] = ()  # of each prompt; empty: there are no named sets
-    version: int | None = None  # of the weights that wrote every reply; None: there is no reply
+    version: int | None = None  # of the weights that generated every reply; None: there is no reply
 
     @property
     def mean(self) -> Mean:
@@ -233,7 +233,7 @@ class Evaluator:
     def submit(self, version: int | None = None) -> None:
         """Start generation, before all that is generated ahead: the trainer waits for the evaluation.
 
-        `version`: of the weights that have to write every reply; None: of those that write the first one.
+        `version`: of the weights that must generate every reply; None: of those that generate the first one.
         """
         self._tickets = self._asked(self.prompts)
         self._version = version
@@ -242,7 +242,7 @@ class Evaluator:
     def ready(self) -> bool:
         """Whether all completions are generated and scored; waits up to 1 s for some of them.
 
-        Prompts whose replies other weights wrote are asked again.  Raises RuntimeError if that does not help.
+        Prompts whose replies other weights generated are requested again.  Raises RuntimeError if that does not help.
         """
         done, total = self.progress
         if done < total:
@@ -268,14 +268,14 @@ class Evaluator:
         return Evaluation(groups, self._n, self._sets, self._version)
 
     def cancel(self) -> None:
-        """Nobody waits for the completions any more."""
+        """Stop the generation of the completions, which are no longer wanted."""
         self._collectors.cancel(self._tickets)
 
     def _asked(self, prompts: Sequence[Prompt]) -> list[Ticket]:
         return self._collectors.submit(prompts, n=self._n, params=self._params, urgent=True)
 
     def _is_pinned(self) -> bool:
-        """Whether one version wrote all replies; if not, the others are asked again."""
+        """Whether one version generated all replies; if not, the others are requested again."""
         found = [_versions(ticket.group) for ticket in self._tickets]
         if self._version is None:
             self._version = min(set().union(*found), default=None)

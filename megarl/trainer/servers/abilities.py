@@ -22,7 +22,7 @@ ServerInfoByUrl = Mapping[str, Mapping[str, Any]]  # url -> what a server says o
 
 
 def ask_servers(urls: Sequence[str], token: str, limit_s: float = ANSWER_S) -> tuple[ServerInfoByUrl, dict[str, str]]:
-    """What the servers say of themselves, and url -> why of those that say nothing; all are asked at once."""
+    """The /server_info of all servers, requested at once; and url -> why there is no answer."""
 
     def ask(url: str) -> dict[str, Any]:
         with closing(ServerClient(url, token, timeout_s=limit_s)) as server:
@@ -52,7 +52,7 @@ def dp_ranks_of(servers: ServerInfoByUrl) -> int:
 
 
 def check_newcomer(url: str, config: Config, token: str, *, drains: bool, generation: GenerationSettings) -> None:
-    """Raises ValueError if a server does not fit that joins, or that is back, maybe with other options."""
+    """Raises ValueError for a server that joins, or comes back with other options, and does not fit the run."""
     servers, silent = ask_servers([url], token)
     if silent:
         raise ValueError(silent[url])

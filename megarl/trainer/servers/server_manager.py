@@ -185,7 +185,7 @@ class ServerManager:
                 self._turns.memory.forget(event.url)
 
     def _welcome(self, url: str) -> None:
-        """Before a server that is back gets anything: its owner may have started it with other options."""
+        """Check a server that is back before its first push: its owner may have started it with other options."""
         try:
             watchdog.heartbeat()
             self._check(url)

@@ -148,7 +148,7 @@ class AdapterPusher:
         canary: Canary | None,
         clock: Clock,
     ) -> dict[str, str]:
-        """url -> why it does not have the adapter."""
+        """Load the adapter into the servers; returns url -> why one does not have it."""
         failed: dict[str, str] = {}
         heard: dict[str, Sequence[float]] = {}
 
