@@ -1,4 +1,4 @@
-"""Accepts the callers of a process that know the token, whatever strangers do meanwhile."""
+"""Accepts the callers of a process that know the token, whatever others do meanwhile."""
 
 from __future__ import annotations
 

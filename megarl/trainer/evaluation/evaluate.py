@@ -285,7 +285,7 @@ class Evaluator:
         if self._tries == _TRIES:
             others = ", ".join(map(str, sorted(set().union(*found) - {self._version})))
             raise RuntimeError(
-                f"an evaluation of weights version {self._version} got replies that version {others} wrote, "
+                f"an evaluation of weights version {self._version} got replies of version {others}, "
                 f"{_TRIES} times: its servers do not hold the same weights"
             )
         self._tries += 1
