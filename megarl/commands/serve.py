@@ -47,7 +47,7 @@ def main(config: Config) -> int:
 
 
 def _serve_a_run(config: Config, address: str) -> int:
-    """Servers that join a run; an interrupt lets the run take back what they are writing, a second one does not."""
+    """Servers that join a run; an interrupt lets the run take back what they are generating, a second one does not."""
     token = needed_token(os.environ, f"rollout.join={address}")
     membership = Membership(address, token, Wait(JOIN_S, _say), source=os.environ.get(NODE_ADDRESS))
     with closing(membership):

@@ -97,11 +97,16 @@ class Group:
         first_rank: int = 0,
         address: str = "127.0.0.1",
     ) -> None:
-        self.name, self.num_ranks, self.settings, self._layout = name, num_ranks, settings, layout
+        self.name = name
+        self.num_ranks = num_ranks
+        self.settings = settings
+        self._layout = layout
         self._limits = CallLimits(
             settings.call_timeout_s, settings.call_factor, settings.call_floor_s, settings.outside
         )
-        self._log_dir, self._nodes, self._address = log_dir.absolute(), nodes, address
+        self._log_dir = log_dir.absolute()
+        self._nodes = nodes
+        self._address = address
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._places = Places(name, self._shares, self._log_dir, self._how_memory_ended)
         self._token = secrets.token_hex(16)

@@ -82,8 +82,12 @@ class Agent:
         """
         self._find = address if callable(address) else None
         self._address = "" if callable(address) else address
-        self._node, self._token, self._source = node, token, source
-        self._silence_s, self._workers, self._say = silence_s, workers, say
+        self._node = node
+        self._token = token
+        self._source = source
+        self._silence_s = silence_s
+        self._workers = workers
+        self._say = say
         self._own = ""  # the address of this node, known after it has connected to the driver
         self._jobs: dict[int, ProcessHandle] = {}
         self._told: set[int] = set()  # jobs whose end was reported to the driver

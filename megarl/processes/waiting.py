@@ -19,7 +19,9 @@ class Wait:
     """
 
     def __init__(self, limit_s: float, say: Callable[[str], object]) -> None:
-        self._deadline, self._next, self._say = time.monotonic() + limit_s, time.monotonic() + FIRST_S, say
+        self._deadline = time.monotonic() + limit_s
+        self._next = time.monotonic() + FIRST_S
+        self._say = say
         self._until = time.strftime("%H:%M", time.localtime(time.time() + limit_s))
 
     @property

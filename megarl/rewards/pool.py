@@ -159,7 +159,7 @@ class RewardPool:
             loop.call_later(LOOK_S, self._look, loop, self._pool, task)
 
     def _look(self, loop: asyncio.AbstractEventLoop, pool: ProcessPool, task: ProcessFuture) -> None:
-        """A pool that breaks while it is given a task never answers that one."""
+        """Fail a task whose pool broke while it got the task: such a pool never answers it."""
         if task.done():
             return
         if pool.active:
@@ -169,7 +169,7 @@ class RewardPool:
                 task.set_exception(BrokenProcessPool("it broke while it was given the task"))
 
     def _give_up(self, why: str) -> None:
-        """Nothing that waits can be scored."""
+        """Give all waiting samples the reason why they cannot be scored."""
         while self._waiting:
             job = self._waiting.popleft()
             _settle(job, RewardError(f"reward {job.fn}: the reward processes cannot run ({why})"))

@@ -221,7 +221,9 @@ class Trainable(Role):
 
     def _require_room(self, batch: Batch, how: Update) -> None:
         """Raises ValueError for a sample whose rows have to share a micro-batch and do not fit into one."""
-        longest, limit, loss = int(batch.sample_lengths.max()), self.packing.max_tokens, how.loss
+        longest = int(batch.sample_lengths.max())
+        limit = self.packing.max_tokens
+        loss = how.loss
         if limit is None or longest <= max(limit, int(batch.lengths.max())):
             return
         if isinstance(loss, ActorLoss) and loss.per_sequence:

@@ -36,7 +36,7 @@ def join_store(address: str, port: int, group_name: str, world_size: int, timeou
 
 
 class StockHost:
-    """Hosts torch's own store, for a server that knows no other: everybody can write there until it is shut."""
+    """Hosts torch's own store for a server that knows no other.  Until it is closed, any process can write to it."""
 
     def __init__(self, address: str) -> None:
         listener = listen(address)
@@ -104,7 +104,7 @@ def _failures_survived() -> Iterator[None]:
     trainer, when a server dies in a transfer. Without the watchdog `leave_weight_group` has to abort the group.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    with _environment:  # groups with several servers are made in threads; making one waits for nobody
+    with _environment:  # groups with several servers are made in threads; making one does not wait for the others
         before = os.environ.get(name)
         os.environ[name] = "0"
         try:

@@ -285,6 +285,6 @@ def stop_ids(folder: str) -> list[int]:
 
 
 def num_token_ids(config: Config) -> int | None:
-    """Of the policy's vocabulary, the padding of its embedding included; None if its config.json does not say."""
+    """Size of the policy's vocabulary, with the padding of its embedding; None if its config.json does not say."""
     size = config_of_folder(model_folder(config.model.path)).get("vocab_size")
     return None if size is None else int(size)

@@ -120,7 +120,7 @@ class Infrastructure:
     def spawn_servers(self) -> None:
         """Start the processes of the servers, which load their model while the caller goes on; `serve` waits for them.
 
-        Does nothing where they run already, or were begun.  Raises NodeLost if a machine is lost.
+        Does nothing if they run, or are being started.  Raises NodeLost if a machine is lost.
         """
         if self._servers is not None or self._begun is not None:
             return
@@ -177,7 +177,7 @@ class Infrastructure:
                     self.colocation.forget(url)
 
     def ask_servers(self) -> ServerInfoByUrl:
-        """What the servers say of themselves; one that says nothing starts again, and the run goes on with the others.
+        """The /server_info of the servers; one that does not answer is restarted; the run continues with the others.
 
         Raises ServerDied if no server is left.
         """

@@ -94,7 +94,9 @@ def make_roles(
         inputs=(*support, *experts),
         update_settings=algorithm.actor,
     )
-    critic, reference, reward_model = None, None, None
+    critic = None
+    reference = None
+    reward_model = None
     if algorithm.critic:
         critic = Critic(
             "critic",

@@ -131,7 +131,7 @@ def _in_optimizer_steps(name: str, unset: int | None, other: str) -> Rule:
 
 
 def _warmup_ratio(key: str, value: Any, command: Command) -> Taken:
-    """A share of the whole run, whose length only the command can tell before its data are read."""
+    """A share of the whole run, whose length only the command knows before its data are read."""
     role, total = key.partition(".")[0], command.get("trainer.total_training_steps")
     ours = f"{role}.optim.lr_warmup_steps"
     if command.get(ours) not in (-1, 0, None):

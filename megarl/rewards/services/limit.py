@@ -35,7 +35,9 @@ class ServiceError(Exception):
         self, reason: str, *, passes: bool = True, after_s: float | None = None, is_away: bool = False
     ) -> None:
         super().__init__(reason)
-        self.passes, self.after_s, self.is_away = passes, after_s, is_away
+        self.passes = passes
+        self.after_s = after_s
+        self.is_away = is_away
 
 
 class Limit:
@@ -67,8 +69,12 @@ class Limit:
         draw: Callable[[], float] = random.random,
     ) -> None:
         assert concurrency >= 1 and (per_minute is None or per_minute > 0), "a limit of nothing lets no call through"
-        self._slots, self._retries, self._timeout_s = asyncio.Semaphore(concurrency), retries, timeout_s
-        self._clock, self._sleep, self._draw = clock, sleep, draw
+        self._slots = asyncio.Semaphore(concurrency)
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._draw = draw
         self._gap_s = 0.0 if per_minute is None else MINUTE_S / per_minute
         self._next = 0.0  # when the next call may begin
         self._away_s = away_s
@@ -165,7 +171,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_busy(status: int) -> bool:
-    """Whether an HTTP status says: later."""
+    """Whether an HTTP status means: try again later."""
     return status in (408, 429) or 500 <= status < 600
 
 

@@ -53,10 +53,16 @@ class ServerManager:
         """`requester`: the collectors, or the router before them.
         `turns`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the canary.
         `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
-        `loads`: is told which servers to look at, and its metrics are among those of a step."""
-        self._servers, self._requester, self._push, self._warn = servers, requester, push, warn
+        `loads`: reads the load of the servers that it is given, and its metrics are among those of a step."""
+        self._servers = servers
+        self._requester = requester
+        self._push = push
+        self._warn = warn
         self._table = ServerTable(requester.update)  # which servers may generate, and with which weights
-        self._turns, self._members, self._check, self._loads = turns, members, check, loads
+        self._turns = turns
+        self._members = members
+        self._check = check
+        self._loads = loads
         self.version: int | None = None  # of the last push
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
         self._failures: Counter[str] = Counter()  # failed pushes in a row
@@ -179,7 +185,7 @@ class ServerManager:
                 self._turns.memory.forget(event.url)
 
     def _welcome(self, url: str) -> None:
-        """Before a server that is back gets anything: its owner may have started it with other options."""
+        """Check a server that is back before its first push: its owner may have started it with other options."""
         try:
             watchdog.heartbeat()
             self._check(url)
@@ -193,7 +199,7 @@ class ServerManager:
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
                 self._warn(f"{url} fell back to a slower transport: {sentence}")
-        # Failures first: a router must not have a server without this version when it is told that others hold it.
+        # Failures first: the router must drop servers without this version before it hears that others hold it.
         for url in urls:
             if url in report["failed"]:
                 self._failed(url, report["failed"][url])

@@ -25,7 +25,7 @@ _numbers = itertools.count()  # group names are never reused: a broken group kee
 
 
 def backend() -> str:
-    """Of the groups of this process with servers."""
+    """The backend of the groups that this process has with servers."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 

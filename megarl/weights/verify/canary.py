@@ -37,7 +37,9 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     more than any limit.  Without the trainer's values, answers are compared with the median of all servers, at half the
     tolerance: if the only two servers differ by more than the tolerance, both fail.
     """
-    count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
+    count = len(canary.prompt_ids) - 1
+    limit = canary.tolerance
+    whose = "the trainer"
     found = {url: f"{len(answer)} log-probs, expected {count}" for url, answer in heard.items() if len(answer) != count}
     for url, answer in heard.items():  # such a number would spoil the middle of all
         if url not in found and not all(map(math.isfinite, answer)):
