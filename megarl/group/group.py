@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.arch.layout import Layout
 from megarl.group.failures import GONE, Places, RankError, may_follow
@@ -26,6 +26,7 @@ from megarl.group.limits import CallLimits
 from megarl.io.durable_files import number_of
 from megarl.io.sockets import listen
 from megarl.machines.nodes import SILENCE_S, Nodes
+from megarl.metrics.computing.timeline import TimedCall
 from megarl.processes import watchdog
 from megarl.processes.connection import Connection, ConnectionLost, Tensors
 from megarl.processes.lifetime import KILLED, ProcessHandle
@@ -39,15 +40,6 @@ GRACE_S = 1.0  # after the first error, wait this long for other errors: the roo
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one
 _LOOK_S = 0.1
 _CALLS = 256  # that are remembered until somebody takes them: the last
-
-
-class TimedCall(NamedTuple):
-    """A call that has ended.  `seconds`: of each rank, those that do not report, too."""
-
-    group: str
-    name: str
-    begin: float  # time.perf_counter()
-    seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
