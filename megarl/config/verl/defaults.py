@@ -65,11 +65,10 @@ def differing(command: Command, known: Set[str]) -> Iterator[str]:
 def _servers_on_all(command: Command) -> int:
     """As many servers as the GPUs of the run have room for."""
     nodes, gpus, size = (
-        command.get(key, _SIZES.get(key, 1))
+        command.counted(key, _SIZES.get(key, 1))
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
     )
-    whole = all(isinstance(number, int) and number > 0 for number in (nodes, gpus, size))
-    return max(1, nodes * gpus // size) if whole else 1
+    return max(1, nodes * gpus // size)
 
 
 def _learning(command: Command) -> Iterator[tuple[str, Any]]:
