@@ -184,10 +184,8 @@ def _loss_type(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 def prompts_of_a_sync(command: Command) -> int:
     """Prompts between two pushes of the weights; 0 where the command does not say."""
-    default = DEFAULT_SIZES[MINI_BATCH] if command.is_whole else None
-    mini, batches, steps = command.get(MINI_BATCH, default), command.get(_BATCHES, 1), command.get(_SYNC, 1)
-    whole = all(isinstance(number, int) for number in (mini, batches, steps))
-    return mini * batches * steps if whole else 0
+    mini = command.counted(MINI_BATCH, DEFAULT_SIZES[MINI_BATCH] if command.is_whole else 0)
+    return mini * command.counted(_BATCHES, 1) * command.counted(_SYNC, 1)
 
 
 def _train_batch(key: str, value: Any, command: Command) -> Taken:
@@ -236,13 +234,14 @@ RULES: dict[str, Rule] = {
         (None,), "agent.max_turns ends an episode", named("agent.max_turns")
     ),
     **counts_if(_may_have_turns, "completions are plain", _OF_TURNS),
-    **each("rollout", "nnodes n_gpus_per_node", of_number(_own_gpus)),
+    "rollout.nnodes": of_number(_own_gpus),
+    "rollout.n_gpus_per_node": of_number(_own_gpus, least=1),
     "rollout.total_epochs": named("trainer.total_epochs"),
     "rollout.test_freq": named("trainer.test_freq"),
     "rollout.total_rollout_steps": of_number(_total_steps),
     "data.train_batch_size": _train_batch,
-    _SYNC: of_number(nothing("so many optimizer steps are an iteration, after which weights are pushed")),
-    _BATCHES: of_number(nothing("it multiplies data.train_batch_size, the prompts between two pushes")),
+    _SYNC: of_number(nothing("so many optimizer steps are an iteration, after which weights are pushed"), least=1),
+    _BATCHES: of_number(nothing("it multiplies data.train_batch_size, the prompts between two pushes"), least=1),
     "async_training.staleness_threshold": of_number(_staleness),
     "async_training.partial_rollout": of_switch(named("rollout.update", {True: "in_place", False: "drain"})),
     **each("async_training actor", "use_rollout_log_probs", of_switch(named(f"{CORRECTION}.bypass"))),

@@ -7,7 +7,7 @@ together with another one: `custom_reward_function.path` and `.name`, or `rollou
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from math import isfinite
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -124,12 +124,12 @@ def of_switch(rule: Rule) -> Rule:
     return chosen
 
 
-def of_number(rule: Rule) -> Rule:
-    """The rule gets a finite number, or None for null; any other value is refused."""
+def of_number(rule: Rule, least: int = 0) -> Rule:
+    """The rule gets a finite number of at least `least`, or None for null; any other value is refused."""
 
     def chosen(key: str, value: Any, command: Command) -> Taken:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        return rule(key, value, command) if is_number or value is None else Taken(refusal="expected a number")
+        fits = value is None or (type(value) in (int, float) and least <= value < inf)
+        return rule(key, value, command) if fits else Taken(refusal=f"expected a number of at least {least}")
 
     return chosen
 
