@@ -303,11 +303,10 @@ class Group:
                 if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
-                unheard = [r for r, t in last_sign.items() if now - t > self.settings.silence_s]
-                if silent := [r for r in unheard if r not in answers and r not in errors]:
-                    raise self._places.hangs(
-                        silent, f"gave no sign for {self.settings.silence_s:.0f} s in {method}", errors
-                    )
+                silence_s = self.settings.silence_s
+                unheard = [rank for rank, at in last_sign.items() if now - at > silence_s]
+                if silent := [rank for rank in unheard if rank not in answers and rank not in errors]:
+                    raise self._places.hangs(silent, f"gave no sign for {silence_s:.0f} s in {method}", errors)
         if errors:
             raise self._places.failed(method, errors)
         if len(answers) < self.num_ranks:
