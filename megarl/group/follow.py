@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.io.durable_files import number_of
-from megarl.processes.connection import ConnectionLost, Tensors, connect
+from megarl.processes.channels.connection import ConnectionLost, Tensors, connect
+from megarl.processes.channels.waiting import Heartbeat
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, FLIGHT_RECORDS, PARENT, TOKEN
 from megarl.processes.stacks import write_on_request
-from megarl.processes.waiting import Heartbeat
 
 Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]

@@ -28,13 +28,13 @@ from megarl.io.sockets import listen
 from megarl.machines.nodes import SILENCE_S, Nodes
 from megarl.metrics.computing.timeline import TimedCall
 from megarl.processes import watchdog
-from megarl.processes.connection import Connection, ConnectionLost, Tensors
+from megarl.processes.channels.connection import Connection, ConnectionLost, Tensors
+from megarl.processes.channels.links import Direct, Inbox, Link, RankMessage, Relayed
+from megarl.processes.channels.listener import Listener
+from megarl.processes.channels.store import StoreHost
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.processes.lifetime import KILLED, ProcessHandle
-from megarl.processes.links import Direct, Inbox, Link, RankMessage, Relayed
-from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
-from megarl.processes.store import StoreHost
-from megarl.processes.waiting import HEARTBEAT_S
 
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one

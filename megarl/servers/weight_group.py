@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.io.auth import derived
 from megarl.io.sockets import listen
-from megarl.processes.store import StorePlace, TlsStore, keep
+from megarl.processes.channels.store import StorePlace, TlsStore, keep
 
 KEY_VARIABLE = "MEGARL_WEIGHT_GROUPS_KEY"  # in the processes of a server
 _environment = threading.Lock()

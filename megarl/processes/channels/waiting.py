@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from megarl.processes.connection import Connection, ConnectionLost
+from megarl.processes.channels.connection import Connection, ConnectionLost
 
 HEARTBEAT_S = 2.0  # interval of heartbeats of a process for which others wait
 FIRST_S, EVERY_S = 5.0, 60.0  # the usual wait is shorter than the first

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from megarl.io.sockets import listen
-from megarl.processes.connection import Connection, ConnectionLost, WireRefused, connect
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.listener import Listener
 from megarl.processes.ranks import OWN_ADDRESS, STORE, STORE_TOKEN
 
 MOST_KEYS = 2**18  # a group of 4,096 ranks has some 100,000

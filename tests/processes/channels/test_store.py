@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megarl.io import callers
 from megarl.io.sockets import listen
-from megarl.processes import store as store_module
-from megarl.processes.store import StoreHost, StorePlace, TlsStore, Unreachable
+from megarl.processes.channels import store as store_module
+from megarl.processes.channels.store import StoreHost, StorePlace, TlsStore, Unreachable
 
 
 @pytest.fixture
