@@ -14,7 +14,7 @@ from megarl.arch.layout import Layout
 from megarl.group.follow import Answer, follow
 from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups, rank_info
-from megarl.processes.connection import Tensors
+from megarl.processes.channels.connection import Tensors
 from megarl.roles.worker import Worker
 from megarl.weights.hf.load import load_hf
 from megarl.weights.push.push import Pusher, PushError

@@ -47,7 +47,7 @@ from megarl.arch.layout import Layout
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.group import Group, GroupSettings
 from megarl.io.callers import allow_all_files
-from megarl.processes.connection import HEARTBEAT_S
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.roles.handles import Actor
 from megarl.roles.settings import LoadSettings, Packing, Update
 from megarl.samples.batch import Batch

@@ -27,8 +27,8 @@ from megarl.algo.loss import ActorLoss
 from megarl.arch.layout import Layout
 from megarl.group import Group
 from megarl.machines.nodes import Nodes
-from megarl.processes.connection import greet
-from megarl.processes.links import Direct, Inbox, Link, Relayed
+from megarl.processes.channels.connection import greet
+from megarl.processes.channels.links import Direct, Inbox, Link, Relayed
 from megarl.servers.server_process import free_ports
 
 HOST = "127.0.0.1"

@@ -18,9 +18,10 @@ import torch
 
 from megarl import __version__
 from megarl.group.follow import Answer, follow
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect, to_bytes
+from megarl.processes.channels.connection import Connection, ConnectionLost, Tensors, connect, to_bytes
+from megarl.processes.channels.links import Relay
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.processes.lifetime import die_with_parent
-from megarl.processes.links import Relay
 from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
 
 LIMIT_S = 120.0

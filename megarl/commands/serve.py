@@ -24,7 +24,7 @@ from megarl.io.auth import given_server_token, needed_token, server_token
 from megarl.io.terminal import say
 from megarl.machines.joining import Membership
 from megarl.machines.nodes import JOIN_S
-from megarl.processes.waiting import Wait
+from megarl.processes.channels.waiting import Wait
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied

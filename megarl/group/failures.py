@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.io.durable_files import StorageError
+from megarl.processes.channels.store import Unreachable
 from megarl.processes.ranks import Share
-from megarl.processes.store import Unreachable
 
 GONE = "Gone"
 # Exceptions of torch.distributed: as a rule they follow the failure of another rank.  Those of gloo have no class.

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.io.durable_files import number_of
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect
+from megarl.processes.channels.connection import ConnectionLost, Tensors, connect
+from megarl.processes.channels.waiting import Heartbeat
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, FLIGHT_RECORDS, PARENT, TOKEN
 from megarl.processes.stacks import write_on_request
@@ -36,7 +37,8 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
     me = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "pid": os.getpid()}
     connection = connect(os.environ[ADDRESS], os.environ[TOKEN], me, timeout_s=60.0)
     busy = threading.Event()
-    threading.Thread(target=_beat, args=(connection, busy), daemon=True).start()
+    # Where the driver is gone, this rank may hang in a collective.
+    Heartbeat(lambda: [connection] if busy.is_set() else [], on_lost=lambda: os._exit(1))
     while True:
         busy.clear()
         try:
@@ -59,18 +61,6 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
             what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
             storage = 0 if isinstance(error, dist.DistError) else number_of(error)  # networks have EIO too
             connection.send({"id": header["id"], "ok": False, "storage": storage, **what})
-
-
-def _beat(connection: Connection, busy: threading.Event) -> None:
-    """Send heartbeats while this rank works; if the driver is gone, end the process: it may hang in a collective."""
-    while True:
-        busy.wait()
-        time.sleep(HEARTBEAT_S)
-        try:
-            if busy.is_set():
-                connection.send({"beat": 1})
-        except ConnectionLost:
-            os._exit(1)
 
 
 def share_payload(tensors: Tensors, group: Any, is_first: bool) -> Tensors:

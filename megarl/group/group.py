@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.arch.layout import Layout
 from megarl.group.failures import GONE, Places, RankError, may_follow
@@ -26,27 +26,20 @@ from megarl.group.limits import CallLimits
 from megarl.io.durable_files import number_of
 from megarl.io.sockets import listen
 from megarl.machines.nodes import SILENCE_S, Nodes
+from megarl.metrics.computing.timeline import TimedCall
 from megarl.processes import watchdog
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
+from megarl.processes.channels.connection import Connection, ConnectionLost, Tensors
+from megarl.processes.channels.links import Direct, Inbox, Link, RankMessage, Relayed
+from megarl.processes.channels.listener import Listener
+from megarl.processes.channels.store import StoreHost
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.processes.lifetime import KILLED, ProcessHandle
-from megarl.processes.links import Direct, Inbox, Link, RankMessage, Relayed
-from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
-from megarl.processes.store import StoreHost
 
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one
 _LOOK_S = 0.1
 _CALLS = 256  # that are remembered until somebody takes them: the last
-
-
-class TimedCall(NamedTuple):
-    """A call that has ended.  `seconds`: of each rank, those that do not report, too."""
-
-    group: str
-    name: str
-    begin: float  # time.perf_counter()
-    seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -315,11 +308,10 @@ class Group:
                 if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
-                unheard = [r for r, t in last_sign.items() if now - t > self.settings.silence_s]
-                if silent := [r for r in unheard if r not in answers and r not in errors]:
-                    raise self._places.hangs(
-                        silent, f"gave no sign for {self.settings.silence_s:.0f} s in {method}", errors
-                    )
+                silence_s = self.settings.silence_s
+                unheard = [rank for rank, at in last_sign.items() if now - at > silence_s]
+                if silent := [rank for rank in unheard if rank not in answers and rank not in errors]:
+                    raise self._places.hangs(silent, f"gave no sign for {silence_s:.0f} s in {method}", errors)
         if errors:
             raise self._places.failed(method, errors)
         if len(answers) < self.num_ranks:

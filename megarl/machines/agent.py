@@ -20,12 +20,12 @@ from typing import Any
 from megarl import __version__
 from megarl.io.auth import server_token
 from megarl.machines.nodes import JOIN_S, SILENCE_S
-from megarl.processes.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.links import Relay
+from megarl.processes.channels.waiting import Heartbeat, Wait
 from megarl.processes.lifetime import ProcessHandle
-from megarl.processes.links import Relay
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.signals import Terminated
-from megarl.processes.waiting import Heartbeat, Wait
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import LocalServer, free_ports
 

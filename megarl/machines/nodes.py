@@ -25,11 +25,11 @@ from megarl import __version__
 from megarl.io.sockets import listen, ports_to_try
 from megarl.machines.member import Member, NodeLeft, NodeLost, RemoteJob
 from megarl.processes import watchdog
-from megarl.processes.connection import Connection, ConnectionLost
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import Connection, ConnectionLost
+from megarl.processes.channels.listener import Listener
+from megarl.processes.channels.waiting import Heartbeat, Wait
 from megarl.processes.ranks import END_S, RanksLaunch
 from megarl.processes.signals import Terminated, pass_on
-from megarl.processes.waiting import Heartbeat, Wait
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 

@@ -34,8 +34,8 @@ from megarl.mcore.training.offload import synchronized
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import Outputs, backward, forward_only, train_step
 from megarl.plugins.load import load_plugins
-from megarl.processes.connection import Tensors
-from megarl.processes.store import join_world
+from megarl.processes.channels.connection import Tensors
+from megarl.processes.channels.store import join_world
 from megarl.roles.formats import digests_in, digests_of, read_weights
 from megarl.roles.profiler import RankProfiler
 from megarl.roles.role import Role, build_on, build_role

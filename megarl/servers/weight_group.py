@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.io.auth import derived
 from megarl.io.sockets import listen
-from megarl.processes.store import SealedStore, StorePlace, keep
+from megarl.processes.channels.store import StorePlace, TlsStore, keep
 
 KEY_VARIABLE = "MEGARL_WEIGHT_GROUPS_KEY"  # in the processes of a server
 _environment = threading.Lock()
@@ -30,9 +30,9 @@ def groups_key(server_token: str) -> str:
     return derived(server_token, "weight groups")
 
 
-def join_store(address: str, port: int, group_name: str, world_size: int, timeout_s: float, key: str) -> SealedStore:
+def join_store(address: str, port: int, group_name: str, world_size: int, timeout_s: float, key: str) -> TlsStore:
     """Returns when all members have come; `key`: see groups_key.  Raises RuntimeError: torch's DistError is one."""
-    return SealedStore(StorePlace(f"{address}:{port}", derived(key, group_name)), timeout_s, world_size)
+    return TlsStore(StorePlace(f"{address}:{port}", derived(key, group_name)), timeout_s, world_size)
 
 
 class StockHost:

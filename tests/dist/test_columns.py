@@ -15,7 +15,7 @@ from megarl.data.packing import plan
 from megarl.group.follow import share_payload
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.packed_rows import in_whole_turns, make_row, micro_batches
-from megarl.processes.connection import from_bytes, to_bytes
+from megarl.processes.channels.connection import from_bytes, to_bytes
 from megarl.roles.handles import payload
 from megarl.roles.worker import Worker, _unpack
 from megarl.samples.batch import Batch

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.arch.layout import Layout
 from megarl.group import Group, GroupSettings, group
-from megarl.processes.connection import connect
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import connect
+from megarl.processes.channels.listener import Listener
 
 
 class Threads:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.group.follow import Answer, follow
-from megarl.processes.connection import Tensors
+from megarl.processes.channels.connection import Tensors
+from megarl.processes.channels.store import join_world
 from megarl.processes.ranks import FIRST_GPU
-from megarl.processes.store import join_world
 
 KINDS = {
     "value": ValueError,

@@ -10,7 +10,7 @@ import echo_worker
 import torch.distributed as dist
 
 from megarl.group.follow import follow
-from megarl.processes import store
+from megarl.processes.channels import store
 
 SO_ATTACH_FILTER = 26
 DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # of Berkeley's packet filter: return 0

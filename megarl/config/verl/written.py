@@ -190,9 +190,6 @@ rollout.checkpoint_engine | * | rollout.push chooses how weights travel
 rollout.multi_turn | tool_config_path function_tool_path | null | there are no tools | {TOOLS}
 rollout.multi_turn | interaction_config_path | null | there are no agents | {TOOLS}
 rollout.multi_turn | tokenization_sanity_check_mode | the tokens that a server generated are trained as such
-async_training | trigger_parameter_sync_step | \
-so many optimizer steps are an iteration, after which weights are pushed
-async_training | require_batches | it multiplies data.train_batch_size, the prompts between two pushes
 # data
 data | return_raw_chat return_raw_input_ids | rows keep their messages
 data | return_full_prompt | samples.jsonl has the whole prompt

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+
+from megarl.processes.restarts import Restarts
 
 T = TypeVar("T")
 
@@ -82,17 +85,17 @@ class Limit:
 
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, or its last exception."""
-        tried = 0
+        failures = Restarts(self._retries, longest_rest_s=math.inf)
         while True:
             async with self._slots:
                 await self._turn()
                 try:
                     result = await self._within(call)
                 except Exception as error:
-                    wait_s = self._wait_s(error, tried)
+                    wait_s = self._wait_s(error, failures)
                     if wait_s is None:
                         raise
-                    tried += self._away_since is None
+                    failures.count += self._away_since is None
                 else:
                     self._away_since = None
                     return result
@@ -114,7 +117,7 @@ class Limit:
             await self._sleep(self._next - now)
         self._next = now + self._gap_s
 
-    def _wait_s(self, error: Exception, tried: int) -> float | None:
+    def _wait_s(self, error: Exception, failures: Restarts) -> float | None:
         """Seconds before the next try; None if there is none.  May also delay the beginning of all calls."""
         now, fault = self._clock(), fault_of(error)
         if fault.is_away:
@@ -126,10 +129,10 @@ class Limit:
             self._next = max(self._next, now + KNOCK_S)
             return 0.0
         self._away_since = None
-        if tried >= self._retries or not fault.passes:
+        if failures.are_used_up or not fault.passes:
             return None
         if fault.after_s is None:
-            return 2.0**tried * (1 - 0.5 * self._draw())
+            return failures.next_rest_s * (1 - 0.5 * self._draw())
         if fault.after_s > LONGEST_WAIT_S:
             return None
         self._next = max(self._next, now + fault.after_s)

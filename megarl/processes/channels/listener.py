@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.io.callers import LOOK_S, PROOF_S, SOON_S, Callers, Peer
-from megarl.processes.connection import Connection, greet
+from megarl.processes.channels.connection import Connection, greet
 
 
 class Listener:
