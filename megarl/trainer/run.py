@@ -54,7 +54,6 @@ from megarl.trainer.servers.server_manager import ServerManager, is_verified
 from megarl.trainer.teachers import make_teachers
 from megarl.trainer.telemetry.profile import check_profile
 from megarl.trainer.telemetry.run_log import RunLog, StepMetrics, Totals
-from megarl.weights.verify.canary import Canary
 
 
 @dataclass(kw_only=True)
@@ -285,7 +284,7 @@ def _make_server_manager(
     if site.colocation is not None:
         # Pushes of adapters do not restore the base.
         lends = GENERATION if config.actor.lora.rank and config.actor.lora.push == "adapter" else ALL
-        turns = Turns(site.colocation, lambda: Canary.from_json(canary(config, actor, ids)), lends)
+        turns = Turns(site.colocation, lambda: canary(config, actor, ids), lends)
     elif site.door is not None:
         members = Memberships(site.door, processes, collectors, check)
 
