@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.roles.settings import LoadSettings, Packing, Update
 from megarl.samples.batch import Batch, Stat, Stats, merge_stats, token_positions
 from megarl.weights.mapping.blocks import Role as Kind
+from megarl.weights.push.report import PushReport
 from megarl.weights.push.settings import PushSettings
 from megarl.weights.verify.canary import Canary
 
@@ -314,18 +314,18 @@ class Actor(Trainable):
         """Send the push settings to the ranks, once after `load`.  No server is contacted yet."""
         self.group.call(messages.Connect(self.name, settings))
 
-    def push(self, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None) -> dict[str, Any]:
-        """Push the weights to the servers and verify them; returns the report (weights.push.report.PushReport).
+    def push(self, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None) -> PushReport:
+        """Push the weights to the servers and verify them.
 
         `only`: push to these urls alone.  The report names the servers that failed, even if all failed; only a failure
         of the ranks raises an error, and BadNumber a weight that is not finite: then no server gets any.
         """
         message = messages.Push(self.name, version, None if only is None else tuple(only), canary)
-        report = self.group.call_leader(message).result
-        if "where" in report:
-            weights = f"a weight of {self.name} is not finite{of_ranks(report['where'])}"
+        told = self.group.call_leader(message).result
+        if "where" in told:
+            weights = f"a weight of {self.name} is not finite{of_ranks(told['where'])}"
             raise BadNumber(f"{weights}: no server gets these weights")
-        return report
+        return decoded(PushReport, told)
 
 
 @dataclass

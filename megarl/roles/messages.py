@@ -117,7 +117,7 @@ class Connect(OfRole):
 
 @dataclass(frozen=True)
 class Push(OfRole):
-    """Push the weights, or only the adapters, to the servers and verify them; rank 0 returns the report.
+    """Push the weights, or only the adapters, to the servers and verify them; rank 0 answers with a PushReport.
 
     Nothing is pushed if a weight is not finite: "where" has then, by rank, a parameter.
     """

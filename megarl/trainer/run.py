@@ -54,6 +54,7 @@ from megarl.trainer.servers.server_manager import ServerManager, is_verified
 from megarl.trainer.teachers import make_teachers
 from megarl.trainer.telemetry.profile import check_profile
 from megarl.trainer.telemetry.run_log import RunLog, StepMetrics, Totals
+from megarl.weights.push.report import PushReport
 
 
 @dataclass(kw_only=True)
@@ -70,7 +71,7 @@ class Run(Attempt):
     evaluations: Evaluations
     log: RunLog
 
-    def push(self, version: int) -> dict[str, Any]:
+    def push(self, version: int) -> PushReport:
         """Push the actor's weights to every live server; a server without verified weights does not generate."""
         self.log.totals.pushes += 1
         report = self.server_manager.push(version)
@@ -288,7 +289,7 @@ def _make_server_manager(
     elif site.door is not None:
         members = Memberships(site.door, processes, collectors, check)
 
-    def push(only: Sequence[str], version: int) -> dict[str, Any]:
+    def push(only: Sequence[str], version: int) -> PushReport:
         return actor.push(version, only=only, canary=None if turns else canary(config, actor, ids))
 
     requester = Routed(site.router, collectors.update) if site.router else collectors

@@ -1,6 +1,6 @@
 """What the driver's handles ask of a group besides updates: models, columns, pushes."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from megarl.roles import messages
 from megarl.roles.handles import Critic, Role
 from megarl.roles.handles import payload as payload_of
 from megarl.roles.settings import LoadSettings, Packing
+from megarl.weights.push.report import PushReport
 from megarl.weights.push.settings import PushSettings
 from megarl.weights.verify.canary import Canary
 
@@ -24,6 +25,7 @@ LOADED: dict[str, Any] = {  # what a rank says of a model that it has loaded
     "can_share": False,
     "device": "cpu",
 }
+REPORT = PushReport(3, 40, 2_400_000, 80, {"http://a": "shared"}, {}, {}, [], {"send": 0.5})
 
 
 @pytest.mark.parametrize("make", [make_batch, in_rows])
@@ -143,12 +145,12 @@ def test_layers_are_local_where_prefixes_must_be_shared(
 
 
 def test_plain_numbers_travel_to_the_ranks_and_the_settings_of_pushes_once() -> None:
-    group: Any = NotingGroup(1, lambda message, *_: Reply(LOADED if message.method() == "load" else {"version": 3}, {}))
+    group: Any = NotingGroup(1, lambda message, *_: Reply(LOADED if message.method() == "load" else asdict(REPORT), {}))
     actor = make_actor(group)
     actor.load("folder", (settings := LoadSettings("bfloat16", optim={"lr": 0.1}, plugins=("mine.py",))))
     assert actor.hidden_size == 16, "for packing"
     actor.connect(pushes := PushSettings(("http://a", "http://b"), "secret", pause_mode="in_place"))
-    assert actor.push(3, only=["http://a"], canary=Canary((5,), (-0.5,))) == {"version": 3}
+    assert actor.push(3, only=["http://a"], canary=Canary((5,), (-0.5,))) == REPORT
     actor.push(4)
     actor.save(Path("x"))
     actor.restore(Path("x"))
