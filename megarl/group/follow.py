@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from megarl.group.message import Message, decoded
 from megarl.io.durable_files import number_of
 from megarl.processes.channels.connection import ConnectionLost, Tensors, connect
 from megarl.processes.channels.waiting import Heartbeat
@@ -26,12 +27,13 @@ Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]
 
 
-def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
-    """Serve until the driver sends "close" or the parent process ends.
+def follow(handlers: Mapping[type[Message], Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
+    """Serve until the driver sends "close" or the parent process ends; each handler gets its messages, and tensors.
 
     `share()` is the process group of this rank's replica and `is_first()` tells whether this rank receives the
     replica's tensors; both are called only after the setup call.
     """
+    kinds = {kind.method(): kind for kind in handlers}
     die_with_parent(int(os.environ[PARENT]))
     write_on_request(record_collectives)
     me = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "pid": os.getpid()}
@@ -51,8 +53,8 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
         try:
             if header["has_payload"]:
                 tensors = share_payload(tensors, share(), is_first())
-            begin = time.perf_counter()
-            result, out = handlers[header["method"]](header["arguments"], tensors)
+            begin, kind = time.perf_counter(), kinds[header["method"]]
+            result, out = handlers[kind](decoded(kind, header["arguments"]), tensors)
             seconds = time.perf_counter() - begin
             connection.send({"id": header["id"], "ok": True, "result": result, "seconds": seconds}, out)
         except (

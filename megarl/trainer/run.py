@@ -53,7 +53,7 @@ from megarl.trainer.servers.server_manager import ServerManager, is_verified
 from megarl.trainer.teachers import make_teachers
 from megarl.trainer.telemetry.profile import check_profile
 from megarl.trainer.telemetry.run_log import RunLog, StepMetrics, Totals
-from megarl.weights.verify.canary import Canary
+from megarl.weights.push.report import PushReport
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class Run(Attempt):
     evaluations: Evaluations
     log: RunLog
 
-    def push(self, version: int) -> dict[str, Any]:
+    def push(self, version: int) -> PushReport:
         """Push the actor's weights to every live server; a server without verified weights does not generate."""
         self.log.totals.pushes += 1
         report = self.server_manager.push(version)
@@ -287,11 +287,11 @@ def _make_server_manager(
     if site.colocation is not None:
         # Pushes of adapters do not restore the base.
         lends = GENERATION if config.actor.lora.rank and config.actor.lora.push == "adapter" else ALL
-        turns = Turns(site.colocation, lambda: Canary.from_json(canary(config, actor, ids)), lends)
+        turns = Turns(site.colocation, lambda: canary(config, actor, ids), lends)
     elif site.door is not None:
         members = Memberships(site.door, processes, collectors, check)
 
-    def push(only: Sequence[str], version: int) -> dict[str, Any]:
+    def push(only: Sequence[str], version: int) -> PushReport:
         return actor.push(version, only=only, canary=None if turns else canary(config, actor, ids))
 
     requester = Routed(site.router, collectors.update) if site.router else collectors

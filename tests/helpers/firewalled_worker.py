@@ -10,6 +10,7 @@ import echo_worker
 import torch.distributed as dist
 
 from megarl.group.follow import follow
+from megarl.group.message import Setup
 from megarl.processes.channels import store
 
 SO_ATTACH_FILTER = 26
@@ -26,4 +27,4 @@ def listen_behind(address: str, *ports: int) -> socket.socket:
 if __name__ == "__main__":
     if echo_worker.RANK == 1:
         store.listen = listen_behind
-    follow({"setup": echo_worker.setup}, lambda: None, lambda: dist.get_rank() == 0)
+    follow({Setup: echo_worker.setup}, lambda: None, lambda: dist.get_rank() == 0)

@@ -24,6 +24,7 @@ from megarl.metrics.reading.jsonl import SAMPLES, VISITS, append_lines
 from megarl.metrics.trackers.trackers import Trackers
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.samples.batch import Batch, Stats
+from megarl.weights.push.report import PushReport
 
 GIB = 1024**3
 # The metric -> role, stage, and passes over the batch; a backward pass is two.
@@ -146,7 +147,7 @@ class RunLog:
         rollout: RolloutBatch,
         batch: Batch | None,
         stats: Stats,
-        push_report: Mapping[str, Any],
+        push_report: PushReport,
         more: dict[str, float],
     ) -> None:
         """Write down step `step`, counted from 1, whose weights are pushed, and begin the times of the next one.
@@ -154,7 +155,7 @@ class RunLog:
         `rollout`: its `reward_s` are the seconds in which the trainer waited for rewards alone.  `batch`: None if
         nothing was trained.  `more`: metrics of other parts of the run.
         """
-        timer, phases = self.timer, push_report["timings"]
+        timer, phases = self.timer, push_report.timings
         with timer("log"):
             write_samples(self.folder / SAMPLES, step, rollout.groups)
             if self.tokens:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,6 @@ class Canary:
     prompt_ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None  # None: the servers are only compared with each other
     tolerance: float = 1e-3  # in nats; bfloat16 servers need about 0.1
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Canary:
-        log_probs = fields.get("log_probs")
-        values = None if log_probs is None else tuple(float(value) for value in log_probs)
-        return cls(tuple(fields["prompt_ids"]), values, float(fields.get("tolerance", cls.tolerance)))
 
 
 def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[str, str]:

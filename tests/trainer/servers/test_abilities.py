@@ -184,7 +184,7 @@ def config_of(*words: str) -> Config:
 def test_the_canary_of_quantized_servers_has_a_wider_limit(words: tuple[str, ...], kind: str) -> None:
     actor = SimpleNamespace(log_probs=lambda batch, temperature, inputs: torch.zeros(len(batch.tokens)))
     found = canary(config_of(*words), cast(Any, actor), [5, 6, 7])
-    assert (found["tolerance"], found["log_probs"]) == (CANARY_TOLERANCE[kind], [0.0, 0.0])
+    assert (found.tolerance, found.log_probs) == (CANARY_TOLERANCE[kind], (0.0, 0.0))
     assert CANARY_TOLERANCE["bfloat16"] < CANARY_TOLERANCE["fp8"] < 1
 
 
