@@ -101,8 +101,8 @@ here. A key that several groups have, such as `{actor,critic}.optim.lr`, stands 
 
 Later layers win: the defaults below, a preset (`model=NAME`, `layout=GPUSxGB`), a recipe (`recipe=NAME`), your own file
 (`--config FILE`), the command line. A default `= other.key` follows that key unless it is set; `null` leaves a key
-open. An unknown key and a value of another type or outside of its range are refused before anything starts, and so is a
-typed key that would do nothing.
+open, or empties it. An unknown key and a value of another type or outside of its range are refused before anything
+starts, and so is a typed key that would do nothing.
 
 The groups `actor`, `rollout`, `ref` and `model` are verl's; `actor_rollout_ref.` in front of a key is accepted and
 dropped. [coming_from/verl.md](coming_from/verl.md) has the differences. A spelling with `(entry NAME)` sets only that

@@ -91,7 +91,7 @@ class Generator:
         self._engine.start()
 
     def write(self, prompts: list[Prompt], n: int) -> list[list[Completion]]:
-        """n completions of each prompt; each token has its log-prob and the version of the weights that wrote it."""
+        """n completions of each prompt; each token has its log-prob and its weights' version."""
         prompt_ids = [prompt.token_ids for prompt in prompts]
         body = {"input_ids": prompt_ids, "sampling_params": SAMPLING.to_json(n), "return_logprob": True}
         call = read_call(body, self._model, self._engine.max_total_tokens)

@@ -72,7 +72,7 @@ COMMANDS = {
         ),
     ),
     "sft": Command(
-        "megarl.trainer.sft",
+        "megarl.commands.sft",
         "supervised training on prompts and responses, with the same engine",
         ("sft", "model", "actor", "trainer"),
         (("megarl sft model.path=path/to/hf_folder sft.train_files=[my_examples.jsonl]", "a cold start"),),
@@ -115,7 +115,7 @@ COMMANDS = {
         (
             ("megarl doctor rollout.engine=sglang", "with SGLang's environment too"),
             ("megarl doctor --json", "one JSON object in place of a table"),
-            ("megarl doctor --run runs/quickstart", "what a run's folder tells of its end, and what to do next"),
+            ("megarl doctor --run runs/quickstart", "why a run ended, by the files of its folder, and what to do next"),
             ("megarl doctor --listen 10.0.0.1:29400", "wait for machines that measure the network to this one"),
             ("megarl doctor --peer 10.0.0.1:29400", "round trip and speed to the machine that waits there, too"),
         ),
@@ -133,7 +133,7 @@ COMMANDS = {
     ),
 }
 
-CHECK = Command("megarl.trainer.checks.check", "`trainer.check_only`")
+CHECK = Command("megarl.commands.check", "`trainer.check_only`")
 SWEEP = Command("megarl.commands.sweep", "`megarl train -m`")
 
 CHECKED = ("train", "sft", "evaluate")

@@ -17,6 +17,8 @@ from megarl.config import Config
 from megarl.data.batch import make_batch, sample_names
 from megarl.data.ledger import TRAINED
 from megarl.metrics.computing.timer import Timer
+from megarl.metrics.trackers.console import warn
+from megarl.plan.predictions import lacks_memory, lost_at_an_end, memory_on_cpu
 from megarl.processes import watchdog
 from megarl.processes.signals import NO_STEP, Signals
 from megarl.samples.batch import Batch, Stat, Stats
@@ -30,6 +32,7 @@ from megarl.trainer.preflight import begin_anew, preflight, prepare
 from megarl.trainer.resumable import due, own_folder, report_results, to_the_end
 from megarl.trainer.roles import Roles, training_phase
 from megarl.trainer.run import Run, open_run
+from megarl.trainer.servers.colocation import uses_gpus
 from megarl.trainer.telemetry.profile import profiled
 
 
@@ -49,6 +52,8 @@ def train(config: Config) -> dict[str, Any]:
         Infrastructure(config) as infrastructure,
     ):
         plan = preflight(config, began)
+        if not uses_gpus(config) and (sentence := lacks_memory(memory_on_cpu(config, "train"))):
+            warn(sentence)
         begin_anew(plan)
         opened = partial(open_run, infrastructure=infrastructure, signals=signals)
         return to_the_end(plan, opened, train_loop, signals, infrastructure)
@@ -61,6 +66,8 @@ def train_loop(run: Run) -> dict[str, Any]:
     written all the same, and then its error is raised.
     """
     num_steps, timer = run.plan.num_steps, run.log.timer
+    if sentence := lost_at_an_end(run.plan.config, run.roles.actor.group.device_name, num_steps):
+        warn(sentence)
     run.signals.is_patient = True
     run.push(run.plan.first_step)
     timer.start()  # the startup does not count as part of the first step
@@ -89,7 +96,9 @@ def evaluate_if_due(step: int, run: Run) -> Evaluation:
 
     With trainer.eval_beside that goes on while the next step is made; the evaluation that is returned is empty then.
     """
-    trainer, is_last, evaluation = run.plan.config.trainer, step == run.plan.num_steps, Evaluation([])
+    trainer = run.plan.config.trainer
+    is_last = step == run.plan.num_steps
+    evaluation = Evaluation([])
     is_due = trainer.val_before_train if step == 0 else is_last or due(step, trainer.test_freq)
     if is_due and trainer.eval_beside and run.plan.val_prompts and not is_last:
         run.evaluations.plan(step)

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
+from megarl.arch.gpus import find
 from megarl.arch.layout import Layout
 from megarl.config import config_dir
 from megarl.plan.constants import CONSTANTS, Constants
-from megarl.plan.gpus import find
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import of_stage_bytes
 from megarl.plan.predict import stage_times, step_time

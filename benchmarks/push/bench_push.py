@@ -38,6 +38,7 @@ from benchmarks.push.matrix import (
     quick_cases,
     useful_bytes,
 )
+from benchmarks.push.orders import Build, PushAll
 from benchmarks.push.plan_cost import plan_cost
 from benchmarks.push.report import LEGEND, Row, plan_words, rate
 from megarl.arch.layout import Layout
@@ -45,6 +46,7 @@ from megarl.group import Group, GroupSettings, RankError
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.sglang_environment import sglang_python
 from megarl.servers.supervisor import ServerDied, Servers
+from megarl.weights.push.settings import PushSettings
 
 BUCKET_BYTES = 64 << 20
 TIMEOUT_S = 120.0
@@ -110,17 +112,18 @@ class Bench:
         with self.console.status(
             f"{case.servers}, {case.servers.size}, {case.trainer_words(self.num_ranks)}, {transport}"
         ):
-            group.call("build", {"folder": str(folder), "layout": case.trainer, "dtype": self.dtype})
-            order = {
-                "urls": urls,
-                "token": token,
-                "transport": transport,
-                "dtype": self.dtype,
-                "first_version": version,
-                "gpus": self._seats(case.servers, urls),
-            }
-            limits = {"bucket_bytes": BUCKET_BYTES, "timeout_s": TIMEOUT_S, "pushes": 1 + self.options.repeats}
-            pushes: list[dict[str, Any]] = group.call_leader("push", {**order, **limits}).result["pushes"]
+            group.call(Build(str(folder), case.trainer, self.dtype))
+            settings = PushSettings(
+                tuple(urls),
+                token,
+                dtype=self.dtype,
+                bucket_bytes=BUCKET_BYTES,
+                timeout_s=TIMEOUT_S,
+                transport=transport,
+                gpus=self._seats(case.servers, urls),
+            )
+            order = PushAll(settings, first_version=version, pushes=1 + self.options.repeats)
+            pushes: list[dict[str, Any]] = group.call_leader(order).result["pushes"]
         self._add(self._row(case, transport, useful_bytes(folder, case.servers, self.dtype), pushes))
 
     def _row(self, case: Case, transport: str, useful: int = 0, pushes: Any = (), note: str = "") -> Row:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from transformers.utils import logging
 
 from megarl.arch.boxes import box_size
+from megarl.arch.layout import Layout
 from megarl.data.examples.tiny import tiny_tokenizer
 from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.sharding import ServerSharding
@@ -87,16 +88,16 @@ class Case:
     """One row for each transport."""
 
     servers: ServerSet
-    trainer: dict[str, int] = field(default_factory=dict)  # tp, pp; the rest of the ranks is dp
+    trainer: Layout = Layout()  # tp, pp; the rest of the ranks is dp
 
     def trainer_words(self, num_ranks: int) -> str:
-        tp, pp = self.trainer.get("tp", 1), self.trainer.get("pp", 1)
+        tp, pp = self.trainer.tp, self.trainer.pp
         return f"tp{tp} pp{pp} dp{num_ranks // (tp * pp)}"
 
 
 def cpu_cases() -> list[Case]:
     """Two ranks on a machine without GPU; the smallest and most telling first, should the time not last."""
-    tp, pp, dp = {"tp": 2}, {"pp": 2}, {"tp": 1}
+    tp, pp, dp = Layout(tp=2), Layout(pp=2), Layout()
     return [
         *(Case(ServerSet("hf", "34M"), layout) for layout in (tp, pp, dp)),
         *(Case(ServerSet("sglang", "34M"), layout) for layout in (tp, pp)),
@@ -110,7 +111,7 @@ def cpu_cases() -> list[Case]:
 
 def gpu_cases(num_ranks: int) -> list[Case]:
     """`num_ranks` GPUs train; the servers have the others, or share the only one."""
-    layouts = [{"tp": num_ranks}] + ([{"tp": 1}, {"pp": 2}] if num_ranks > 1 else [])
+    layouts = [Layout(tp=num_ranks)] + ([Layout(), Layout(pp=2)] if num_ranks > 1 else [])
     found = [Case(ServerSet("hf", "1.5B"), layout) for layout in layouts]
     found += [Case(ServerSet("sglang", size), layout) for size in ("1.5B", "7B") for layout in layouts]
     return found + ([Case(ServerSet("sglang", "7B", tp=num_ranks), layouts[0])] if num_ranks > 1 else [])
@@ -118,7 +119,7 @@ def gpu_cases(num_ranks: int) -> list[Case]:
 
 def quick_cases(num_ranks: int) -> list[Case]:
     """Whether everything still goes through, not how fast."""
-    layout = {"tp": min(2, num_ranks)}
+    layout = Layout(tp=min(2, num_ranks))
     return [Case(ServerSet("hf", "1M"), layout), Case(ServerSet("sglang", "1M"), layout)]
 
 

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.push.orders import Build, PushAll
 from megarl.arch.hf_config import read_hf_config
-from megarl.arch.layout import Layout
 from megarl.group.follow import Answer, follow
+from megarl.group.message import Setup
 from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.setup import RankInfo, destroy_groups, make_groups, rank_info
-from megarl.processes.connection import Tensors
+from megarl.processes.channels.connection import Tensors
 from megarl.roles.worker import Worker
 from megarl.weights.hf.load import load_hf
 from megarl.weights.push.push import Pusher, PushError
-from megarl.weights.push.settings import PushSettings
 
 
 class Bench:
@@ -29,28 +29,24 @@ class Bench:
         self.model: Model
         self.hf: dict[str, Any]
 
-    def setup(self, arguments: dict[str, Any], tensors: Tensors) -> Answer:
+    def setup(self, message: Setup, tensors: Tensors) -> Answer:
         """Join the other ranks, as a rank of a run does."""
         worker = Worker()
-        answer = worker.setup(arguments, tensors)
+        answer = worker.setup(message, tensors)
         self.rank_info = worker.rank_info
         return answer
 
-    def build(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """A model in a layout of its own, in place of the one before."""
+    def build(self, message: Build, _: Tensors) -> Answer:
         destroy_groups()
-        layout = Layout(**arguments["layout"])
-        make_groups(layout)
-        self.rank_info, self.hf = rank_info(), read_hf_config(arguments["folder"])
-        self.model = build_model(self.hf, layout, dtype=arguments["dtype"])
-        load_hf(self.model, arguments["folder"], self.hf)
+        make_groups(message.layout)
+        self.rank_info, self.hf = rank_info(), read_hf_config(message.folder)
+        self.model = build_model(self.hf, message.layout, dtype=message.dtype)
+        load_hf(self.model, message.folder, self.hf)
         return {}, {}
 
-    def push(self, arguments: dict[str, Any], _: Tensors) -> Answer:
-        """`pushes` pushes one after another, each of other weights than before; rank 0 tells of each."""
-        names = ("urls", "token", "dtype", "transport", "bucket_bytes", "timeout_s", "gpus")
-        pusher = Pusher(PushSettings(**{name: arguments[name] for name in names}), self.hf)
-        told = [self._push_once(pusher, arguments["first_version"] + i) for i in range(arguments["pushes"])]
+    def push_all(self, message: PushAll, _: Tensors) -> Answer:
+        pusher = Pusher(message.settings, self.hf)
+        told = [self._push_once(pusher, message.first_version + i) for i in range(message.pushes)]
         pusher.close()
         return {"pushes": told}, {}
 
@@ -72,8 +68,11 @@ class Bench:
 
 def main() -> None:
     bench = Bench()
-    handlers = {method.__name__: method for method in (bench.setup, bench.build, bench.push)}
-    follow(handlers, lambda: None, lambda: bench.rank_info.is_first)
+    follow(
+        {Setup: bench.setup, Build: bench.build, PushAll: bench.push_all},
+        lambda: None,
+        lambda: bench.rank_info.is_first,
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 

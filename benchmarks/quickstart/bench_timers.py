@@ -22,7 +22,7 @@ from torch.profiler import record_function
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 
 from benchmarks.common.page import Result, arguments, run
-from megarl.metrics.computing.timeline import Call, Timeline
+from megarl.metrics.computing.timeline import TimedCall, Timeline
 from megarl.metrics.computing.timer import Timer
 from megarl.metrics.trackers.trackers import make_trackers
 
@@ -82,8 +82,8 @@ def measured(folder: Path, console: Console, num_steps: int) -> tuple[float, flo
     return seconds[0] / num_steps, seconds[1] / num_steps
 
 
-def calls(begin: float) -> list[Call]:
-    return [Call("ranks_0", name, begin, dict.fromkeys(range(NUM_RANKS), 0.1)) for name in CALLS]
+def calls(begin: float) -> list[TimedCall]:
+    return [TimedCall("ranks_0", name, begin, dict.fromkeys(range(NUM_RANKS), 0.1)) for name in CALLS]
 
 
 def parser() -> argparse.ArgumentParser:

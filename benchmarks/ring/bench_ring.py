@@ -40,10 +40,10 @@ from benchmarks.ring.report import (
     tokens_per_second,
 )
 from benchmarks.ring.suite import suite
+from megarl.arch.gpus import GPUS, find
 from megarl.commands.this_machine import placed
 from megarl.config import Config
 from megarl.plan.from_config import job_of
-from megarl.plan.gpus import GPUS, find
 
 POLL_S, END_S = 0.2, 300.0
 MOST_LOST = 0.01  # of the step, outside all stages

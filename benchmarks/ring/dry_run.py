@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.common.page import terminal
 from benchmarks.plan.meta_parameters import built
 from benchmarks.ring.job import Ring, gpu_of
+from megarl.arch.count import of_stage
 from megarl.commands.plan.show import as_json, show
-from megarl.plan.count import of_stage
 from megarl.plan.from_config import job_of
 from megarl.plan.job import Role
 from megarl.plan.predict import predict

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from benchmarks.ring.model import write_model, write_prompts
+from megarl.arch.gpus import GPUS, Gpu, find, of_memory
 from megarl.config import Config, layout_word, load_config, model_config, used_roles
-from megarl.plan.gpus import GPUS, Gpu, find, of_memory
 from megarl.trainer.recipes.quickstart import MODEL
 
 HERE = Path(__file__).parent

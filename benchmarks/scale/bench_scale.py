@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 
 from benchmarks.common.page import ROOT, Result, arguments, run
 from benchmarks.scale.costs import (
-    ARGUMENTS,
     Call,
     below_costs,
     hollow_call,
@@ -40,6 +39,7 @@ from benchmarks.scale.costs import (
     timed_calls,
     together,
 )
+from benchmarks.scale.hollow import Nothing
 from benchmarks.scale.picture import draw
 from benchmarks.scale.simulation import Costs, Leader, Outcome, Tree, Way, call
 from megarl.algo.loss import ActorLoss
@@ -47,7 +47,7 @@ from megarl.arch.layout import Layout
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.group import Group, GroupSettings
 from megarl.io.callers import allow_all_files
-from megarl.processes.connection import HEARTBEAT_S
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.roles.handles import Actor
 from megarl.roles.settings import LoadSettings, Packing, Update
 from megarl.samples.batch import Batch
@@ -74,9 +74,9 @@ def real_rows(count: int, folder: Path, model: Path, options: argparse.Namespace
     settings = GroupSettings(device=options.device, worker="benchmarks.scale.ranks")
     with Group("ranks", count, Layout(), settings, log_dir=logs) as group:
         group.start()
-        empty = timed_calls(lambda: group.call("nothing", dict(ARGUMENTS)), options.repeats)
+        empty = timed_calls(lambda: group.call(Nothing()), options.repeats)
         tensors = [{"x": torch.zeros(TENSOR_BYTES, dtype=torch.uint8)}] * group.num_replicas
-        loaded = timed_calls(lambda: group.call("nothing", dict(ARGUMENTS), tensors), max(3, options.repeats // 4))
+        loaded = timed_calls(lambda: group.call(Nothing(), tensors), max(3, options.repeats // 4))
         actor = Actor("actor", group, Packing(max_tokens=2048), update_settings=Update(ActorLoss(), 1))
         dtype = "bfloat16" if options.device == "cuda" else "float32"
         actor.load(str(model), LoadSettings(dtype, optim={"lr": 1e-5, "betas": [0.9, 0.999]}))

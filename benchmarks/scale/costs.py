@@ -22,20 +22,16 @@ import psutil
 import torch
 
 from benchmarks.scale import hollow
+from benchmarks.scale.hollow import Nothing
 from benchmarks.scale.simulation import Costs, Leader
-from megarl.algo.loss import ActorLoss
 from megarl.arch.layout import Layout
 from megarl.group import Group
 from megarl.machines.nodes import Nodes
-from megarl.processes.connection import greet
-from megarl.processes.links import Direct, Inbox, Link, Relayed
+from megarl.processes.channels.connection import greet
+from megarl.processes.channels.links import Direct, Inbox, Link, Relayed
 from megarl.servers.server_process import free_ports
 
 HOST = "127.0.0.1"
-# What an update of the actor is asked with: the header's length is a real one.
-ARGUMENTS = {"role": "actor", "temperature": 1.0, "names": ["log_probs", "entropy"], "reference": None}
-ARGUMENTS |= {"shares_prefixes": False}
-ARGUMENTS |= {"loss": asdict(ActorLoss()), "num_tokens": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def timed_calls(call: Callable[[], object], repeats: int, pids: tuple[int, ...] 
 def hollow_call(group: Group, pid: int, repeats: int, *, down: int = 0, up: int = 0) -> Call:
     """With so many bytes of tensors to and from every replica."""
     payloads = [{"x": torch.zeros(down, dtype=torch.uint8)}] * group.num_replicas if down else None
-    return timed_calls(lambda: group.call("nothing", {**ARGUMENTS, "up": up}, payloads), repeats, (pid,))
+    return timed_calls(lambda: group.call(Nothing(up), payloads), repeats, (pid,))
 
 
 def leader_costs(logs: Path, *, nodes: int, per_node: int, num_bytes: int, repeats: int) -> tuple[Costs, Costs]:
@@ -117,7 +113,7 @@ class _Below:
     num_ranks: int
 
     def call(self, down: int = 0, up: int = 0) -> None:
-        header = {"id": 1, "method": "nothing", "arguments": {**ARGUMENTS, "up": up}, "has_payload": bool(down)}
+        header = {"id": 1, "method": Nothing.method(), "arguments": asdict(Nothing(up)), "has_payload": bool(down)}
         payloads = dict.fromkeys(range(self.num_ranks), {"x": torch.zeros(down, dtype=torch.uint8)}) if down else {}
         for link in self.links:
             link.send(header, payloads)
@@ -210,7 +206,7 @@ def leader_holds(logs: Path, *, nodes: int, per_node: int) -> Leader:
     held: list[tuple[int, int, int]] = []
     for num in (nodes, 1, nodes):
         with hollow_group(num, per_node, logs) as (group, _):
-            group.call("nothing", dict(ARGUMENTS))
+            group.call(Nothing())
             held.append(_held())
     memory, sockets, threads = ((b - a) / (nodes - 1) for a, b in zip(*held[1:], strict=True))
     return Leader(base_bytes=held[1][0] - memory, node_bytes=memory, node_sockets=sockets, node_threads=threads)

@@ -11,19 +11,33 @@ import os
 import selectors
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl import __version__
+from megarl.algo.loss import ActorLoss
 from megarl.group.follow import Answer, follow
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect, to_bytes
+from megarl.group.message import Message, Place, Setup
+from megarl.processes.channels.connection import Connection, ConnectionLost, Tensors, connect, to_bytes
+from megarl.processes.channels.links import Relay
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.processes.lifetime import die_with_parent
-from megarl.processes.links import Relay
 from megarl.processes.ranks import ADDRESS, PARENT, TOKEN
+from megarl.roles.messages import Update
 
 LIMIT_S = 120.0
+UPDATE = Update("actor", 1.0, False, None, ActorLoss(), num_tokens=1 << 20, limits=None, notes=())
+
+
+@dataclass(frozen=True)
+class Nothing(Message):
+    """Take what comes, as much as with an optimizer step; give so many bytes."""
+
+    up: int = 0
+    like: Update = UPDATE
 
 
 def start(target: Any, *arguments: Any) -> Any:
@@ -47,9 +61,9 @@ def processor_s(pid: int) -> float:
 
 def reply_of(rank: int, call: dict[str, Any], replica: int) -> tuple[dict[str, Any], bytes]:
     """What a rank without a model says."""
-    arguments, is_last = call["arguments"], rank % replica == replica - 1
-    place = {"replica": rank // replica, "is_reporter": is_last} if call["method"] == "setup" else {}
-    tensors = {"x": torch.zeros(arguments["up"], dtype=torch.uint8)} if is_last and arguments.get("up") else None
+    up, is_last = call["arguments"].get("up", 0), rank % replica == replica - 1
+    place = asdict(Place(rank // replica, is_last)) if call["method"] == Setup.method() else {}
+    tensors = {"x": torch.zeros(up, dtype=torch.uint8)} if is_last and up else None
     return {"id": call["id"], "ok": True, "result": place, "seconds": 0.0}, to_bytes(tensors)
 
 
@@ -149,13 +163,11 @@ def follower(address: str, token: str, rank: int) -> None:
     """A rank that follows and has nothing to do."""
     _become_child()
     os.environ.update({"RANK": str(rank), ADDRESS: address, TOKEN: token, PARENT: str(os.getppid())})
-    follow({"nothing": nothing}, lambda: _Alone(), lambda: True)
+    follow({Nothing: nothing}, lambda: _Alone(), lambda: True)
 
 
-def nothing(arguments: dict[str, Any], _: Tensors) -> Answer:
-    """Take what came; give as many bytes as are asked for."""
-    up = arguments.get("up", 0)
-    return {}, {"x": torch.zeros(up, dtype=torch.uint8)} if up else {}
+def nothing(message: Nothing, _: Tensors) -> Answer:
+    return {}, {"x": torch.zeros(message.up, dtype=torch.uint8)} if message.up else {}
 
 
 class _Alone:

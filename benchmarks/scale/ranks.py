@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from benchmarks.scale.hollow import nothing
+from benchmarks.scale.hollow import Nothing, nothing
 from megarl.group.follow import follow
 from megarl.roles.worker import Worker
 
 
 def main() -> None:
     worker = Worker()
-    handlers = {**worker.handlers(), "nothing": nothing}
+    handlers = {**worker.handlers(), Nothing: nothing}
     follow(handlers, lambda: worker.share, lambda: worker.rank_info.is_first)
     if dist.is_initialized():
         dist.destroy_process_group()

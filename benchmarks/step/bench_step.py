@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # the repository
 from benchmarks.common import page
 from benchmarks.common.machine import matmul_rate
 from benchmarks.step.loops import Bare, Ours, Work, cross_entropy_of, make_work
+from megarl.arch import gpus
 from megarl.arch.hf_config import completed
 from megarl.arch.layout import Layout
 from megarl.mcore import cpu
 from megarl.mcore.setup import backend_of, destroy_groups, make_groups
-from megarl.plan import gpus
 
 OURS, BARE = "megarl", "megatron-core"
 GOAL = 0.97  # step_vs_megatron

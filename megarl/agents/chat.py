@@ -26,7 +26,7 @@ class ToolRequest:
     arguments: dict[str, Any]
 
     def response(self, content: Any) -> dict[str, Any]:
-        """The message that answers the call; what is no text becomes JSON, and what is no JSON the text of `str`."""
+        """The message that answers the call; a value that is no text becomes JSON, or the text of `str`."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": shown(content)}
 
 
@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know, as something that it does."""
+    """A value that JSON does not know as one that it does."""
     if is_dataclass(value) and not isinstance(value, type):
         return vars(value)
     if isinstance(value, (set, frozenset)):

@@ -136,7 +136,7 @@ def _ids(body: Mapping[str, Any], reply: ChatReply) -> dict[str, Any]:
 
 
 def _log_probs(policy: Policy, reply: ChatReply) -> list[dict[str, Any]]:
-    """Of the tokens of the text, the stop token not included."""
+    """Log-probs of the text's tokens, without the stop token."""
     out = []
     for token_id, value in zip(without_stop(reply.completion), reply.completion.log_probs, strict=False):
         token = policy.text([token_id])

@@ -103,7 +103,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows together: what they share counts in each."""
+        """Tokens of all rows together: what they share counts in each."""
         return sum(turn.end for number, turn in enumerate(self.turns) if not self._children[number])
 
     def num_known(self, ids: list[int]) -> int:
@@ -194,7 +194,7 @@ class Conversation:
 
 
 def _joined_columns(turns: Sequence[Turn]) -> dict[str, np.ndarray]:
-    """Of each turn the entries of its own tokens: those of the turns before were reported by these."""
+    """The columns of a row: each turn brings the entries of its own tokens."""
     names = set(turns[0].completion.columns)
     assert all(set(turn.completion.columns) == names for turn in turns), "the turns of a row have different columns"
     return {

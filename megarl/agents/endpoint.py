@@ -67,7 +67,9 @@ class Endpoint:
 
     def __init__(self, policy: Policy, *, token: str | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         self._policy, self.token = policy, token or secrets.token_urlsafe(32)
-        self._host, self._port, self._stack = host, port, AsyncExitStack()
+        self._host = host
+        self._port = port
+        self._stack = AsyncExitStack()
         self._open: dict[bytes, Session] = {}  # by the digest of the key
         self._closed: dict[bytes, str] = {}  # names
         self.url = ""
@@ -104,7 +106,7 @@ class Endpoint:
         return session
 
     def close(self, session: Session) -> None:
-        """From now on its key gets 410."""
+        """Close a session; requests with its key get status 410."""
         digest = _digest(session.key)
         del self._open[digest]
         self._closed[digest] = session.name

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MODEL = "policy"  # the name of the model for agents
 ON_ERROR = ("unscored", "zero", "stop")
-# Of the messages of a long episode those that a transcript keeps; of many calls in one message the first.
+# A transcript keeps these messages of a long episode, and the first FIRST_MESSAGES calls of a message.
 FIRST_MESSAGES, LAST_MESSAGES = 8, 24
 MAX_TEXT = 2000  # characters of a text of a transcript; the middle is left out
 MAX_LOGGED = 10  # logged errors; all are counted
@@ -102,7 +102,10 @@ class Episodes:
     def __init__(
         self, settings: AgentSettings, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score
     ) -> None:
-        self._settings, self._pool, self._tokenizer, self._score = settings, pool, tokenizer, score
+        self._settings = settings
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._score = score
         self._policy = Policy(
             name=MODEL,
             tokenizer=tokenizer,
@@ -270,7 +273,7 @@ class Episodes:
         return _EpisodeEnd(session, failure=NoSample(sentence))
 
     async def _reward(self, prompt: Prompt, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample:
-        """Of an episode that returned no reward."""
+        """The reward of an episode that returned none."""
         if session.reward is not None:
             return RewardResult(session.reward)
         if session.turn_rewards:
@@ -287,7 +290,7 @@ class Episodes:
         return RewardResult(float(outcome.reward), dict(outcome.extra), outcome.pred)
 
     async def _over_limit(self, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample | None:
-        """Of an episode that a limit ended before it gave a reward; None if `score` gives the rewards of this run."""
+        """The reward of an episode that a limit ended before it gave one; None if `score` is to give it."""
         if self._settings.over_limit_reward is not None:
             return RewardResult(self._settings.over_limit_reward)
         if not self._gives_rewards:
@@ -330,7 +333,7 @@ def _num_generated(rows: Sequence[Row]) -> int:
 
 
 async def _result(task: asyncio.Future[RewardResult | None]) -> RewardResult | None:
-    """A part of an agent may be cancelled by the agent itself: that is an error of it, and ends nothing else."""
+    """The task's result; if the agent itself cancelled a part of it, that is an error of this episode alone."""
     if task.cancelled():
         raise EpisodeFailed("a part of it was cancelled, by the agent itself")
     return await task

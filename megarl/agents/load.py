@@ -63,7 +63,7 @@ def absolute_address(fn: str) -> str:
 
 
 def without_prefix(fn: str) -> str:
-    """What an adapter gets of agent.fn; without an adapter all of it."""
+    """The part of agent.fn that an adapter gets; without an adapter, all of it."""
     prefix, _, address = fn.partition(":")
     return address if prefix in ADAPTERS else fn
 

@@ -64,7 +64,7 @@ class AgentProgram:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, prompt: Prompt, base_url: str, api_key: str, model: str) -> Any:
-        """What the function returns; None for a program.  Raises what the function raises."""
+        """Run it; returns what the function returns, None for a program.  Raises what the function raises."""
         if self.fn is not None:
             return load_episode(self.fn, self.arguments).call(base_url=base_url, api_key=api_key, prompt=prompt)
         text = text_of(prompt)

@@ -89,7 +89,9 @@ class Session:
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
-        self.name, self.policy, self.key = name, policy, secrets.token_urlsafe(32)
+        self.name = name
+        self.policy = policy
+        self.key = secrets.token_urlsafe(32)
         self.conversation = Conversation(policy.template, history=policy.history)
         self.reward: float | None = None
         self.turn_rewards: defaultdict[int, float] = defaultdict(float)

@@ -111,7 +111,9 @@ def correct(batch: Batch, how: Correction, *, version: int | None = None) -> tup
     Returns: the batch, with w = 0 at masked places and not normalised; statistics rollout_corr/*.
     Raises: ValueError for a missing column; NonFiniteError for a log-prob that is not finite.
     """
-    mask, segment_ids, num = batch.columns["response_mask"] != 0, batch.segment_ids, batch.num_sequences
+    mask = batch.columns["response_mask"] != 0
+    segment_ids = batch.segment_ids
+    num = batch.num_sequences
     gap = _gap(batch, mask)
     keep = batch.columns["keep"] != 0 if "keep" in batch.columns else torch.ones_like(mask)
     stats = gap_stats(gap, mask, segment_ids, num) | probability_stats(batch, mask)

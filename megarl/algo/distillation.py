@@ -7,7 +7,7 @@ distill_weight is the coefficient of this step times the teacher's own, and 0 fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ class Distillation:
     divergence: str = "reverse_kl"  # a name of DIVERGENCES
     beta: float = 0.5  # of jsd: the teacher's share of the mixture
     top_k: bool = False  # over each teacher's most likely tokens and a bucket for the others; else over the vocabulary
-    teachers: Sequence[str] = ()  # their names, for the statistics, in the order of their numbers
+    teachers: tuple[str, ...] = ()  # their names, for the statistics, in the order of their numbers
 
     def __post_init__(self) -> None:
         """Raises: ValueError for an unknown divergence or a beta outside of its range."""

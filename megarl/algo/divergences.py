@@ -43,7 +43,7 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
     Paper: on-policy distillation, arXiv:2306.13649 and arXiv:2306.08543.
 
-    When: the first choice; the policy leaves what the teacher would not write, and may keep one of several ways.
+    When: the first choice; the policy leaves what the teacher would not generate, and may keep one of several ways.
     """
     values = log_p.exp() * (log_p - log_q)
     return values, values
@@ -57,7 +57,7 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
     Paper: arXiv:2306.13649.
 
-    When: the policy should cover all that the teacher may write; the gradient, p - q, is bounded.
+    When: the policy should cover all that the teacher may generate; the gradient, p - q, is bounded.
     """
     q = log_q.exp()
     return q * (log_q - log_p), -q

@@ -37,7 +37,10 @@ class NonFiniteError(BadNumber):
     """
 
     def __init__(self, column: str, sequence: int, token: int | None, value: float) -> None:
-        self.column, self.sequence, self.token, self.value = column, sequence, token, value
+        self.column = column
+        self.sequence = sequence
+        self.token = token
+        self.value = value
         self._place = f"sequence {sequence} (counted in this batch or micro-batch)"
         super().__init__(column, sequence, token, value)
 

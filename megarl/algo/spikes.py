@@ -19,6 +19,19 @@ class Spike(BadNumber):
     """A gradient norm or a loss is above its limit."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the numbers of a step may be at most; None: they need to be finite only."""
+
+    grad_norm: float | None = None
+    loss: float | None = None
+
+    def allow(self, grad_norm: float, loss: float) -> bool:
+        """Whether the step may be made."""
+        pairs = ((grad_norm, self.grad_norm), (loss, self.loss))
+        return all(math.isfinite(value) and (limit is None or value <= limit) for value, limit in pairs)
+
+
 @dataclass
 class Series:
     """The last values of one number, and the limit that follows from them.
@@ -78,16 +91,16 @@ class Spikes:
     may.  Without this floor the ordinary gradients of a policy that has learnt its task are spikes, as in most of its
     steps all answers are right and the gradient is 0.
 
-    Example: spikes = Spikes(6.0, 1.0); ...; spikes.limits == {"grad_norm": 3.1, "loss": 0.4}; spikes.add(0.9, 0.1)
+    Example: spikes = Spikes(6.0, 1.0); ...; spikes.limits == Limits(3.1, 0.4); spikes.add(0.9, 0.1)
     """
 
     def __init__(self, sigma: float, max_grad_norm: float) -> None:
         self._series = {"grad_norm": Series(sigma, floor=max_grad_norm), "loss": Series(sigma, scale=1.0)}
 
     @property
-    def limits(self) -> dict[str, float | None]:
-        """What the next step's numbers may be at most; None: there is no limit yet."""
-        return {name: None if math.isinf(one.limit) else one.limit for name, one in self._series.items()}
+    def limits(self) -> Limits:
+        """Of the next step."""
+        return Limits(*(None if math.isinf(one.limit) else one.limit for one in self._series.values()))
 
     def add(self, grad_norm: float, loss: float) -> None:
         """Remember the numbers of a step that was made."""

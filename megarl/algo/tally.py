@@ -24,7 +24,9 @@ class Tally:
     """
 
     def __init__(self, weight: Tensor, mask: Tensor, segment_ids: Tensor) -> None:
-        self._weight, self._mask, self._segment_ids = weight.detach().double(), mask, segment_ids
+        self._weight = weight.detach().double()
+        self._mask = mask
+        self._segment_ids = segment_ids
         self._live = mask & (weight != 0)
         self._means: dict[str, Tensor] = {}
         self._parts: dict[str, Tensor] = {}  # of a mean over a part of the tokens: 1 at these

@@ -1,1 +1,1 @@
-"""The commands megarl node, serve and train -m, and which machine of a run this is (`this_machine`)."""
+"""Commands, each in a file or folder of its name, and which machine of a run this is (`this_machine`)."""

@@ -24,7 +24,7 @@ from megarl.io.auth import given_server_token, needed_token, server_token
 from megarl.io.terminal import say
 from megarl.machines.joining import Membership
 from megarl.machines.nodes import JOIN_S
-from megarl.processes.waiting import Wait
+from megarl.processes.channels.waiting import Wait
 from megarl.servers.external import place
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import ServerDied
@@ -47,7 +47,7 @@ def main(config: Config) -> int:
 
 
 def _serve_a_run(config: Config, address: str) -> int:
-    """Servers that join a run; an interrupt lets the run take back what they are writing, a second one does not."""
+    """Servers that join a run; an interrupt lets the run take back what they are generating, a second one does not."""
     token = needed_token(os.environ, f"rollout.join={address}")
     membership = Membership(address, token, Wait(JOIN_S, _say), source=os.environ.get(NODE_ADDRESS))
     with closing(membership):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 import yaml
 
 from megarl.config import names
-from megarl.config.keys import general, schema_keys
+from megarl.config.keys import EMPTY, general, schema_keys
 from megarl.config.old_log_probs import why_own_pass
 from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config
@@ -27,7 +27,7 @@ from megarl.config.validate.models import group_of, has_folder
 from megarl.config.validate.rewards import names_of, trained_names
 from megarl.config.validate.values import is_there, value_of
 
-OFF: tuple[object, ...] = (False, None, -1, "off", "none", "never", [], {})  # and 0 of numbers from 0 on
+OFF = (*EMPTY, False, None, -1, "off", "none", "never")  # and 0 of numbers from 0 on
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
 
 
@@ -221,7 +221,7 @@ CONDITIONS: dict[str, Callable[[Config, str], str]] = {  # why the condition doe
     "a reward runs code": _code,
     "it has processes of its own": _processes,
     "there are agents": _agents,
-    "there are no agents": lambda c, key: "agents write whole episodes" if c.has_agents else "",  # noqa: ARG005
+    "there are no agents": lambda c, key: "agents make whole episodes" if c.has_agents else "",  # noqa: ARG005
     "trainer.logger has prometheus": lambda c, key: (
         "" if "prometheus" in c.trainer.logger else "trainer.logger has no prometheus"
     ),  # noqa: ARG005

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import fields, is_dataclass
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache, reduce
@@ -24,6 +25,7 @@ _TYPE_NAMES = {
     NoneType: "null",
     Any: "any value",
 }
+EMPTY: tuple[object, ...] = ("", [], {})
 NAME = "NAME"  # stands for any name in a key of a mapping whose entries are groups of keys, such as teachers.NAME.coef
 _BOOLEANS = {"true", "false", "yes", "no", "on", "off"}
 _SLIP = 2  # characters that a typing error changes at most
@@ -45,6 +47,8 @@ eval_steps=test_freq
 rollout | top_k num_generations=n use_vllm=engine vllm_mode=placement vllm_server_base_url=urls \
 vllm_gpu_memory_utilization=memory_fraction vllm_tensor_parallel_size=tensor_model_parallel_size max_staleness=ahead
 actor | gradient_accumulation_steps=ppo_mini_batch_size per_device_train_batch_size=ppo_micro_batch_size_per_gpu \
+log_prob_micro_batch_size=ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu=ppo_micro_batch_size_per_gpu \
+log_prob_max_token_len_per_gpu=ppo_max_token_len_per_gpu \
 num_iterations=ppo_epochs beta=kl_loss_coef use_bias_correction_kl=kl_importance epsilon=clip_ratio_low \
 epsilon_high=clip_ratio_high delta=clip_ratio_c entropy_coef=entropy_coeff loss_type=loss_agg_mode
 rollout.val_kwargs | num_generations_eval=n
@@ -58,7 +62,7 @@ warmup_steps=lr_warmup_steps
 actor.megatron | gradient_checkpointing=recompute_granularity
 algorithm.rollout_correction | vllm_importance_sampling_mode=level
 """
-# The last name of a key that other trainers have, TRL's foremost -> ours.
+# The last name of a key that other trainers have, as TRL and verl -> ours.
 ELSEWHERE = {theirs: ours for theirs, (ours, _) in places(_ELSEWHERE).items()}
 
 
@@ -131,10 +135,13 @@ def groups() -> frozenset[str]:
     return frozenset(key.rsplit(".", depth)[0] for key in schema_keys() for depth in range(1, key.count(".") + 1))
 
 
-@cache
-def followed() -> dict[str, str]:
-    """Keys whose default is another key's value.  Example: {"data.seed": "${trainer.seed}", ...}."""
-    return {key: found.default for key, found in schema_keys().items() if is_reference(found.default)}
+def meaning_of_null(key: str) -> Any:
+    """The value that null sets a key to: what the key follows, or the default of a key that is empty by default.
+
+    Example: "data.seed" -> "${trainer.seed}"; "data.val_files" -> []; "reward.model.path" -> ""; others -> None.
+    """
+    default = schema_keys()[general(key)].default
+    return copy(default) if is_reference(default) or default in EMPTY else None
 
 
 def mapping_of(key: str) -> str | None:
@@ -277,7 +284,10 @@ def _walk(node: Any, prefix: str, conditions: If, commands: Commands) -> Iterato
     """`conditions` and `commands`: of the group."""
     kinds, hints = get_type_hints(type(node)), get_type_hints(type(node), include_extras=True)
     for item in fields(node):
-        key, value, kind, record = f"{prefix}{item.name}", getattr(node, item.name), kinds[item.name], record_of(item)
+        key = f"{prefix}{item.name}"
+        value = getattr(node, item.name)
+        kind = kinds[item.name]
+        record = record_of(item)
         own = (re.sub(r"(?:^|(?<= or ))\.", prefix, condition) for condition in record.only_if)
         only_if, read_by = If(*conditions, *own), record.commands or commands
         if is_dataclass(value):

@@ -30,7 +30,9 @@ def gpu_seats(config: Config, urls: Sequence[str]) -> dict[str, Any] | None:
     """GPUs of the actor's ranks and of the servers, in the form of weights.push.gpu_handles.Gpus; None: unknown."""
     if config.rollout.urls:
         return None
-    each, actor, servers = config.trainer.n_gpus_per_node, config.actor, {}
+    each = config.trainer.n_gpus_per_node
+    actor = config.actor
+    servers = {}
     assert actor.num_ranks is not None, "settled when the configuration was read"
     trainer = [f"{gpu // each}/{gpu % each}" for gpu in range(actor.first_rank, actor.first_rank + actor.num_ranks)]
     for url, (machines, gpu) in zip(urls, placements(config, trains=True), strict=True):

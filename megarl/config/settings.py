@@ -19,12 +19,12 @@ from yaml import YAMLError
 from megarl.config.aliases import PREFIXES, SWITCHES, canonical, converted, without_prefix
 from megarl.config.keys import (
     fits,
-    followed,
     general,
     groups,
     is_free,
     is_users,
     mapping_of,
+    meaning_of_null,
     nearest,
     type_name,
     type_of,
@@ -65,7 +65,7 @@ def _printable(text: str) -> str:
 
 
 class Faults:
-    """Collects the sentences of independent checks, so that one error tells them all."""
+    """Collects the sentences of independent checks, so that one error has them all."""
 
     def __init__(self, sentences: Iterable[str] = ()) -> None:
         self.sentences = list(sentences)
@@ -307,8 +307,8 @@ def _checked(setting: Setting) -> Setting:
         if not fits(value, kind):
             raise ConfigError(f"{setting.text}: expected {type_name(kind)}")
         return setting
-    if value is None and general(key) in followed():
-        value = followed()[general(key)]
+    if value is None:
+        value = meaning_of_null(key)
     elif wanted == list[str] and isinstance(value, str):
         value = [value]
     elif key in ("actor.clip_ratio_c", "actor.router_replay") and value is False:

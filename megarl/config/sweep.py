@@ -49,7 +49,7 @@ def load_sweep(overrides: list[str]) -> list[SweptRun]:
     overrides: as for load_config; a value may also be a list with commas, choice(...) or range(...).  [a,b] and 'a,b'
         are a single value.
     The runs are written to default_local_dir/EXPERIMENT_sweep, each to a folder named after its values.
-    Raises ConfigError before anything is started, as load_config does; of the values of one key the first is told.
+    Raises ConfigError before anything is started, as load_config does, with the first error of each key.
     """
     written: list[list[_Choice]] = []
     faults = Faults()

@@ -244,7 +244,7 @@ def _without_gaps(row: Record, value: Any) -> Any:
 def _ground_truth(where: str, fields: dict[str, Any], key: str, is_question: bool) -> Any:
     """The expected answer as it is, removed from `fields` if it has its own key; None if the row has none, or NaN.
 
-    Of a solution that ends with `####` and a number it is the number; the solution stays in `fields`.
+    If it is a solution that ends with `####` and a number, the number is returned; the solution stays in `fields`.
     """
     value = fields.pop(key, None)
     if isinstance(value, str) and _SOLUTION.search(value):

@@ -27,7 +27,7 @@ class Ledger:
         self.counts: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self._next = 0
         self._open: set[int] = set()
-        self._again: deque[int] = deque()  # open visits that nobody works on since a resume, oldest first
+        self._again: deque[int] = deque()  # open visits to request again after a resume, oldest first
         self._left_out: set[int] = set()  # visits that are skipped when it is their turn
         self._passed: list[int] = []
 

@@ -65,7 +65,9 @@ class SftExamples:
         if any(isinstance(example.text, list) for example in examples):
             conversations = Answers(tokenizer, chat_template(tokenizer, settings.template, stop_ids))
         refused = conversations.refused if conversations else []  # a sentence for each example that is none
-        self.num_rows, self.num_filtered, self.num_cut = len(examples), 0, 0
+        self.num_rows = len(examples)
+        self.num_filtered = 0
+        self.num_cut = 0
         self._sequences: list[np.ndarray] = []  # int32
         self._masks: list[np.ndarray] = []  # bool: what is learnt
         places: list[str] = []  # file:line of each sequence
@@ -156,7 +158,7 @@ def _sequences(
 def _of_strings(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], refused: list[str]
 ) -> Iterator[list[TrainingSequence]]:
-    """Of strings the prompt as the rollout would send it, the response, and the end-of-sequence token."""
+    """Prompts as the rollout would send them, each with its response and the end-of-sequence token."""
     prompts = encode_many(tokenizer, [example.text for example in examples])
     responses = encode_responses(tokenizer, [str(example.behind[0]["content"]) for example in examples])
     for example, prompt, response in zip(examples, prompts, responses, strict=True):

@@ -63,7 +63,7 @@ class Answers:
         self._tail = template.ids(self._text([_QUESTION, marked]).rpartition(MARKERS[0])[2])
 
     def sequences(self, examples: Sequence[Example]) -> list[list[TrainingSequence]]:
-        """Of each conversation its sequences; of one that is refused none."""
+        """The sequences of each conversation; a refused one has none."""
         turns = [self._turns(example) for example in examples]
         texts = [[turn.prompt + end for turn in of_row for end in ("", turn.written)] for of_row in turns]
         encoded = iter(self._encoded(texts) if any(texts) else ())

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.io.durable_files import StorageError
+from megarl.processes.channels.store import Unreachable
 from megarl.processes.ranks import Share
-from megarl.processes.store import Unreachable
 
 GONE = "Gone"
 # Exceptions of torch.distributed: as a rule they follow the failure of another rank.  Those of gloo have no class.
@@ -56,7 +56,10 @@ class Places:
 
     def __init__(self, name: str, shares: Sequence[Share], log_dir: Path, memory: Callable[[Share], str]) -> None:
         """`memory`: the words of MemoryEnd about a share of which a rank has ended."""
-        self._group, self._shares, self._log_dir, self._memory = f"group {name}", shares, log_dir, memory
+        self._group = f"group {name}"
+        self._shares = shares
+        self._log_dir = log_dir
+        self._memory = memory
         self._places: dict[int, Place] = {}  # of the ranks that have connected
 
     def note(self, rank: int, hello: dict[str, Any]) -> None:

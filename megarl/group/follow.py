@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from megarl.group.message import Message, decoded
 from megarl.io.durable_files import number_of
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors, connect
+from megarl.processes.channels.connection import ConnectionLost, Tensors, connect
+from megarl.processes.channels.waiting import Heartbeat
 from megarl.processes.lifetime import die_with_parent
 from megarl.processes.ranks import ADDRESS, FLIGHT_RECORDS, PARENT, TOKEN
 from megarl.processes.stacks import write_on_request
@@ -25,18 +27,20 @@ Answer = tuple[dict[str, Any], Tensors]
 Handler = Callable[..., Answer]
 
 
-def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
-    """Serve until the driver sends "close" or the parent process ends.
+def follow(handlers: Mapping[type[Message], Handler], share: Callable[[], Any], is_first: Callable[[], bool]) -> None:
+    """Serve until the driver sends "close" or the parent process ends; each handler gets its messages, and tensors.
 
     `share()` is the process group of this rank's replica and `is_first()` tells whether this rank receives the
     replica's tensors; both are called only after the setup call.
     """
+    kinds = {kind.method(): kind for kind in handlers}
     die_with_parent(int(os.environ[PARENT]))
     write_on_request(record_collectives)
     me = {"rank": int(os.environ["RANK"]), "host": socket.gethostname(), "pid": os.getpid()}
     connection = connect(os.environ[ADDRESS], os.environ[TOKEN], me, timeout_s=60.0)
     busy = threading.Event()
-    threading.Thread(target=_beat, args=(connection, busy), daemon=True).start()
+    # Where the driver is gone, this rank may hang in a collective.
+    Heartbeat(lambda: [connection] if busy.is_set() else [], on_lost=lambda: os._exit(1))
     while True:
         busy.clear()
         try:
@@ -49,8 +53,8 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
         try:
             if header["has_payload"]:
                 tensors = share_payload(tensors, share(), is_first())
-            begin = time.perf_counter()
-            result, out = handlers[header["method"]](header["arguments"], tensors)
+            begin, kind = time.perf_counter(), kinds[header["method"]]
+            result, out = handlers[kind](decoded(kind, header["arguments"]), tensors)
             seconds = time.perf_counter() - begin
             connection.send({"id": header["id"], "ok": True, "result": result, "seconds": seconds}, out)
         except (
@@ -59,18 +63,6 @@ def follow(handlers: dict[str, Handler], share: Callable[[], Any], is_first: Cal
             what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
             storage = 0 if isinstance(error, dist.DistError) else number_of(error)  # networks have EIO too
             connection.send({"id": header["id"], "ok": False, "storage": storage, **what})
-
-
-def _beat(connection: Connection, busy: threading.Event) -> None:
-    """Send heartbeats while this rank works; if the driver is gone, end the process: it may hang in a collective."""
-    while True:
-        busy.wait()
-        time.sleep(HEARTBEAT_S)
-        try:
-            if busy.is_set():
-                connection.send({"beat": 1})
-        except ConnectionLost:
-            os._exit(1)
 
 
 def share_payload(tensors: Tensors, group: Any, is_first: bool) -> Tensors:

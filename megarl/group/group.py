@@ -1,10 +1,10 @@
 """The driver's side of a group of ranks: calls a method on every rank and gets an answer from every replica.
 
-The driver is an ordinary program; `Group` sends its calls to the ranks that it started.  A call is a small header to
-every rank.  Tensors are sent once to the first rank of each data-parallel replica, which broadcasts them inside the
-replica; results come only from each replica's reporter (its last pipeline stage).  Every rank ends every call with a
-status, so an exception reaches the driver with its rank.  A dead rank is detected at once, a silent one after
-`silence_s`, one that goes on for too long after the limit of its call; `close` leaves none of them.
+The driver is an ordinary program; `Group` sends its calls to the ranks that it started.  A call is a Message, a small
+header to every rank.  Tensors are sent once to the first rank of each data-parallel replica, which broadcasts them
+inside the replica; results come only from each replica's reporter (its last pipeline stage).  Every rank ends every
+call with a status, so an exception reaches the driver with its rank.  A dead rank is detected at once, a silent one
+after `silence_s`, one that goes on for too long after the limit of its call; `close` leaves none of them.
 """
 
 from __future__ import annotations
@@ -18,35 +18,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.arch.layout import Layout
 from megarl.group.failures import GONE, Places, RankError, may_follow
 from megarl.group.limits import CallLimits
+from megarl.group.message import Message, Place, Setup, decoded
 from megarl.io.durable_files import number_of
 from megarl.io.sockets import listen
 from megarl.machines.nodes import SILENCE_S, Nodes
+from megarl.metrics.computing.timeline import TimedCall
 from megarl.processes import watchdog
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost, Tensors
+from megarl.processes.channels.connection import Connection, ConnectionLost, Tensors
+from megarl.processes.channels.links import Direct, Inbox, Link, RankMessage, Relayed
+from megarl.processes.channels.listener import Listener
+from megarl.processes.channels.store import StoreHost
+from megarl.processes.channels.waiting import HEARTBEAT_S
 from megarl.processes.lifetime import KILLED, ProcessHandle
-from megarl.processes.links import Direct, Inbox, Link, RankMessage, Relayed
-from megarl.processes.listener import Listener
 from megarl.processes.ranks import END_S, RanksLaunch, RanksProcess, Share, shares
-from megarl.processes.store import StoreHost
 
 GRACE_S = 1.0  # after the first error, wait this long for other errors: the root cause is often not the first
 _SIGNS = 2  # of life, after which a rank is not the cause of an error before them: the first may be an earlier one
 _LOOK_S = 0.1
 _CALLS = 256  # that are remembered until somebody takes them: the last
-
-
-class TimedCall(NamedTuple):
-    """A call that has ended.  `seconds`: of each rank, those that do not report, too."""
-
-    group: str
-    name: str
-    begin: float  # time.perf_counter()
-    seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -72,13 +66,14 @@ class GroupSettings:
     start_timeout_s: float = 180.0
     environment: Mapping[str, str] = field(default_factory=dict)  # of the ranks, where the user has not set them
     worker: str = "megarl.roles.worker"
-    setup: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the workers' method of that name
+    has_neighbours: bool = False  # servers work on the ranks' GPUs at the same time
+    is_mapped: bool = False  # servers map memory of the ranks' GPUs
 
 
 class Group:
     """The ranks of one world (torch.distributed).
 
-    Example: with Group("ranks", 2, Layout(tp=2), log_dir=logs) as group: group.start(); group.call("load", {...})
+    Example: with Group("ranks", 2, Layout(tp=2), log_dir=logs) as group: group.start(); group.call(Load(...))
     Entering the context starts the processes and returns at once, `start` waits for them, leaving ends them.
 
     The ranks use the GPUs (or CPU processes) from `first_rank` on, counted over the machines of `nodes`.  nodes None:
@@ -97,11 +92,16 @@ class Group:
         first_rank: int = 0,
         address: str = "127.0.0.1",
     ) -> None:
-        self.name, self.num_ranks, self.settings, self._layout = name, num_ranks, settings, layout
+        self.name = name
+        self.num_ranks = num_ranks
+        self.settings = settings
+        self._layout = layout
         self._limits = CallLimits(
             settings.call_timeout_s, settings.call_factor, settings.call_floor_s, settings.outside
         )
-        self._log_dir, self._nodes, self._address = log_dir.absolute(), nodes, address
+        self._log_dir = log_dir.absolute()
+        self._nodes = nodes
+        self._address = address
         self._shares = shares(first_rank, num_ranks, nodes.ranks_per_node if nodes else first_rank + num_ranks)
         self._places = Places(name, self._shares, self._log_dir, self._how_memory_ended)
         self._token = secrets.token_hex(16)
@@ -166,16 +166,17 @@ class Group:
         assert self._listener is not None and self._store is not None, "launch() comes first"
         self._welcome()
         self._listener.close()
-        settings = self.settings
-        setup = {"layout": asdict(self._layout), "device": settings.device, "seed": settings.seed}
-        places = self._call_all("setup", setup | {"timeout_s": settings.call_timeout_s, **settings.setup}, {})
+        how = self.settings
+        setup = Setup(
+            self._layout, how.device, how.seed, how.call_timeout_s, how.has_neighbours, is_mapped=how.is_mapped
+        )
+        places = [decoded(Place, result) for result in self.call_each(setup)]
         self._store.shut()
-        for rank, place in sorted(places.items()):
-            where = place.result
-            self._first_of_replica.setdefault(where["replica"], rank)
-            if where["is_reporter"]:
-                self._reporters[rank] = where["replica"]
-        self.device_name = str(places[0].result.get("device_name", ""))
+        for rank, place in enumerate(places):
+            self._first_of_replica.setdefault(place.replica, rank)
+            if place.is_reporter:
+                self._reporters[rank] = place.replica
+        self.device_name = places[0].device_name
         self.num_replicas = len(self._first_of_replica)
         assert len(self._reporters) == self.num_replicas, "each replica has exactly one reporter"
 
@@ -233,53 +234,51 @@ class Group:
 
     def call(
         self,
-        method: str,
-        arguments: dict[str, Any] | None = None,
+        message: Message,
         payloads: Sequence[Tensors] | None = None,
         *,
         timeout_s: float | None = None,
     ) -> list[Reply]:
-        """Run `method` on every rank; `payloads` has one entry per replica.  Returns one reply per replica, in order.
+        """Call every rank; `payloads` has one entry per replica.  Returns one reply per replica, in order.
 
         Raises ValueError if a rank raised ValueError (a mistake of the user), StorageError if files are not taken,
         after which the ranks can go on, RankError for every other failure.
         """
         assert payloads is None or len(payloads) == self.num_replicas, "one payload a replica"
         by_rank = {self._first_of_replica[i]: tensors for i, tensors in enumerate(payloads or ())}
-        answers = self._call_all(method, arguments or {}, by_rank, bool(payloads), timeout_s)
+        answers = self._call_all(message, by_rank, bool(payloads), timeout_s)
         return [answers[rank] for rank, _ in sorted(self._reporters.items(), key=lambda item: item[1])]
 
-    def call_each(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run `method` on every rank and return the result of each, in order of ranks; raises as `call` does."""
-        answers = self._call_all(method, arguments, {})
+    def call_each(self, message: Message) -> list[dict[str, Any]]:
+        """Call every rank and return the result of each, in order of ranks; raises as `call` does."""
+        answers = self._call_all(message, {})
         return [answers[rank].result for rank in range(self.num_ranks)]
 
-    def call_leader(self, method: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> Reply:
-        """Run `method` on every rank and return the reply of rank 0, which communicates with the servers."""
-        return self._call_all(method, arguments, {}, timeout_s=timeout_s)[0]
+    def call_leader(self, message: Message) -> Reply:
+        """Call every rank and return the reply of rank 0, which communicates with the servers."""
+        return self._call_all(message, {})[0]
 
     def _call_all(
         self,
-        method: str,
-        arguments: dict[str, Any],
+        message: Message,
         payloads: dict[int, Tensors],
         has_payload: bool = False,
         timeout_s: float | None = None,
     ) -> dict[int, Reply]:
         self._call_id += 1
         sent = time.perf_counter()  # before the first rank has the call
-        header = {"id": self._call_id, "method": method, "arguments": arguments, "has_payload": has_payload}
+        method, label, num_bytes = message.method(), message.label, _num_bytes(payloads)
+        header = {"id": self._call_id, "method": method, "arguments": asdict(message), "has_payload": has_payload}
         for link in self._links:
             try:
                 link.send(header, payloads)
             except ConnectionLost as error:
                 lost = str(error) if isinstance(link, Relayed) else ""
                 raise self._places.died(link.ranks[0], method, lost) from error
-        kind, num_bytes = f"{method} {arguments.get('role', '')}", _num_bytes(payloads)
         begun = time.monotonic()
-        answers = self._collect(method, timeout_s or self._limits.of(kind, num_bytes))
-        self._limits.took(kind, num_bytes, time.monotonic() - begun)
-        self._calls.append(TimedCall(self.name, kind.strip(), sent, {rank: a.seconds for rank, a in answers.items()}))
+        answers = self._collect(method, timeout_s or self._limits.of(label, num_bytes))
+        self._limits.took(label, num_bytes, time.monotonic() - begun)
+        self._calls.append(TimedCall(self.name, label, sent, {rank: a.seconds for rank, a in answers.items()}))
         return answers
 
     def take_calls(self) -> list[TimedCall]:
@@ -310,11 +309,10 @@ class Group:
                 if now < next_look:  # checking all ranks at every message would be quadratic in their number
                     continue
                 next_look = now + HEARTBEAT_S
-                unheard = [r for r, t in last_sign.items() if now - t > self.settings.silence_s]
-                if silent := [r for r in unheard if r not in answers and r not in errors]:
-                    raise self._places.hangs(
-                        silent, f"gave no sign for {self.settings.silence_s:.0f} s in {method}", errors
-                    )
+                silence_s = self.settings.silence_s
+                unheard = [rank for rank, at in last_sign.items() if now - at > silence_s]
+                if silent := [rank for rank in unheard if rank not in answers and rank not in errors]:
+                    raise self._places.hangs(silent, f"gave no sign for {silence_s:.0f} s in {method}", errors)
         if errors:
             raise self._places.failed(method, errors)
         if len(answers) < self.num_ranks:

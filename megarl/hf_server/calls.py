@@ -48,7 +48,7 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
     if num_top and scored_from is None:
         raise ValueError(
             f"top_logprobs_num={num_top}: expected return_logprob=true and logprob_start_len=POSITION, because this "
-            "server tells the most likely tokens of prompts only"
+            "server reports the most likely tokens of prompts only"
         )
     call = Call()
     for prompt, (params, _), rid, salt in zip(prompts, asked, rids, salts, strict=True):

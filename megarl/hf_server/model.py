@@ -69,7 +69,9 @@ class HFModel:
     ) -> None:
         """`device`: cpu, or a GPU with its number, as cuda:0.  `returns_routes`: note the experts of every token."""
         transformers_logging.disable_progress_bar()
-        self.folder, self.dtype, self.device = folder, dtype, torch.device(device)
+        self.folder = folder
+        self.dtype = dtype
+        self.device = torch.device(device)
         self._numbers, config = read_hf_config(folder), read_config(folder)
         if getattr(config, "quantization_config", None):
             raise ValueError(

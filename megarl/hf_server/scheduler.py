@@ -48,7 +48,9 @@ class HFEngine:
         on_done: Callable[[list[Call]], object],
         on_death: Callable[[BaseException], object],
     ) -> None:
-        self.model, self.max_running, self.weight_version = model, max_running, weight_version
+        self.model = model
+        self.max_running = max_running
+        self.weight_version = weight_version
         self.paused = False
         self.num_decoded = 0  # tokens of steps of running requests, in total
         self.decode_sleep_s = 0.0  # of each step: benchmarks on few cores stand for servers that are apart
@@ -60,7 +62,9 @@ class HFEngine:
         self._left: list[Written] = []  # the KV of the rows that ended last, while nothing else needs their slots
         self._running = Running(max_running, model.vocab_size, model.device)
         self._waiting: deque[CompletionRequest] = deque()
-        self._seed, self._num_calls, self._num_loads = random_seed, 0, 0
+        self._seed = random_seed
+        self._num_calls = 0
+        self._num_loads = 0
         self._on_done, self._on_death = on_done, on_death
         self._changed = threading.Condition()
         self._inbox: list[Call] = []

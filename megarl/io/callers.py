@@ -37,9 +37,13 @@ class Callers:
     """
 
     def __init__(self, name: str, *, most: int = 0) -> None:
-        self._name, self._most, self._lock = name, max(MOST, most), threading.Lock()
+        self._name = name
+        self._most = max(MOST, most)
+        self._lock = threading.Lock()
         self._callers: dict[Peer, tuple[socket.socket, int]] = {}  # with the look before it, the oldest first
-        self._num_looks, self._num_failed, self._said_at = 0, 0, -_SAY_S
+        self._num_looks = 0
+        self._num_failed = 0
+        self._said_at = -_SAY_S
 
     def accept(self, listener: socket.socket) -> tuple[socket.socket, Peer] | None:
         """The next caller; None: there was no room for it, and another one was turned away, so try again soon.

@@ -57,7 +57,9 @@ class Caller:
     def __init__(
         self, headers: Mapping[str, str], context: ssl.SSLContext | None = None, *, keep_alive_s: float = 5.0
     ) -> None:
-        self._headers, self._context, self._keep_alive_s = {**PLAIN, **headers}, context, keep_alive_s
+        self._headers = {**PLAIN, **headers}
+        self._context = context
+        self._keep_alive_s = keep_alive_s
         self._sessions: list[aiohttp.ClientSession] = []  # one, which the loop makes at the first call
         self._finalizer = weakref.finalize(self, _close, self._sessions)
 

@@ -20,12 +20,12 @@ from typing import Any
 from megarl import __version__
 from megarl.io.auth import server_token
 from megarl.machines.nodes import JOIN_S, SILENCE_S
-from megarl.processes.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.links import Relay
+from megarl.processes.channels.waiting import Heartbeat, Wait
 from megarl.processes.lifetime import ProcessHandle
-from megarl.processes.links import Relay
 from megarl.processes.ranks import RanksLaunch, RanksProcess
 from megarl.processes.signals import Terminated
-from megarl.processes.waiting import Heartbeat, Wait
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import LocalServer, free_ports
 
@@ -82,8 +82,12 @@ class Agent:
         """
         self._find = address if callable(address) else None
         self._address = "" if callable(address) else address
-        self._node, self._token, self._source = node, token, source
-        self._silence_s, self._workers, self._say = silence_s, workers, say
+        self._node = node
+        self._token = token
+        self._source = source
+        self._silence_s = silence_s
+        self._workers = workers
+        self._say = say
         self._own = ""  # the address of this node, known after it has connected to the driver
         self._jobs: dict[int, ProcessHandle] = {}
         self._told: set[int] = set()  # jobs whose end was reported to the driver

@@ -16,9 +16,9 @@ from typing import Self
 from megarl import __version__
 from megarl.io.sockets import listen
 from megarl.machines.nodes import SILENCE_S, address_of
-from megarl.processes.connection import Connection, ConnectionLost, WireRefused, connect
-from megarl.processes.listener import Listener
-from megarl.processes.waiting import Heartbeat, Wait
+from megarl.processes.channels.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.listener import Listener
+from megarl.processes.channels.waiting import Heartbeat, Wait
 
 _CONNECT_S = 10.0
 

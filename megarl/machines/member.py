@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.processes.connection import Connection, ConnectionLost
+from megarl.processes.channels.connection import Connection, ConnectionLost
 
 _ORDER_S = 60.0
 _LONGEST_WHY = 2000  # characters of the reason that is sent to the agents

@@ -25,11 +25,11 @@ from megarl import __version__
 from megarl.io.sockets import listen, ports_to_try
 from megarl.machines.member import Member, NodeLeft, NodeLost, RemoteJob
 from megarl.processes import watchdog
-from megarl.processes.connection import Connection, ConnectionLost
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import Connection, ConnectionLost
+from megarl.processes.channels.listener import Listener
+from megarl.processes.channels.waiting import Heartbeat, Wait
 from megarl.processes.ranks import END_S, RanksLaunch
 from megarl.processes.signals import Terminated, pass_on
-from megarl.processes.waiting import Heartbeat, Wait
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import HERE, Machine, MachineGone
 
@@ -117,7 +117,9 @@ class Nodes:
     ) -> None:
         """`port` None: USUAL_PORT if it is free, else another.  `spares`: machines that may wait for a place."""
         self.num_nodes, self.ranks_per_node = num_nodes, ranks_per_node
-        self._host, self._wanted_port, self._token = host, port, token
+        self._host = host
+        self._wanted_port = port
+        self._token = token
         self._num_spares, self._silence_s = spares, silence_s
         self._members: dict[int, Member] = {}  # by their places, those that are lost too
         self._spares: list[Member] = []
@@ -271,7 +273,9 @@ class Nodes:
 
     def _let_member_in(self, hello: dict[str, Any], connection: Connection) -> None:
         """Give an agent its place.  One whose place is another's, or who has none, waits as a spare machine."""
-        node, version, reason = int(hello["node"]), str(hello.get("version", "")), ""
+        node = int(hello["node"])
+        version = str(hello.get("version", ""))
+        reason = ""
         here = [member.number for member in (*self._members.values(), *self._spares) if not member.lost]
         if not 0 < node < self.num_nodes + self._num_spares:
             reason = f"trainer.node_rank={node}: this run has machines 0 to {self.num_nodes + self._num_spares - 1}"

@@ -1,14 +1,14 @@
 """The planner: predicts parameters, memory and time of every kind of rank without a GPU.
 
-    a run        job.py has all input numbers, gpus.py the data sheets; from_config.py reads them from a Config
-    a model      count.py computes parameters and FLOPs from a config.json, adapters.py those of LoRA; tests compare
-                 the parameters with Megatron's modules
+    a run        job.py has all input numbers, arch/gpus.py the data sheets; from_config.py reads them from a Config
+    a model      arch/count.py computes parameters and FLOPs from a config.json, adapters.py those of LoRA; tests
+                 compare the parameters with Megatron's modules
     memory       memory.py has the rule for one role; gpu_budget.py combines roles, servers, pushes and checkpoint
                  saves on a GPU, host.py what a machine holds
     time         data sheets give upper limits, constants.py the shares that are reached: training.py for the trainer,
                  serving.py and lengths.py for servers, transfers.py between them
     results      predict.py combines memory and time, search.py looks for better layouts, report.py prints what
-                 `trainer.check_only` prints; commands/plan is `megarl plan`
+                 `trainer.check_only` prints, predictions.py warns when a run starts; commands/plan is `megarl plan`
 
-The package starts no process, reads no weights and needs no torch.
+Commands call it; nothing below them does.  It starts no process, reads no weights and needs no torch.
 """

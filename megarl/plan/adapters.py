@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from megarl.arch.layout import Layout
-from megarl.arch.projections import chosen, projections_of
-from megarl.plan.count import (
+from megarl.arch.count import (
     HFConfig,
     Parameters,
     attention_size,
@@ -20,6 +18,8 @@ from megarl.plan.count import (
     num_experts,
     of_stage,
 )
+from megarl.arch.layout import Layout
+from megarl.arch.projections import chosen, projections_of
 from megarl.plan.job import Job, Role
 
 LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}

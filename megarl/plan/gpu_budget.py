@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from megarl.arch.count import kinds_of_stage, num_experts, of_stage, whole
 from megarl.arch.layout import padded_vocab_size
-from megarl.plan.count import kinds_of_stage, num_experts, of_stage, whole
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import (
     RESERVE_BYTES,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megarl.arch.count import whole
 from megarl.arch.layout import Layout
 from megarl.arch.routed_experts import RoutedExperts
 from megarl.plan.adapters import of_adapters
-from megarl.plan.count import whole
 from megarl.plan.gpu_budget import ID_BYTES, GpuBudget, fullest, summed
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import MOMENTS

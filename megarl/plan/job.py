@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.arch.count import HFConfig
+from megarl.arch.gpus import Gpu
 from megarl.arch.layout import Layout
 from megarl.arch.projections import ALL
 from megarl.plan.constants import CONSTANTS, Constants, Links
-from megarl.plan.count import HFConfig
-from megarl.plan.gpus import Gpu
 
 
 @dataclass(frozen=True)

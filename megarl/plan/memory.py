@@ -35,10 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megarl.arch.layout import Layout
-from megarl.plan.adapters import trained
-from megarl.plan.constants import CONSTANTS
-from megarl.plan.count import (
+from megarl.arch.count import (
     HFConfig,
     Parameters,
     attention_size,
@@ -50,6 +47,9 @@ from megarl.plan.count import (
     of_layer,
     of_stage,
 )
+from megarl.arch.layout import Layout
+from megarl.plan.adapters import trained
+from megarl.plan.constants import CONSTANTS
 from megarl.plan.job import Role
 
 RESERVE_BYTES = 8 * 10**9

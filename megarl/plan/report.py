@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from megarl.arch.count import whole
+from megarl.arch.gpus import GPUS
 from megarl.config import Config, model_config, used_roles
 from megarl.config.validate.models import group_of, model_of
 from megarl.io.terminal import sentences
-from megarl.plan.count import whole
 from megarl.plan.from_config import job_of, role_of
 from megarl.plan.gpu_budget import GpuBudget, equal_stages, gpu_budgets_of_trainer, local_totals
-from megarl.plan.gpus import GPUS
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES
 

@@ -141,7 +141,7 @@ def _causes(job: Job, other: Job) -> Iterator[tuple[set[str], str]]:
         groups = f" in {other.attention_dp} attention groups" if other.attention_dp > 1 else ""
         yield (
             {"gen"},
-            f"servers of {other.server_gpus} {each}{groups} write {held[0]:.0f} completions at a time, "
+            f"servers of {other.server_gpus} {each}{groups} generate {held[0]:.0f} completions at a time, "
             f"{after_gen.step_s * 1e3:.0f} ms a token, not {held[1]:.0f} at {before_gen.step_s * 1e3:.0f} ms",
         )
 

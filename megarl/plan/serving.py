@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gamma
 
+from megarl.arch.count import Shape, shape_of, whole
 from megarl.plan.adapters import of_server
-from megarl.plan.count import Shape, shape_of, whole
 from megarl.plan.job import Job
 from megarl.plan.lengths import context_of_decoding, running, tail_of
 
@@ -154,7 +154,9 @@ def rollout(job: Job) -> Rollout:
     bound = min(limits, key=lambda name: limits[name])
     full = limits[bound]
     tail = tail_of(job)
-    step_s, longest, places = server.step(full), tail * job.response_tokens, min(limits["cache"], limits["requests"])
+    step_s = server.step(full)
+    longest = tail * job.response_tokens
+    places = min(limits["cache"], limits["requests"])
     prefill_s = server.prefill(job.prompts / job.num_servers * job.prompt_tokens)  # a group shares its prompt
     if job.overlaps:
         generation = Rollout(0.0, prefill_s, 0.0, full, step_s, bound, places)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from megarl.arch.count import Shape, forward_flops, kinds_of_stage, shape_of
 from megarl.plan.adapters import trained
-from megarl.plan.count import Shape, forward_flops, kinds_of_stage, shape_of
 from megarl.plan.job import Job, Role
 from megarl.plan.lengths import context_of, prefix_group_of
 from megarl.plan.memory import MOMENTS, kept_numbers, part_of

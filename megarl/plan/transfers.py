@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from math import ceil
 
+from megarl.arch.count import num_experts, of_stage, sparse_layers, whole
 from megarl.arch.layout import Layout
 from megarl.plan.constants import Links
-from megarl.plan.count import num_experts, of_stage, sparse_layers, whole
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import Memory
 

@@ -1,1 +1,1 @@
-"""Processes of a run and their connections: ranks of a machine, authenticated messages, relays, lifetimes."""
+"""Processes of a run: how they start, end and are watched; `channels` are the connections between them."""

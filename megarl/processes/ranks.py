@@ -162,7 +162,7 @@ def _environment(launch: RanksLaunch) -> dict[str, str]:
 
 
 def _world(launch: RanksLaunch, local: int) -> dict[str, str]:
-    """The variables that tell a rank its place, and where the store is: see processes.store."""
+    """The variables that tell a rank its place, and where the store is: see processes.channels.store."""
     numbers = {
         "RANK": launch.first_rank + local,
         "LOCAL_RANK": local,

@@ -1,4 +1,4 @@
-"""How often something that fails may start again, and how long it rests before."""
+"""How often something that fails may begin again, and how long it rests before."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _MOST_DOUBLINGS = 30
 
 @dataclass
 class Restarts:
-    """The failures of one process or server.
+    """The failures in a row of one process, server or call.
 
     Example: restarts = Restarts(most=3, rest_s=1.0); restarts.count = 2; restarts.next_rest_s is 4.0
     """
 
     most: int | None = None  # None: no limit
-    rest_s: float = 1.0  # before the first restart; doubles with each
+    rest_s: float = 1.0  # before it begins again; doubles with each failure
     longest_rest_s: float = 60.0
     settled_after_s: float = 600.0  # after it ran for so long, earlier failures do not count any more
     count: int = 0

@@ -24,6 +24,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from megarl.io.environment import start_fork_server
 from megarl.plugins.load import absolute, load_plugins
+from megarl.processes.restarts import Restarts
 from megarl.rewards import load_reward
 from megarl.rewards.result import Outcome
 from megarl.rewards.surroundings import Surroundings
@@ -94,7 +95,7 @@ class RewardPool:
         self._waiting: deque[_Job] = deque()
         self._in_flight = 0
         self._pump_due = False
-        self._restarts = 0
+        self._restarts = Restarts(MAX_RESTARTS)
         self._task_size = FIRST_TASK
 
     def start(self) -> None:
@@ -139,7 +140,7 @@ class RewardPool:
         """Give every free process a task."""
         self._pump_due = False
         if self._waiting and self._pool is not None and not self._pool.active:
-            if self._restarts >= MAX_RESTARTS:
+            if self._restarts.are_used_up:
                 return self._give_up("they end as soon as they start")
             self._restart()
         while self._pool is not None and self._waiting and self._in_flight < self._num_workers:
@@ -159,7 +160,7 @@ class RewardPool:
             loop.call_later(LOOK_S, self._look, loop, self._pool, task)
 
     def _look(self, loop: asyncio.AbstractEventLoop, pool: ProcessPool, task: ProcessFuture) -> None:
-        """A pool that breaks while it is given a task never answers that one."""
+        """Fail a task whose pool broke while it got the task: such a pool never answers it."""
         if task.done():
             return
         if pool.active:
@@ -169,7 +170,7 @@ class RewardPool:
                 task.set_exception(BrokenProcessPool("it broke while it was given the task"))
 
     def _give_up(self, why: str) -> None:
-        """Nothing that waits can be scored."""
+        """Give all waiting samples the reason why they cannot be scored."""
         while self._waiting:
             job = self._waiting.popleft()
             _settle(job, RewardError(f"reward {job.fn}: the reward processes cannot run ({why})"))
@@ -191,7 +192,7 @@ class RewardPool:
             self._answered(jobs, *task.result())
         elif isinstance(error, (FutureTimeoutError, ProcessExpired)):
             self._process_lost(jobs, error)
-        elif isinstance(error, BrokenProcessPool) and self._restarts < MAX_RESTARTS:
+        elif isinstance(error, BrokenProcessPool) and not self._restarts.are_used_up:
             self._again(jobs)
         else:
             for job in jobs:
@@ -200,7 +201,7 @@ class RewardPool:
             self._pump_soon(loop)
 
     def _answered(self, jobs: list[_Job], outcomes: list[Outcome], seconds: float) -> None:
-        self._restarts = 0
+        self._restarts.count = 0
         for job, outcome in zip(jobs, outcomes, strict=False):  # after its budget a task returns only its first samples
             _settle(job, outcome)
         self._waiting.extendleft(reversed(jobs[len(outcomes) :]))
@@ -224,8 +225,8 @@ class RewardPool:
     def _restart(self) -> None:
         """Replace a broken pool by a new one."""
         assert self._pool is not None, "only a started pool breaks"
-        self._restarts += 1
-        log.warning("the reward processes ended; starting new ones (%d of %d)", self._restarts, MAX_RESTARTS)
+        self._restarts.count += 1
+        log.warning("the reward processes ended; starting new ones (%d of %d)", self._restarts.count, MAX_RESTARTS)
         self._pool.stop()
         self._pool.join()
         self.start()

@@ -42,8 +42,8 @@ class RewardSettings:
     audit: str | None = None
     num_workers: int = 1  # processes of ordinary functions; 0: these run in the caller's process, without a time limit
     timeout_s: float = 5.0  # of a sample in such a process
-    # Of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has reward 0 and the
-    # extra number REWARD_ERROR; stop: RewardError is raised.
+    # What becomes of a sample on which a reward failed.  unscored: its outcome says why it has none; zero: it has
+    # reward 0 and the extra number REWARD_ERROR; stop: RewardError is raised.
     on_error: str = "unscored"
     plugins: Sequence[str] = ()
 
@@ -79,7 +79,9 @@ class Rewards:
     ) -> None:
         self.num_errors: Counter[str] = Counter()
         self.first_errors: dict[str, str] = {}
-        self._fns, self._settings, self._surroundings = tuple(fns), settings, surroundings or Surroundings()
+        self._fns = tuple(fns)
+        self._settings = settings
+        self._surroundings = surroundings or Surroundings()
         trained = list(dict.fromkeys([*fns, *settings.by_data_source.values()]))
         self._is_alone, self._audits = len(trained) == 1, [] if settings.audit is None else [settings.audit]
         self._all = [*trained, *self._audits]
@@ -129,7 +131,7 @@ class Rewards:
         return await self._pool.score(fn, prompt, completions)
 
     def _audited(self, uid: str, outcomes: Mapping[str, Outcome]) -> Outcome:
-        """Of one sample, by reward, with the number of the audit."""
+        """The outcome of one sample from those of its rewards, with the number of the audit."""
         whole = self._outcome(uid, {fn: outcome for fn, outcome in outcomes.items() if fn not in self._audits})
         for fn in self._audits:
             audit = outcomes[fn]
@@ -141,7 +143,7 @@ class Rewards:
         return whole
 
     def _outcome(self, uid: str, outcomes: Mapping[str, Outcome]) -> Outcome:
-        """Of one sample, by reward."""
+        """The outcome of one sample from those of its rewards."""
         results = {fn: outcome for fn, outcome in outcomes.items() if isinstance(outcome, RewardResult)}
         failed = [f"reward {fn}, sample {uid}: {outcome}" for fn, outcome in outcomes.items() if fn not in results]
         if failed:

@@ -9,31 +9,31 @@ from typing import Any
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.spikes import Spikes
 from megarl.data.packing import RankPlan
-from megarl.group import Reply
+from megarl.roles.messages import Updated
 from megarl.samples.batch import Batch
 
 
 def bad_number(
-    role: str, spikes: Spikes | None, replies: Sequence[Reply], plans: Sequence[RankPlan], packed: Batch, batch: Batch
+    role: str, spikes: Spikes | None, found: Sequence[Updated], plans: Sequence[RankPlan], packed: Batch, batch: Batch
 ) -> BadNumber:
     """What is wrong with the numbers of a step.
 
-    `replies`, `plans`: of each replica.  `packed`: the tokens of `batch` as the ranks got them, where a row may be a
+    `found`, `plans`: of each replica.  `packed`: the tokens of `batch` as the ranks got them, where a row may be a
     sample of its own.  `spikes`: of the role, which remember a spike.
     """
-    step = replies[0].result
-    bad = [(reply.result["bad"], part) for reply, part in zip(replies, plans, strict=True) if reply.result["bad"]]
-    found: BadNumber
+    bad = [(step.bad, part) for step, part in zip(found, plans, strict=True) if step.bad]
+    error: BadNumber
+    grad_norm = found[0].grad_norm
     if bad:
-        found = _located(*bad[0], packed, batch)
-    elif not math.isfinite(step["grad_norm"]):
-        where = of_ranks(step["where"])
-        found = BadNumber(f"the gradient norm of {role} is {step['grad_norm']}{where}: expected a finite number")
+        error = _located(*bad[0], packed, batch)
+    elif not math.isfinite(grad_norm):
+        where = of_ranks(found[0].where)
+        error = BadNumber(f"the gradient norm of {role} is {grad_norm}{where}: expected a finite number")
     else:
         assert spikes is not None, "a step with finite numbers is made unless there are limits"
-        found = spikes.found(role, step["grad_norm"], step["loss"])
-    found.role, found.groups = role, tuple(batch.per_sequence["group"].unique().tolist())
-    return found
+        error = spikes.found(role, grad_norm, found[0].loss)
+    error.role, error.groups = role, tuple(batch.per_sequence["group"].unique().tolist())
+    return error
 
 
 def of_ranks(where: Sequence[str | None]) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.roles.handles import Role
 from megarl.samples.batch import Batch
+from megarl.weights.mapping.blocks import Role as Kind
 
 
 @dataclass
@@ -33,7 +34,7 @@ class RewardModel(Role):
     `weight`: how much its score counts in a sample's reward.
     """
 
-    kind: str = field(default="critic", init=False)
+    kind: Kind = field(default="critic", init=False)
     weight: float = 1.0
 
     def scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +20,15 @@ from megarl.data.batch import mini_batches
 from megarl.data.packing import RankPlan, plan, unpack
 from megarl.data.prefix_tree import prefix_groups
 from megarl.group import Group, Reply
+from megarl.group.message import decoded
+from megarl.roles import messages
 from megarl.roles.bad_step import bad_number, of_ranks
 from megarl.roles.settings import LoadSettings, Packing, Update
 from megarl.samples.batch import Batch, Stat, Stats, merge_stats, token_positions
+from megarl.weights.mapping.blocks import Role as Kind
+from megarl.weights.push.report import PushReport
 from megarl.weights.push.settings import PushSettings
+from megarl.weights.verify.canary import Canary
 
 LATER = "later_old_log_probs"  # [N] those of the samples after the first optimizer step, 0 for its own
 
@@ -42,7 +46,7 @@ class Role:
     packing: Packing
     temperature: float = 1.0
     inputs: tuple[str, ...] = ()  # columns that its passes read: of router replay, supports
-    kind: str = field(default="actor", init=False)
+    kind: Kind = field(default="actor", init=False)
     hidden_size: int = field(default=1024, init=False)  # of the loaded model: for the cost of attention in packing
     lacks_transformer_engine: str = field(default="", init=False)  # on a GPU: why there is no Transformer-Engine
     shares_prefixes: bool = field(default=False, init=False)  # it should, and the loaded model can
@@ -54,32 +58,31 @@ class Role:
         engine = dict(settings.engine)
         if self.packing.share_prefixes == "on" and engine.get("transformer_impl", "auto") == "auto":
             engine["transformer_impl"] = "local"
-        arguments = asdict(settings) | {"folder": folder, "plugins": list(settings.plugins), "engine": engine}
-        replies = self.group.call("load", {"role": self.name, "kind": self.kind, **arguments})
-        self.hidden_size = replies[0].result["hidden_size"]
-        self.lacks_transformer_engine = str(replies[0].result["lacks_transformer_engine"])
-        can_share, device = bool(replies[0].result["can_share"]), str(replies[0].result["device"])
+        replies = self.group.call(messages.Load(self.name, self.kind, folder, replace(settings, engine=engine)))
+        found = decoded(messages.Loaded, replies[0].result)
+        self.hidden_size, self.lacks_transformer_engine = found.hidden_size, found.lacks_transformer_engine
         self.offloads = any(engine.get(name) for name in ("param_offload", "optimizer_offload"))
-        self.shares_prefixes = shares_prefixes(self.packing.share_prefixes, self.name, device, can_share=can_share)
+        asked = self.packing.share_prefixes
+        self.shares_prefixes = shares_prefixes(asked, self.name, found.device, can_share=found.can_share)
 
     def offload(self) -> None:
         """Offload the whole role to host memory; later calls onload what they need and offload it again."""
-        self.group.call("offload", {"role": self.name, "by_default": False})
+        self.group.call(messages.Offload(self.name, by_default=False))
 
     def onload(self, *, by_default: bool = False, moments: bool | None = None) -> None:
         """Onload the whole role; it stays on the device.  `by_default`: only what its options leave there.
 
         `moments`: of that the optimizer's state alone, or, if False, all but it.
         """
-        self.group.call("onload", {"role": self.name, "by_default": by_default, "moments": moments})
+        self.group.call(messages.Onload(self.name, by_default, moments))
 
     def save(self, folder: Path, *, in_background: bool = False) -> None:
         """Write a checkpoint of the role; `in_background`: return when it is in the ranks' host memory."""
-        self.group.call("save", {"role": self.name, "folder": str(folder), "in_background": in_background})
+        self.group.call(messages.Save(self.name, str(folder), in_background))
 
     def is_saved(self) -> bool:
         """Whether no rank writes to the last save any more; raises a SaveError if one could not write its part."""
-        found = self.group.call_each("is_saved", {"role": self.name})
+        found = self.group.call_each(messages.IsSaved(self.name))
         if not all(result["is_done"] for result in found):
             return False
         for rank, result in enumerate(found):
@@ -89,15 +92,14 @@ class Role:
 
     def faults(self, folder: Path) -> list[str]:
         """A sentence for each damaged file of a checkpoint of the role; every rank reads a share of the files."""
-        return [f for each in self.group.call_each("faults", {"folder": str(folder)}) for f in each["faults"]]
+        return [f for each in self.group.call_each(messages.Faults(str(folder))) for f in each["faults"]]
 
     def restore(self, folder: Path) -> None:
-        self.group.call("restore", {"role": self.name, "folder": str(folder)})
+        self.group.call(messages.Restore(self.name, str(folder)))
 
     def export(self, folder: Path, *, adapter: Path | None = None) -> None:
         """Write the model as an HF folder, adapters merged; `adapter`: also write the adapters as a PEFT folder."""
-        where = {"folder": str(folder), "adapter": None if adapter is None else str(adapter)}
-        self.group.call("export", {"role": self.name, **where})
+        self.group.call(messages.Export(self.name, str(folder), None if adapter is None else str(adapter)))
 
     def columns(
         self,
@@ -121,9 +123,10 @@ class Role:
         given = self._given(batch, [name for name in (self.inputs if inputs is None else inputs) if name not in names])
         plans, _ = self._plan(batch)
         scale = self.temperature if temperature is None else temperature
-        arguments = {"role": self.name, "temperature": scale, "names": list(names), "reference": reference}
-        arguments |= {"shares_prefixes": self.shares_prefixes, "top_k": top_k, "vocab_size": vocab_size}
-        replies = self.group.call("columns", arguments, [payload(batch, p, given) for p in plans])
+        message = messages.Columns(
+            self.name, scale, self.shares_prefixes, reference, tuple(names), top_k=top_k, vocab_size=vocab_size
+        )
+        replies = self.group.call(message, [payload(batch, p, given) for p in plans])
         return {name: unpacked(batch, plans, replies, name) for name in names}
 
     def log_probs(
@@ -217,11 +220,13 @@ class Trainable(Role):
             return
         self.onload()
         yield
-        self.group.call("offload", {"role": self.name, "by_default": True})
+        self.group.call(messages.Offload(self.name, by_default=True))
 
     def _require_room(self, batch: Batch, how: Update) -> None:
         """Raises ValueError for a sample whose rows have to share a micro-batch and do not fit into one."""
-        longest, limit, loss = int(batch.sample_lengths.max()), self.packing.max_tokens, how.loss
+        longest = int(batch.sample_lengths.max())
+        limit = self.packing.max_tokens
+        loss = how.loss
         if limit is None or longest <= max(limit, int(batch.lengths.max())):
             return
         if isinstance(loss, ActorLoss) and loss.per_sequence:
@@ -235,7 +240,7 @@ class Trainable(Role):
         self, batch: Batch, how: Update, *, seed: int, prepare: Callable[[Batch], Batch] | None
     ) -> tuple[Tensor | None, Stats]:
         """An optimizer step: its statistics, and if it was made without old_log_probs the log-probs [N] before it."""
-        notes = ["log_probs"] if isinstance(how.loss, ActorLoss) and OLD not in batch.columns else []
+        notes = ("log_probs",) if isinstance(how.loss, ActorLoss) and OLD not in batch.columns else ()
         batch = step_columns(
             batch,
             loss=how.loss,
@@ -250,31 +255,29 @@ class Trainable(Role):
         batch = prepare(batch) if prepare else batch
         packed = batch if how.loss.per_sequence else batch.by_row()
         plans, num_places = self._plan(packed)
-        arguments = {
-            "role": self.name,
-            "temperature": self.temperature,
-            "names": list(how.loss.outputs),
-            "reference": how.reference,
-            "loss": asdict(how.loss),
-            "divergence": how.divergence,
-            "num_tokens": batch.num_tokens,
-            "limits": self.spikes and self.spikes.limits,
-            "shares_prefixes": self.shares_prefixes,
-            "notes": notes,
-        }
+        message = messages.Update(
+            self.name,
+            self.temperature,
+            self.shares_prefixes,
+            how.reference,
+            how.loss,
+            num_tokens=batch.num_tokens,
+            limits=self.spikes.limits if self.spikes else None,
+            notes=notes,
+        )
         read = [name for name in how.loss.columns if name != OLD or OLD in batch.columns]
         columns = (*read, *self._given(packed, self.inputs))
-        replies = self.group.call("update", arguments, [payload(packed, p, columns) for p in plans])
-        if not replies[0].result["made"]:
-            self.on_bad(bad_number(self.name, self.spikes, replies, plans, packed, batch))
+        replies = self.group.call(message, [payload(packed, p, columns) for p in plans])
+        found = [decoded(messages.Updated, reply.result) for reply in replies]
+        if not found[0].made:
+            self.on_bad(bad_number(self.name, self.spikes, found, plans, packed, batch))
             return None, {}
         if self.spikes is not None:
-            self.spikes.add(replies[0].result["grad_norm"], replies[0].result["loss"])
+            self.spikes.add(found[0].grad_norm, found[0].loss)
         noted = unpacked(packed, plans, replies, "log_probs") if notes else None
-        stats = [{name: Stat(*stat) for name, stat in reply.result["stats"].items()} for reply in replies]
-        return noted, merge_stats(stats) | {
-            f"{self.kind}/grad_norm": Stat("mean", replies[0].result["grad_norm"]),
-            f"{self.kind}/lr": Stat("mean", replies[0].result["lr"]),
+        return noted, merge_stats([step.stats for step in found]) | {
+            f"{self.kind}/grad_norm": Stat("mean", found[0].grad_norm),
+            f"{self.kind}/lr": Stat("mean", found[0].lr),
             f"{self.kind}/skipped_steps": Stat("sum", 0.0),
             f"{self.kind}/computed_share": Stat("mean", float(num_places), float(packed.num_tokens)),
         }
@@ -289,7 +292,7 @@ class Actor(Trainable):
 
         Raises: ValueError for a vocabulary that is smaller than the policy's.
         """
-        self.group.call("load_heads", {"role": self.name, "folders": list(folders)})
+        self.group.call(messages.LoadHeads(self.name, tuple(folders)))
 
     def with_old_log_probs(
         self, batch: Batch, columns: Sequence[str], *, seed: int, reference: str | None = None
@@ -311,30 +314,27 @@ class Actor(Trainable):
 
     def connect(self, settings: PushSettings) -> None:
         """Send the push settings to the ranks, once after `load`.  No server is contacted yet."""
-        self.group.call("connect", {"role": self.name, "settings": asdict(settings)})
+        self.group.call(messages.Connect(self.name, settings))
 
-    def push(
-        self, version: int, *, only: Sequence[str] | None = None, canary: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Push the weights to the servers and verify them; returns the report (weights.push.report.PushReport).
+    def push(self, version: int, *, only: Sequence[str] | None = None, canary: Canary | None = None) -> PushReport:
+        """Push the weights to the servers and verify them.
 
-        `only`: push to these urls alone.  `canary`: the fields of a weights.verify.canary.Canary.  The report names
-        the servers that failed, even if all failed; only a failure of the ranks raises an error, and BadNumber a weight
-        that is not finite: then no server gets any.
+        `only`: push to these urls alone.  The report names the servers that failed, even if all failed; only a failure
+        of the ranks raises an error, and BadNumber a weight that is not finite: then no server gets any.
         """
-        which = {"only": None if only is None else list(only), "canary": canary}
-        report = self.group.call_leader("push", {"role": self.name, "version": version, **which}).result
-        if "where" in report:
-            weights = f"a weight of {self.name} is not finite{of_ranks(report['where'])}"
+        message = messages.Push(self.name, version, None if only is None else tuple(only), canary)
+        told = self.group.call_leader(message).result
+        if "where" in told:
+            weights = f"a weight of {self.name} is not finite{of_ranks(told['where'])}"
             raise BadNumber(f"{weights}: no server gets these weights")
-        return report
+        return decoded(PushReport, told)
 
 
 @dataclass
 class Critic(Trainable):
     """The value function."""
 
-    kind: str = field(default="critic", init=False)
+    kind: Kind = field(default="critic", init=False)
 
     def values(self, batch: Batch) -> Tensor:
         """[N] values before each token of the batch."""

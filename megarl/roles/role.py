@@ -6,7 +6,7 @@ and each role has its own wrapper, gradient buffers and optimizer around the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.distillation import Distillation
-from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
 from megarl.mcore.checkpoint.files import Saving
@@ -25,12 +23,12 @@ from megarl.mcore.models.model import Model, build_model
 from megarl.mcore.training.offload import OffloadBuffer
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.router_replay import add_router_replay
+from megarl.roles.messages import Load
+from megarl.roles.settings import LoadSettings
 from megarl.weights.hf.load import load_hf
 from megarl.weights.mapping.blocks import Role as Kind
 from megarl.weights.push.adapter_push import AdapterPusher
 from megarl.weights.push.push import Pusher
-
-LOSSES: dict[str, Callable[..., Any]] = {"actor": ActorLoss, "critic": CriticLoss}
 
 
 @dataclass
@@ -48,19 +46,10 @@ class Role:
     heads: list[Tensor] = field(default_factory=list)  # of its teachers, beside its own head: see TeacherStates
     pusher: Pusher | AdapterPusher | None = None  # set by `connect`
     saving: Saving | None = None  # the last save
-    last_loss: tuple[dict[str, Any], Any] | None = None
     engine: ExecutionOptions = ExecutionOptions()
     chunks: Model = field(default_factory=list)  # the model before it was wrapped for training
     adapters: AdapterSet | None = None  # of a role that shares its base
     own: OffloadBuffer | None = None  # the parameters of these
-
-    def loss(self, settings: dict[str, Any]) -> Any:
-        """The loss with these settings, cached between updates because its construction tests it numerically."""
-        if self.last_loss is None or self.last_loss[0] != settings:
-            taught = settings.get("distillation")
-            made = {**settings, "distillation": Distillation(**taught)} if taught else settings
-            self.last_loss = settings, LOSSES[self.kind](**made)
-        return self.last_loss[1]
 
     @property
     def weights(self) -> list[OffloadBuffer]:
@@ -91,43 +80,42 @@ class Role:
                 buffer.offload()
 
 
-def build_role(arguments: dict[str, Any], layout: Layout) -> Role:
-    """A role from an HF folder; `optim` None: no training, `lora` None: no adapters."""
-    hf = read_hf_config(arguments["folder"])
-    kind, lora = arguments["kind"], arguments["lora"]
-    engine = ExecutionOptions(**arguments["engine"]).for_dtype(arguments["dtype"])
-    engine = engine if lora is None else engine.for_adapters()
+def build_role(asked: Load, layout: Layout) -> Role:
+    """A role from an HF folder."""
+    hf, kind, settings = read_hf_config(asked.folder), asked.kind, asked.settings
+    engine = ExecutionOptions(**settings.engine).for_dtype(settings.dtype)
+    engine = engine if settings.lora is None else engine.for_adapters()
     engine.check_context_parallel(layout.cp)
-    chunks = build_model(hf, layout, role=kind, dtype=arguments["dtype"], engine=engine)
-    if arguments["reads_weights"]:
-        load_hf(chunks, arguments["folder"], hf, role=kind)
+    chunks = build_model(hf, layout, role=kind, dtype=settings.dtype, engine=engine)
+    if settings.reads_weights:
+        load_hf(chunks, asked.folder, hf, role=kind)
     else:  # a checkpoint of another layout may have fewer rows of padding, which are zero
         with torch.no_grad():
             for param in (param for chunk in chunks for param in chunk.parameters()):
                 param.zero_()
-    model, optimizer = _trained(chunks, arguments, layout, engine)
+    model, optimizer = _trained(chunks, settings, layout, engine)
     parameters, gradients = OffloadBuffer(model, None, parameters=True), OffloadBuffer(model, None, gradients=True)
     moments = OffloadBuffer(model, optimizer, moments=True)
-    where = kind, model, hf, arguments["folder"], optimizer, parameters, gradients, moments
+    where = kind, model, hf, asked.folder, optimizer, parameters, gradients, moments
     return Role(*where, engine=engine, chunks=chunks)
 
 
-def build_on(owner: Role, arguments: dict[str, Any], layout: Layout) -> Role:
+def build_on(owner: Role, asked: Load, layout: Layout) -> Role:
     """A role on the base of another one, which it shares instead of a copy; `lora` None: the base as it is, frozen.
 
     ValueError if they cannot share it: see `_check_base`.  After any error the owner is as before.
     """
-    _check_base(owner, arguments)
+    _check_base(owner, asked)
     for buffer in owner.buffers:
         buffer.onload()
     if owner.adapters is None and settings_of(owner.chunks) is not None:
         _move_out(owner)
     try:
-        model, optimizer = _trained(owner.chunks, arguments, layout, owner.engine)
+        model, optimizer = _trained(owner.chunks, asked.settings, layout, owner.engine)
         buffers = owner.parameters, OffloadBuffer([], None), OffloadBuffer([], None)
         where = owner.kind, model, owner.hf, owner.source_folder, optimizer, *buffers
         role = Role(*where, engine=owner.engine, chunks=owner.chunks)
-        if arguments["lora"] is not None:
+        if asked.settings.lora is not None:
             _move_out(role)
         return role
     finally:
@@ -136,26 +124,27 @@ def build_on(owner: Role, arguments: dict[str, Any], layout: Layout) -> Role:
         owner.offload(by_default=True)
 
 
-def _check_base(owner: Role, arguments: dict[str, Any]) -> None:
-    """ValueError if a role with these arguments cannot be on the base of `owner`."""
-    base = f"base={arguments['base']}"
+def _check_base(owner: Role, asked: Load) -> None:
+    """ValueError if such a role cannot be on the base of `owner`."""
+    settings = asked.settings
+    base = f"base={settings.base}"
     config: Any = owner.chunks[0].config
-    options = {name: value for name, value in arguments["engine"].items() if value != "auto"}
+    options = {name: value for name, value in settings.engine.items() if value != "auto"}
     for what, own, theirs in (
-        ("a model of kind", arguments["kind"], owner.kind),
-        ("the folder", arguments["folder"], owner.source_folder),
-        ("dtype", arguments["dtype"], str(config.params_dtype).removeprefix("torch.")),
+        ("a model of kind", asked.kind, owner.kind),
+        ("the folder", asked.folder, owner.source_folder),
+        ("dtype", settings.dtype, str(config.params_dtype).removeprefix("torch.")),
         *((name, value, getattr(owner.engine, name)) for name, value in options.items()),
     ):
         if own != theirs:
             raise ValueError(f"{base}: that role has {what} {theirs}, not {own}; expected the same")
-    if not arguments["reads_weights"]:
+    if not settings.reads_weights:
         raise ValueError(f"{base}: its weights are shared, and no restore brings them; expected reads_weights=True")
     if owner.optimizer is not None and owner.adapters is None and settings_of(owner.chunks) is None:
         raise ValueError(f"{base}: that role trains all its weights; expected one with adapters, or a frozen one")
-    if arguments["lora"] is None and arguments["optim"] is not None:
+    if settings.lora is None and settings.optim is not None:
         raise ValueError(f"{base}: without adapters the shared weights would be trained; expected lora, or no optim")
-    if arguments["lora"] is not None and owner.engine.uses_transformer_engine:
+    if settings.lora is not None and owner.engine.uses_transformer_engine:
         raise ValueError(
             f"{base}: that role has Transformer Engine's layers, which take no adapters; expected one that was loaded "
             "with transformer_impl=local"
@@ -171,15 +160,15 @@ def _move_out(role: Role) -> None:
 
 
 def _trained(
-    chunks: Model, arguments: dict[str, Any], layout: Layout, engine: ExecutionOptions
+    chunks: Model, settings: LoadSettings, layout: Layout, engine: ExecutionOptions
 ) -> tuple[Model, Optimizer | None]:
-    """The model with what the arguments ask for, adapters and routing replay, wrapped for training; its optimizer."""
-    lora, optim = arguments["lora"], arguments["optim"]
-    if arguments["router_replay"]:
+    """The model with what the settings ask for, adapters and routing replay, wrapped for training; its optimizer."""
+    lora, optim = settings.lora, settings.optim
+    if settings.router_replay:
         add_router_replay(chunks)
     if lora is not None:
-        settings = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
-        apply_lora(chunks, settings, seed=lora["seed"])
+        adapters = LoraSettings(lora["rank"], lora["alpha"], tuple(lora["targets"]))
+        apply_lora(chunks, adapters, seed=lora["seed"])
     if optim is None:
         return chunks, None
     model = wrap_for_training(chunks, layout, engine)

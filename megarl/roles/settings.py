@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +33,6 @@ class Update:
     bypass: bool = False  # the ratio uses the server's log-probs
     reference: str | None = None  # the reference role for the full KL
 
-    @property
-    def divergence(self) -> tuple[str, float] | None:
-        """The name and beta of a divergence over the vocabulary, which the ranks compute; None: there is none."""
-        taught = self.loss.distillation if isinstance(self.loss, ActorLoss) else None
-        return (taught.divergence, taught.beta) if taught and not taught.top_k else None
-
 
 @dataclass(frozen=True)
 class LoadSettings:
@@ -47,7 +40,7 @@ class LoadSettings:
 
     dtype: str = "float32"
     optim: dict[str, Any] | None = None  # None: it is not trained
-    plugins: Sequence[str] = ()
+    plugins: tuple[str, ...] = ()
     # Freezes the model and trains adapters: {"rank": 16, "alpha": 32, "targets": ["q_proj", ...], "seed": 0}.
     lora: dict[str, Any] | None = None
     # The fields of mcore.models.execution.ExecutionOptions that differ from the defaults; where prefixes must be

@@ -17,7 +17,6 @@ from megarl.processes.restarts import Restarts
 from megarl.rollout.client import Scores, ServerClient, ServerError
 from megarl.samples.batch import Batch
 
-_REST_S = 1.0  # before a second try; doubles with each
 _LOOK_S = 0.5  # between two looks after the servers
 
 
@@ -101,15 +100,14 @@ class TeacherServers:
 
         `ended`: nobody waits for it any more.
         """
-        failures, back_by = Restarts(self.tries, _REST_S), time.monotonic() + self.comes_back_s
+        failures, back_by = Restarts(self.tries), time.monotonic() + self.comes_back_s
         while True:
             client = self._clients[(number + failures.count) % len(self._clients)]
             try:
                 return client.scores(token_ids, start, top_k)
             except ServerError as error:
                 rest_s = failures.next_rest_s
-                if error.status != 0 or time.monotonic() >= back_by:
-                    failures.count += 1
+                failures.count += error.status != 0 or time.monotonic() >= back_by
                 may_pass = error.status in (0, 429) or error.status >= 500
                 if failures.are_used_up or not may_pass or ended.is_set():
                     raise

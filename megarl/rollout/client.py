@@ -33,7 +33,10 @@ class ServerError(RuntimeError):
 
     def __init__(self, url: str, route: str, status: int, message: str) -> None:
         super().__init__(f"{url}{route} answered {status}: {message}" if status else f"{url}{route} failed: {message}")
-        self.url, self.route, self.status, self.message = url, route, status, message
+        self.url = url
+        self.route = route
+        self.status = status
+        self.message = message
 
 
 class Load(NamedTuple):
@@ -46,7 +49,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the tokens of a sequence from `start` on, at temperature 1; for each `top_k` tokens, most likely first."""
+    """Log-probs of a sequence's tokens from `start` on, at temperature 1, and each one's `top_k` most likely tokens."""
 
     log_probs: list[float]
     top_ids: list[list[int]]

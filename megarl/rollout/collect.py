@@ -71,7 +71,9 @@ class Completions:
     def __init__(
         self, pool: EnginePool, tokenizer: PreTrainedTokenizerBase, score: Score, *, special_tokens: bool = False
     ) -> None:
-        self._pool, self._tokenizer, self._score = pool, tokenizer, score
+        self._pool = pool
+        self._tokenizer = tokenizer
+        self._score = score
         self._special_tokens = special_tokens
 
     async def __aenter__(self) -> Self:

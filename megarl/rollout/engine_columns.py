@@ -32,9 +32,9 @@ _MASKS = "output_token_sampling_mask"
 
 @dataclass(frozen=True)
 class EngineSupport:
-    """Of the completions that are sampled so.
+    """The tokens that could be drawn at each place of a completion, where top_p or top_k restrict them.
 
-    Evaluations that sample otherwise have none; those that sample in the same way have it too, and nobody reads it.
+    An evaluation has this column only if it samples in the same way, and then it is not read.
 
     Example: EngineSupport(top_p=0.9, top_k=20).read(reply["meta_info"], 7, 3, num_known=0), 10 lists.
     """
@@ -59,13 +59,13 @@ class EngineSupport:
         return {"return_sampling_mask": True}
 
     def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> Ragged:  # noqa: ARG002
-        """Lists of ids; of the request's tokens they are empty."""
+        """Lists of ids; they are empty for the tokens of the request."""
         masks = None if meta.get(SAMPLING_LOG_PROBS) is None else meta.get(_MASKS)
         if masks is None and meta["finish_reason"]["type"] == "abort":
             raise ColumnsLost(num_new, "the request was ended in the queue, without the tokens that could be drawn")
         if masks is None:
             raise ValueError(
-                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k}: the server does not tell which tokens "
+                f"rollout.top_p={self.top_p} and rollout.top_k={self.top_k}: the server does not report which tokens "
                 "could be drawn; expected one that does, such as SGLang 0.5.23, or 1.0 and -1"
             )
         drawn = [triple[1] for triple in meta["output_token_logprobs"]]

@@ -53,7 +53,7 @@ class _Seen:
 
 
 class State(Enum):
-    """Of a visit that is outstanding; the ledger settles it from any but the first."""
+    """The state of an outstanding visit; the ledger can settle it in any state but the first."""
 
     RUNNING = auto()  # its group is being generated
     ARRIVED = auto()  # its group is there and not yet looked at
@@ -118,8 +118,13 @@ class Prefetcher:
         waiting: Mapping[int, Group] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._collectors, self._ledger, self._prompts, self._settings = collectors, ledger, prompts, settings
-        self._num_prompts, self._keep, self._turn_s = settings.num_prompts, settings.keep, settings.turn_s
+        self._collectors = collectors
+        self._ledger = ledger
+        self._prompts = prompts
+        self._settings = settings
+        self._num_prompts = settings.num_prompts
+        self._keep = settings.keep
+        self._turn_s = settings.turn_s
         self._step, self._clock = first_step, clock
         self._visits: dict[int, Visit] = {}  # that are outstanding
         self._waits_since: float | None = None  # for the next iteration
@@ -168,11 +173,13 @@ class Prefetcher:
             raise RuntimeError(f"all {len(lost)} prompts of an iteration were lost; the first: {lost[0].reason}")
         metrics = self._metrics(lateness=num_settled - min(visits))
         outcomes = {outcome: sorted(of_it) for outcome, of_it in self._seen.settled.items()}  # they came in any order
-        self._step, self._waits_since, self._seen = self._step + 1, None, _Seen()
+        self._step = self._step + 1
+        self._waits_since = None
+        self._seen = _Seen()
         return RolloutBatch(groups, lost, outcomes, metrics, reward_s)
 
     def skip(self, batch: RolloutBatch, visits: Collection[int]) -> None:
-        """These visits of an iteration, which count as trained, were skipped."""
+        """Count visits of an iteration as skipped, and no longer as trained."""
         self._ledger.take_back(visits)
         batch.visits[TRAINED] = [visit for visit in batch.visits[TRAINED] if visit not in visits]
         batch.visits[SKIPPED] += visits
@@ -275,7 +282,9 @@ class Prefetcher:
 
     def _check_share_kept(self) -> None:
         """Raises RuntimeError if the iteration has seen as many groups as it may and is not full."""
-        keep, seen, num_kept = self._keep, self._seen, len(self._in(State.READY))
+        keep = self._keep
+        seen = self._seen
+        num_kept = len(self._in(State.READY))
         assert keep is not None, "only dynamic sampling keeps a share"
         if num_kept == 0 and len(seen.lost) >= self._num_prompts and not seen.finished:
             raise RuntimeError(
@@ -314,8 +323,10 @@ class Prefetcher:
         return max(0.0, came - max(generated, self._waits_since + turn_s))
 
     def _metrics(self, lateness: int) -> dict[str, float]:
-        """Of the iteration that is taken: see docs/outputs."""
-        seen, usage, num_running = self._seen, self._usage, len(self._in(State.RUNNING))
+        """Metrics of the iteration that is taken; docs/outputs.md lists them."""
+        seen = self._seen
+        usage = self._usage
+        num_running = len(self._in(State.RUNNING))
         assert usage is not None, "an iteration is waited for before it is taken"
         began = [visit.began for visit in self._visits.values() if visit.began is not None]
         out = {"lost": float(len(seen.lost)), "in_flight": float(num_running)}

@@ -11,7 +11,7 @@ from megarl.rollout.wire_columns import EngineColumn
 class GenerationSettings:
     """Example: GenerationSettings(timeout_s=120, fenced=True).  Collectors and their pools get it whole."""
 
-    # Of one attempt; then the server has to return what it has generated so far.  A completion has no time limit.
+    # Time limit of one attempt; then the server must return what it has generated.  A completion has no time limit.
     timeout_s: float
     max_in_flight: int = 512  # completions that a collector requests at a time
     piece_tokens: int = 0  # new tokens of one request at most; 0: no limit
@@ -23,5 +23,5 @@ class GenerationSettings:
     joins: bool = False  # short answers that are asked for at once travel in one request: see `Joined`
     columns: tuple[EngineColumn, ...] = ()  # what is to travel with the tokens of every completion
     num_ids: int | None = None  # of the model's vocabulary, with its padding; None: not known
-    reports_unfit: bool = False  # a server that hangs, or fails again and again, is fenced, and its owner is told
+    reports_unfit: bool = False  # a server that hangs, or fails again and again, is fenced and reported to its owner
     slow_factor: float | None = None  # and so is one whose replies take so many times as long as those of others

@@ -22,7 +22,7 @@ class Usage:
         self._before = dict(counters)
 
     def of_step(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Of the time since the last call; see EnginePool.counters and Collectors.counters for the names.
+        """Metrics of the time since the last call; see EnginePool.counters and Collectors.counters for the names.
 
         Returns: servers_idle_share: of the servers' time without a request.  tokens_wasted_share, and for each cause
             tokens_wasted_share/CAUSE: of the tokens that servers generated.  stale_prefix: replies with KV of other

@@ -23,7 +23,7 @@ COLUMN_DTYPES = frozenset(
 
 
 class ColumnsLost(ValueError):
-    """A reply does not tell what belongs to its new tokens, which the same request may get from another attempt."""
+    """A reply lacks columns of its new tokens; another attempt of the same request may bring them."""
 
     def __init__(self, num_tokens: int, why: str) -> None:
         super().__init__(why)
@@ -82,7 +82,7 @@ def read_columns(
         raise ValueError(f"the columns of a completion are a {type(sent).__name__}: expected an object")
     names = [column.name for column in wanted]
     if unasked := [name for name in sent if name not in names]:
-        raise ValueError(f"a completion has the column {unasked[0]!r}, for which nobody asked: expected {names}")
+        raise ValueError(f"a completion has the column {unasked[0]!r}, which was not requested: expected {names}")
     found: dict[str, Any] = {}
     for column in wanted if num_new else ():
         name = column.name

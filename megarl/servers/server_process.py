@@ -88,7 +88,7 @@ class LocalServer:
         return last_lines(self._log, self._log_start, keep=PORT_TAKEN) + self._memory.words(self.exit_code())
 
     def end(self, grace_s: float) -> None:
-        """Kill it and its children, at once, since it has nothing to save; delete its folder."""
+        """Kill it and its children at once, because it has nothing to save, and delete its folder."""
         if self._ended:  # by now another process may have its pid
             return
         self._ended = True
@@ -185,7 +185,10 @@ class ServerProcess:
     """
 
     def __init__(self, launch: EngineLaunch, token: str, log: Path, *, name: str, machine: Machine = HERE) -> None:
-        self.launch, self.log, self.name, self.machine = launch, log, name, machine
+        self.launch = launch
+        self.log = log
+        self.name = name
+        self.machine = machine
         self.incarnation = 0  # counts the processes of this server
         self._token = token
         self._handle: ProcessHandle | None = None
@@ -272,7 +275,9 @@ def choose_ports(processes: Sequence[ServerProcess]) -> None:
     for machine, its in by_machine.items():
         ports = iter(machine.free_ports([process.launch.host for process in its for _ in range(2)]))
         for process in its:
-            launch, port, group_port = process.launch, next(ports), next(ports)
+            launch = process.launch
+            port = next(ports)
+            group_port = next(ports)
             process.launch = replace(launch, port=launch.port or port, group_port=launch.group_port or group_port)
 
 

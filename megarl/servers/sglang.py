@@ -22,7 +22,7 @@ _CPU_TOKENS = 65536  # SGLang's default takes most of the machine's memory
 _DETERMINISTIC = "--enable-deterministic-inference"
 _BATCH_S = 300.0  # SGLang's own limit for one batch
 
-# Of servers on GPUs, unless the user has set them.
+# Options of servers on GPUs, unless the user has set them.
 _ON_GPUS = {
     # SGLang refuses to start where the free memory of its GPUs differs by a tenth, as it does for a server that is
     # started again beside a trainer whose ranks hold unequal parts.

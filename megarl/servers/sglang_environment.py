@@ -112,16 +112,16 @@ def preload_faults(python: Path) -> list[str]:
         return [f"torch_memory_saver for {_CUDA}"]
     environment = with_cuda_libraries(python, os.environ)
     try:
-        told = subprocess.run(["ldd", str(libraries[0])], env=environment, capture_output=True, text=True, check=False)
+        found = subprocess.run(["ldd", str(libraries[0])], env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return []  # this machine has no ldd, which tells it
-    return [line.split()[0] for line in told.stdout.splitlines() if line.endswith("not found")] or (
-        [told.stderr.strip()] if told.returncode else []
+        return []  # only ldd knows, and this machine has none
+    return [line.split()[0] for line in found.stdout.splitlines() if line.endswith("not found")] or (
+        [found.stderr.strip()] if found.returncode else []
     )
 
 
 def _packages(python: Path, pattern: str) -> list[Path]:
-    """What is so called among the packages of that Python's environment."""
+    """The files that match `pattern` among the packages of that Python's environment."""
     # Debian calls them dist-packages
     return sorted(python.parents[1].glob(f"lib/python3*/*-packages/{pattern}"))
 

@@ -288,9 +288,10 @@ class Servers:
             check()
         events: list[ServerEvent] = []
         for server in self._servers:
+            lasted_s = time.monotonic() - server.since
             if server.state in (State.STARTING, State.SERVING):
                 events += self._look_at(server)
-            elif starts and server.state is State.RESTING and self._has_rested(server):
+            elif starts and server.state is State.RESTING and lasted_s >= server.restarts.next_rest_s:
                 events += self._start_again(server)
         return events
 
@@ -338,9 +339,6 @@ class Servers:
         """Count its restarts anew if it has served for long."""
         if server.state is State.SERVING:
             server.restarts.note_run(time.monotonic() - server.since)
-
-    def _has_rested(self, server: _Watched) -> bool:
-        return time.monotonic() - server.since >= server.restarts.next_rest_s
 
     def _start_again(self, server: _Watched) -> list[ServerEvent]:
         try:

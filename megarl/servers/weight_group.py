@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megarl.io.auth import derived
 from megarl.io.sockets import listen
-from megarl.processes.store import SealedStore, StorePlace, keep
+from megarl.processes.channels.store import StorePlace, TlsStore, keep
 
 KEY_VARIABLE = "MEGARL_WEIGHT_GROUPS_KEY"  # in the processes of a server
 _environment = threading.Lock()
@@ -30,13 +30,13 @@ def groups_key(server_token: str) -> str:
     return derived(server_token, "weight groups")
 
 
-def join_store(address: str, port: int, group_name: str, world_size: int, timeout_s: float, key: str) -> SealedStore:
+def join_store(address: str, port: int, group_name: str, world_size: int, timeout_s: float, key: str) -> TlsStore:
     """Returns when all members have come; `key`: see groups_key.  Raises RuntimeError: torch's DistError is one."""
-    return SealedStore(StorePlace(f"{address}:{port}", derived(key, group_name)), timeout_s, world_size)
+    return TlsStore(StorePlace(f"{address}:{port}", derived(key, group_name)), timeout_s, world_size)
 
 
 class StockHost:
-    """Hosts torch's own store, for a server that knows no other: everybody can write there until it is shut."""
+    """Hosts torch's own store for a server that knows no other.  Until it is closed, any process can write to it."""
 
     def __init__(self, address: str) -> None:
         listener = listen(address)
@@ -104,7 +104,7 @@ def _failures_survived() -> Iterator[None]:
     trainer, when a server dies in a transfer. Without the watchdog `leave_weight_group` has to abort the group.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    with _environment:  # groups with several servers are made in threads; making one waits for nobody
+    with _environment:  # groups with several servers are made in threads; making one does not wait for the others
         before = os.environ.get(name)
         os.environ[name] = "0"
         try:

@@ -4,6 +4,6 @@
 `build` makes parts from the configuration. `roles` are the models, `infrastructure` outlives a restart of the ranks,
 `algorithm` is the algorithm as plain values. `telemetry/` records times and metrics, `servers/` are the servers as the
 trainer sees them, `teachers` says what the policy learns from whom. `checkpoint/` saves and resumes, `artifacts` writes
-the results. `sft` and `evaluation/` are also commands of their own; `checks/` has `trainer.check_only` and all checks
-of rewards; `recipes/` prepares the quickstart.
+the results. `sft` is supervised training, `evaluation/` also a command; `checks/` has all checks of rewards;
+`recipes/` prepares the quickstart.
 """

@@ -108,7 +108,9 @@ def make_algorithm(config: Config) -> Algorithm:
     """Raises ValueError, one sentence, for settings that the loss layer refuses."""
     algorithm = config.algorithm
     actor, reads = actor_update(config), _read_by_advantages(config)
-    learns_values, kl, groups = "values" in reads, algorithm.kl_ctrl, algorithm.filter_groups
+    learns_values = "values" in reads
+    kl = algorithm.kl_ctrl
+    groups = algorithm.filter_groups
     asked = keyword_names(ADV_ESTIMATORS[algorithm.adv_estimator])
     return Algorithm(
         actor=actor,

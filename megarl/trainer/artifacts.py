@@ -38,7 +38,7 @@ PAGE = """# {name}
 | `hf/` | the trained model, a folder that `transformers` and servers load |
 {more}| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
 | `metrics.jsonl` | every number of every step, one JSON object a line |
-| `samples.jsonl` | some completions of every step, with their rewards and the weights that wrote them |
+| `samples.jsonl` | some completions of every step, with their rewards and the weights that generated them |
 | `tokens.jsonl` | a few of them token by token, with log-probs, advantages and versions |
 | `timeline.jsonl` | of every step: its stages in time, and the seconds of every rank |
 | `visits.jsonl` | of every step: which visits of prompts were trained, filtered by dynamic sampling, lost, skipped |
@@ -56,7 +56,10 @@ MORE = {  # files that only some runs have
 
 def finish(run: Run, after: Evaluation) -> dict[str, Any]:
     """Write everything and show the answers; returns the summary."""
-    plan, config, folder, console = run.plan, run.plan.config, run.plan.folder, pages()
+    plan = run.plan
+    config = run.plan.config
+    folder = run.plan.folder
+    console = pages()
     run.log.trackers.stage("writing the model")
     run.server_manager.release_memory()  # there is no more generation, and the export needs GPU memory
     hf, adapter = folder / "hf", folder / "adapter" if config.actor.lora.rank else None

@@ -35,7 +35,9 @@ class BadNumbers:
 
     def __init__(self, on_nonfinite: str, folder: Path, *, epochs: int = 1, warn: Callable[[str], None] = warn) -> None:
         """`folder`: of the run.  `epochs`: of the actor over a batch."""
-        self._on_nonfinite, self._epochs, self._warn = on_nonfinite, epochs, warn
+        self._on_nonfinite = on_nonfinite
+        self._epochs = epochs
+        self._warn = warn
         self._file = folder / ROLLBACKS
         self._num_rollbacks = len(list(_rows(self._file)))
         self._step = 0
@@ -46,7 +48,9 @@ class BadNumbers:
 
     def begin(self, step: int, names: Sequence[str] = (), visits: Sequence[int] = ()) -> None:
         """A step, counted from 1, has its batch: the names of its samples, and the visit of each prompt group."""
-        self._step, self._names, self._visits = step, names, visits
+        self._step = step
+        self._names = names
+        self._visits = visits
         self._counts.clear()
         self._refused.clear()
 
@@ -80,7 +84,7 @@ class BadNumbers:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of this step, but rollbacks since the run began."""
+        """Skipped steps and spikes of this step, and all rollbacks since the run began."""
         counts = {"skipped_steps": self._counts["skipped"], "spikes": self._counts["spikes"]}
         return {f"trainer/{name}": float(n) for name, n in (counts | {"rollbacks": self._num_rollbacks}).items()}
 

@@ -135,10 +135,8 @@ def make_group(
         start_timeout_s=trainer.call_timeout_s,
         environment=({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_order else {})
         | (VARIABLES if serves and joins_servers(config) else {}),
-        setup={
-            "has_neighbours": serves and serves_beside_actor(config),
-            "is_mapped": serves and is_actors and servers_map_memory(config),
-        },
+        has_neighbours=serves and serves_beside_actor(config),
+        is_mapped=serves and is_actors and servers_map_memory(config),
     )
     logs, first = trainer.run_dir / "logs" / name, role.first_rank
     return Group(name, role.num_ranks, layout, settings, log_dir=logs, nodes=nodes, first_rank=first, address=address)
@@ -194,7 +192,7 @@ def optim_settings(role: Any, total_steps: int) -> dict[str, Any]:
 
 
 def lora_settings(config: Config) -> dict[str, Any] | None:
-    """The `lora` argument of the actor's `load`; None trains all weights."""
+    """The `lora` of the actor's LoadSettings; None trains all weights."""
     lora = config.actor.lora
     if lora.rank == 0:
         return None
@@ -285,6 +283,6 @@ def stop_ids(folder: str) -> list[int]:
 
 
 def num_token_ids(config: Config) -> int | None:
-    """Of the policy's vocabulary, the padding of its embedding included; None if its config.json does not say."""
+    """Size of the policy's vocabulary, with the padding of its embedding; None if its config.json does not say."""
     size = config_of_folder(model_folder(config.model.path)).get("vocab_size")
     return None if size is None else int(size)

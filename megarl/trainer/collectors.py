@@ -146,7 +146,7 @@ def variables(key: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def reward_settings(config: Config, num_collectors: int) -> RewardSettings:
-    """Of each of so many collectors."""
+    """The reward settings of one of `num_collectors` collectors."""
     reward = config.reward
     return RewardSettings(
         weights=reward.weights,

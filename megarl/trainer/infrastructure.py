@@ -20,6 +20,7 @@ from megarl.machines.joining import JoinListener
 from megarl.machines.member import NodeLeft
 from megarl.machines.nodes import NodeLost, Nodes, announce, forget
 from megarl.processes.failure_report import write_report
+from megarl.processes.restarts import Restarts
 from megarl.servers.router import Router
 from megarl.servers.server_process import MachineGone
 from megarl.servers.supervisor import Servers
@@ -73,8 +74,8 @@ class Infrastructure:
         shared, timeout_s = config.rollout.placement == "shared", config.rollout.request_timeout_s
         self.colocation = Colocation(self.server_token, timeout_s=timeout_s) if shared else None
         self.teacher_servers: dict[str, Servers] = {}  # that the run starts for teachers, by their names
-        self._restarts = 0  # in all
-        self._in_vain, self._furthest = 0, 0  # restarts since the run last came further than ever; its last step then
+        self._num_restarts = 0  # in all
+        self._restarts, self._furthest = Restarts(), 0  # since the run last came further than ever; its last step then
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -120,7 +121,7 @@ class Infrastructure:
     def spawn_servers(self) -> None:
         """Start the processes of the servers, which load their model while the caller goes on; `serve` waits for them.
 
-        Does nothing where they run already, or were begun.  Raises NodeLost if a machine is lost.
+        Does nothing if they run, or are being started.  Raises NodeLost if a machine is lost.
         """
         if self._servers is not None or self._begun is not None:
             return
@@ -177,7 +178,7 @@ class Infrastructure:
                     self.colocation.forget(url)
 
     def ask_servers(self) -> ServerInfoByUrl:
-        """What the servers say of themselves; one that says nothing starts again, and the run goes on with the others.
+        """The /server_info of the servers; one that does not answer is restarted; the run continues with the others.
 
         Raises ServerDied if no server is left.
         """
@@ -209,15 +210,17 @@ class Infrastructure:
             return self._wait_for_nodes()
         allowed = self.config.trainer.max_restarts or 0
         if step > self._furthest:
-            self._furthest, self._in_vain = step, 0
+            self._furthest, self._restarts.count = step, 0
         if isinstance(error, OutOfMemory):
             allowed = min(allowed, 1)
-        elif isinstance(error, PortsBlocked) and not self._restarts:
+        elif isinstance(error, PortsBlocked) and not self._num_restarts:
             allowed = 0
-        if self._in_vain >= allowed:
+        self._restarts.most = allowed
+        if self._restarts.are_used_up:
             raise error
-        self._restarts, self._in_vain = self._restarts + 1, self._in_vain + 1
-        where = write_report(error, self.config.trainer.run_dir / "logs" / f"restart_{self._restarts}.txt")
-        count = f"{self._in_vain} of {allowed} without a new step"
+        self._restarts.count += 1
+        self._num_restarts += 1
+        where = write_report(error, self.config.trainer.run_dir / "logs" / f"restart_{self._num_restarts}.txt")
+        count = f"{self._restarts.count} of {allowed} without a new step"
         say(f"warning: {error}", f"the ranks are started again ({count}); {where}")
         self._wait_for_nodes()

@@ -25,7 +25,6 @@ from megarl.trainer.checks.reward_trial import read_and_try
 from megarl.trainer.checks.rewards import check_audited, check_reward_model, check_rewards
 from megarl.trainer.collectors import check_agents
 from megarl.trainer.evaluation.in_training import BEFORE
-from megarl.trainer.predictions import lacks_memory, memory_on_cpu
 from megarl.trainer.resumable import Plan
 from megarl.trainer.servers.colocation import check_shared_gpus, uses_gpus
 from megarl.trainer.teachers import check_taught, check_teachers
@@ -33,7 +32,7 @@ from megarl.trainer.teachers import check_taught, check_teachers
 
 @dataclass(frozen=True)
 class TrainPlan(Plan):
-    """Of `megarl train`."""
+    """The plan of `megarl train`."""
 
     algorithm: Algorithm
     prompts: Prompts
@@ -56,8 +55,6 @@ def preflight(config: Config, began: float) -> TrainPlan:
         began -= resume.state["totals"]["wall_s"]
     policy = model_folder(config.model.path)
     _check_servers(config)
-    if sentence := lacks_memory(memory_on_cpu(config, "train")):
-        warn(sentence)
     load_plugins(config.algorithm.plugins)
     check_rewards(config)
     if reason := check_agents(config):

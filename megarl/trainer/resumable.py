@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def folder(self) -> Path:
-        """That of the run."""
+        """The folder of the run."""
         return self.config.trainer.run_dir
 
 
@@ -90,7 +90,10 @@ class SaveTimes:
     ) -> None:
         """`first_step`: the state after so many steps is saved or needs no save.  `clock`: in seconds."""
         self.last = first_step  # of the last save
-        self._settings, self._signals, self._num_steps, self._clock = settings, signals, num_steps, clock
+        self._settings = settings
+        self._signals = signals
+        self._num_steps = num_steps
+        self._clock = clock
         self._asked = 0  # the step whose save SIGUSR1 has asked for, until that is reported
         self._since = clock()
 
@@ -208,7 +211,7 @@ def to_the_end(
     signals: Signals,
     infrastructure: Infrastructure,
 ) -> dict[str, Any]:
-    """What `loop` returns of an attempt: of the first one, or of a later one.
+    """Run attempts until one of them ends; returns what `loop` returns of it.
 
     If ranks fail, and `infrastructure` allows another start, the next one begins at the last save; if a save is
     damaged, at the one before it.  A bad number can make the training go back.

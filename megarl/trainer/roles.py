@@ -94,7 +94,9 @@ def make_roles(
         inputs=(*support, *experts),
         update_settings=algorithm.actor,
     )
-    critic, reference, reward_model = None, None, None
+    critic = None
+    reference = None
+    reward_model = None
     if algorithm.critic:
         critic = Critic(
             "critic",
@@ -143,7 +145,7 @@ def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int,
         LoadSettings(
             dtype,
             optim=optim_settings(config.actor, optimizer_steps(config, config.actor, num_steps - critic_warmup)),
-            plugins=plugins(config),
+            plugins=tuple(plugins(config)),
             lora=lora,
             engine=engine_settings(config.actor),
             reads_weights=lora is not None or not resumes,

@@ -41,7 +41,6 @@ from megarl.trainer.collectors import generation_settings, make_collectors
 from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluator, read_audit
 from megarl.trainer.evaluation.in_training import Evaluations
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.predictions import lost_at_an_end
 from megarl.trainer.preflight import TrainPlan
 from megarl.trainer.resumable import Attempt, SaveTimes, open_trackers, take_up
 from megarl.trainer.roles import Roles, load_roles, make_roles, training_phase
@@ -54,7 +53,7 @@ from megarl.trainer.servers.server_manager import ServerManager, is_verified
 from megarl.trainer.teachers import make_teachers
 from megarl.trainer.telemetry.profile import check_profile
 from megarl.trainer.telemetry.run_log import RunLog, StepMetrics, Totals
-from megarl.weights.verify.canary import Canary
+from megarl.weights.push.report import PushReport
 
 
 @dataclass(kw_only=True)
@@ -71,7 +70,7 @@ class Run(Attempt):
     evaluations: Evaluations
     log: RunLog
 
-    def push(self, version: int) -> dict[str, Any]:
+    def push(self, version: int) -> PushReport:
         """Push the actor's weights to every live server; a server without verified weights does not generate."""
         self.log.totals.pushes += 1
         report = self.server_manager.push(version)
@@ -145,8 +144,6 @@ def _start(plan: TrainPlan, site: Infrastructure, signals: Signals, stack: ExitS
     if site.colocation:
         load()
     check_profile(config.trainer.profile, plan.num_steps, worlds.groups)
-    if lost := lost_at_an_end(config, roles.actor.group.device_name, plan.num_steps):
-        warn(lost)
     own = [url for url in processes.urls if url not in processes.joined]
     roles.actor.connect(push_settings(config, own, token))
     saver = take_up(plan, roles.trainable, bad_numbers, stack)
@@ -198,7 +195,9 @@ class Worlds:
     """The groups of ranks of a run: one for each layout, first rank and number of ranks."""
 
     def __init__(self, config: Config, site: Infrastructure, stack: ExitStack) -> None:
-        self._config, self._nodes, self._stack = config, site.nodes, stack
+        self._config = config
+        self._nodes = site.nodes
+        self._stack = stack
         self._groups: dict[tuple[Layout, int, int], Group] = {}
 
     @property
@@ -231,7 +230,10 @@ def _load_roles(plan: TrainPlan, roles: Roles, worlds: Worlds, trackers: Tracker
 
 
 def _open_log(plan: TrainPlan, roles: Roles, worlds: Worlds, trackers: Trackers) -> RunLog:
-    config, folder, num_samples, tokens = plan.config, plan.folder, plan.config.trainer.token_samples, None
+    config = plan.config
+    folder = plan.folder
+    num_samples = plan.config.trainer.token_samples
+    tokens = None
     if num_samples:
         tokenizer = load_tokenizer(model_folder(config.model.tokenizer_path))
         tokens = TokenLog(
@@ -285,11 +287,11 @@ def _make_server_manager(
     if site.colocation is not None:
         # Pushes of adapters do not restore the base.
         lends = GENERATION if config.actor.lora.rank and config.actor.lora.push == "adapter" else ALL
-        turns = Turns(site.colocation, lambda: Canary.from_json(canary(config, actor, ids)), lends)
+        turns = Turns(site.colocation, lambda: canary(config, actor, ids), lends)
     elif site.door is not None:
         members = Memberships(site.door, processes, collectors, check)
 
-    def push(only: Sequence[str], version: int) -> dict[str, Any]:
+    def push(only: Sequence[str], version: int) -> PushReport:
         return actor.push(version, only=only, canary=None if turns else canary(config, actor, ids))
 
     requester = Routed(site.router, collectors.update) if site.router else collectors

@@ -165,7 +165,7 @@ def _refusal(folder: Path, owner: dict[str, Any]) -> str:
 
 @contextmanager
 def shared(settings: Trainer) -> Iterator[None]:
-    """With trainer.share_results the results get the permissions of the user's umask, however the block ends.
+    """With trainer.share_results, give the results the permissions of the user's umask at the end, also after an error.
 
     The run's folder, and those above it that the settings name, can then be passed through, but not listed.
     """

@@ -36,7 +36,6 @@ from megarl.trainer.bad_numbers import BadNumbers, spikes_of
 from megarl.trainer.build import (
     engine_settings,
     make_group,
-    make_mini_model,
     model_folder,
     num_token_ids,
     optim_settings,
@@ -45,18 +44,7 @@ from megarl.trainer.build import (
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, to_resume
 from megarl.trainer.checkpoint.resume import announce, require_state
 from megarl.trainer.infrastructure import Infrastructure
-from megarl.trainer.predictions import lacks_memory, memory_on_cpu
-from megarl.trainer.resumable import (
-    Attempt,
-    Plan,
-    SaveTimes,
-    due,
-    open_trackers,
-    own_folder,
-    report_results,
-    take_up,
-    to_the_end,
-)
+from megarl.trainer.resumable import Attempt, Plan, SaveTimes, due, open_trackers, own_folder, take_up, to_the_end
 from megarl.trainer.telemetry.profile import check_profile, profiled
 
 VAL_LOSS = "val/loss"
@@ -73,9 +61,6 @@ def sft(config: Config) -> dict[str, Any]:
     trainer = config.trainer
     with own_folder(config):
         with Signals(trainer.term_grace_s) as signals:
-            make_mini_model(config)
-            if sentence := lacks_memory(memory_on_cpu(config, "sft")):
-                warn(sentence)
             examples = read_examples(config, "sft.train_files", config.sft.train_files)
             held_out = read_examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
             steps = training_steps(config, examples)
@@ -127,7 +112,7 @@ def hardly_moved(series: Series, lr: float) -> str:
 
 @dataclass(frozen=True)
 class SftPlan(Plan):
-    """Of `megarl sft`."""
+    """The plan of `megarl sft`."""
 
     examples: SftExamples
     held_out: SftExamples | None
@@ -136,7 +121,7 @@ class SftPlan(Plan):
 
 @dataclass(kw_only=True)
 class SftRun(Attempt):
-    """From the start, or from the save that is resumed, to the exported model."""
+    """A training from its start, or from the resumed save, to the exported model."""
 
     plan: SftPlan
     actor: Actor
@@ -147,7 +132,9 @@ class SftRun(Attempt):
 
     def train(self) -> dict[str, Any]:
         """All steps, each with what is due after it; returns the summary."""
-        plan, trainer, signals = self.plan, self.plan.config.trainer, self.signals
+        plan = self.plan
+        trainer = self.plan.config.trainer
+        signals = self.signals
         signals.is_patient = True
         if plan.first_step == 0 and trainer.val_before_train:
             self._evaluate(0)
@@ -207,7 +194,9 @@ class SftRun(Attempt):
 @contextmanager
 def open_sft(plan: SftPlan, infrastructure: Infrastructure, signals: Signals) -> Iterator[SftRun]:
     """Start the ranks, and restore the save at which the training begins."""
-    config, resume, folder = plan.config, plan.resume, plan.folder
+    config = plan.config
+    resume = plan.resume
+    folder = plan.folder
     state: dict[str, Any] = dict(_state_of(resume)) if resume else {"loss": None, "wall_s": 0.0, "examples": plan.fresh}
     with ExitStack() as stack:
         if resume is not None:
@@ -305,9 +294,3 @@ def supervised(batch: Batch) -> Batch:
     ones, zeros = torch.ones(batch.num_tokens), torch.zeros(batch.num_tokens)
     groups = torch.arange(batch.num_sequences)
     return replace(batch, per_sequence={"group": groups}).with_columns(advantages=ones, old_log_probs=zeros)
-
-
-def main(config: Config) -> int:
-    """`megarl sft`."""
-    sft(config)
-    return report_results(config)

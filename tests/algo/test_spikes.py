@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from megarl.algo.spikes import WARMUP, WINDOW, Series, Spikes
+from megarl.algo.spikes import WARMUP, WINDOW, Limits, Series, Spikes
 
 
 def series(*values: float, sigma: float = 3.0, scale: float = 0.0) -> Series:
@@ -40,7 +40,7 @@ def test_up_to_the_floor_nothing_is_a_spike() -> None:
     rare = Spikes(3.0, max_grad_norm=1.0)
     for norm in [*[1e-3, 3e-3] * 8, 0.8, 1e-3]:
         rare.add(norm, 0.0)
-        assert rare.limits["grad_norm"] in (None, 1.0)
+        assert rare.limits.grad_norm in (None, 1.0)
     assert Series(3.0, floor=0.01, values=deque([1.0, 3.0] * 8)).limit == series(*[1.0, 3.0] * 8).limit
 
 
@@ -71,7 +71,7 @@ def test_either_number_of_a_step_can_be_the_spike() -> None:
     spikes, again = Spikes(3.0, 1.0), Spikes(3.0, 1.0)
     for norm, loss in [(1.0, 0.4), (3.0, 0.6)] * 8:
         spikes.add(norm, loss)
-    assert spikes.limits == {"grad_norm": pytest.approx(5.0983867), "loss": pytest.approx(0.80983867)}
+    assert spikes.limits == Limits(pytest.approx(5.0983867), pytest.approx(0.80983867))
     again.load_state_dict(json.loads(json.dumps(spikes.state_dict())))
     assert again.limits == spikes.limits
     assert str(spikes.found("critic", 1.0, 1.0)) == (

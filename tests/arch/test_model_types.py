@@ -2,9 +2,9 @@
 
 import pytest
 
+from megarl.arch.count import check
 from megarl.arch.model_types import MISSING
 from megarl.mcore.models.families import FAMILIES, family_of
-from megarl.plan.count import check
 
 
 @pytest.mark.parametrize("model_type", MISSING)

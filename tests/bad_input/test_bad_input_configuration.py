@@ -12,9 +12,11 @@ from config_helpers import BASE, KEYS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config import ConfigError, from_yaml, load_config, read_yaml, to_yaml
+from megarl.config import ConfigError, aliases, from_yaml, load_config, read_yaml, to_yaml
 from megarl.config.keys import entry_types, type_of
 from megarl.config.settings import from_content
+from megarl.config.verl.defaults import defaults
+from megarl.config.verl.taken import Command
 
 ALL_KEYS = [*KEYS, *(key.replace("NAME", "t") for key in entry_types())]
 COMMANDS = ("train", "sft", "evaluate", "serve", "config", "node", "doctor")
@@ -70,6 +72,36 @@ def test_bad_input_any_values_of_any_keys_in_a_file(cases: Cases, tmp_path: Path
 )
 def test_bad_input_any_words_on_the_command_line(cases: Cases, words: list[str], command: str) -> None:
     tried(cases, [*BASE, *words], command)
+
+
+# Words of verl, and those with which their rules compute, more often than the others.
+VERLS = [pattern.replace("*", "actor") for pattern in aliases._SFT_RULES]
+COMPUTED = [
+    *("hybrid_engine", "rollout.nnodes", "rollout.n_gpus_per_node", "rollout.tensor_model_parallel_size"),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.total_training_steps", "actor.use_dynamic_bsz"),
+    *("async_training.require_batches", "async_training.trigger_parameter_sync_step", "data.train_batch_size"),
+    *("rollout.update_weights_bucket_megabytes", "rollout.total_rollout_steps", "actor.ppo_mini_batch_size"),
+    *("actor.optim.lr", "actor.optim.min_lr_ratio", "actor.optim.lr_warmup_steps_ratio", "actor.ppo_epochs"),
+    *("actor.ppo_micro_batch_size", "actor.ppo_max_token_len_per_gpu", "ref.log_prob_micro_batch_size_per_gpu"),
+    *("actor.megatron.context_parallel_size", "actor.megatron.tensor_model_parallel_size"),
+]
+
+
+@examples(500)
+@given(
+    words=st.dictionaries(st.sampled_from(COMPUTED) | st.sampled_from(VERLS), VALUES, min_size=1, max_size=8),
+    is_whole=st.booleans(),
+    is_sft=st.booleans(),
+)
+def test_bad_input_any_values_of_any_words_of_verl(
+    cases: Cases, words: dict[str, Any], is_whole: bool, is_sft: bool
+) -> None:
+    """No rule fails, or repeats a text or a list so many times as a number of another word, or of its own, says."""
+    command = Command(words, is_whole, is_sft)
+    for key, value in words.items():
+        cases.add()
+        assert len(str(aliases.converted(key, value, command))) < 10**5
+    assert len(str(defaults(command, set()))) < 10**5
 
 
 def test_bad_input_every_key_refuses_values_of_another_type(cases: Cases) -> None:

@@ -92,18 +92,6 @@ def test_a_run_is_a_configuration_that_is_accepted(side: tuple[str, ...], tmp_pa
     assert config.rollout.ahead == (0 if side is SYNC else 2)
 
 
-def write_run(folder: Path, accuracy: float, step_s: float, visits: list[list[int]]) -> None:
-    folder.mkdir(parents=True)
-    rows = [{"step": 0, "val/score": 0.4}]
-    for step in range(4):
-        more = {"response_length/mean": 10.0, "response_length/max": 50 + step, "rollout/lost": 0.0}
-        rows.append({"step": step + 1, "timing_s/step": step_s, "time": 100 + step_s * step, **more})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "summary.json").write_text(json.dumps({"accuracy_before": 0.4, "accuracy_after": accuracy}))
-    lines = [json.dumps({"step": step + 1, "trained": each}) + "\n" for step, each in enumerate(visits)]
-    (folder / "visits.jsonl").write_text("".join(lines))
-
-
 def test_the_simulation_alone_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--device", "cpu", "--parts", "simulation", "--quick", "--json", "--out", str(tmp_path)]
     assert run(bench_async.work, bench_async.parser(), words) == 0

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.common.page import Result
 from benchmarks.scale.bench_scale import MEMORY, SIMULATED, _say
-from benchmarks.scale.costs import ARGUMENTS, hollow_call
-from benchmarks.scale.hollow import Machines
+from benchmarks.scale.costs import hollow_call
+from benchmarks.scale.hollow import Machines, Nothing
 from benchmarks.scale.simulation import Costs, Tree, Way, call
 from megarl.arch.layout import Layout
 from megarl.group import Group
@@ -64,7 +64,7 @@ def test_a_real_group_leads_hollow_machines(tmp_path: Path) -> None:
             group.start()
             assert group.num_replicas == 6
             found = hollow_call(group, os.getpid(), 2, down=256, up=128)
-            replies = group.call("nothing", {**ARGUMENTS, "up": 128})
+            replies = group.call(Nothing(up=128))
     thread.join(20.0)
     assert not thread.is_alive(), "they go when they are sent away"
     assert [len(reply.tensors["x"]) for reply in replies] == [128] * 6

@@ -131,6 +131,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one():
         ("value.optim.lr", "critic.optim.lr"),
         ("seed", "trainer.seed"),
         ("teachers.t.beta", None),
+        ("teachers.t.log_prob_micro_batch_size", "teachers.t.ppo_micro_batch_size_per_gpu"),
+        ("teachers.t.log_prob_max_token_len_per_gpu", "teachers.t.ppo_max_token_len_per_gpu"),
         ("reward.beta", None),
         ("sft.train_dataset", "sft.train_files"),
         ("sft.num_train_epochs", "sft.epochs"),

@@ -110,7 +110,7 @@ teachers.math.coef=1 | teachers.math.model.path is not set | a teacher needs a H
 teachers.code.data_sources=[code] | distill.route=m:f says which teacher a prompt has; expected []
 
 with teachers.math.engine=server
-teachers.math.model.path=a | distill.top_k=null | teachers.math.engine=server tells .. expected their number, such as 64
+teachers.math.model.path=a | distill.top_k=null | teachers.math.engine=server reports .. such as 64
 
 with teachers.math.model.path=a teachers.math.engine=server distill.top_k=8 rollout.engine=hf
 teachers.math.server.num_gpus=2 | rollout.engine=hf serves on one; expected 1

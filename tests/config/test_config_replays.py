@@ -19,13 +19,13 @@ rollout.min_p=0.1 | only rollout.top_p and rollout.top_k narrow what is drawn
 with @dense
 actor.router_replay=rollout | the model has no experts; expected off
 
-rollout.top_p=0.9 | SGLang tells from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
+rollout.top_p=0.9 | SGLang reports from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
 rollout.repetition_penalty=1.1 | a server would draw from other
 rollout.presence_penalty=1.1 | a server would draw from other logits
 actor_rollout_ref.rollout.frequency_penalty=1.1 | a server would draw
 
 with rollout.top_p=0.9
-rollout.top_k=2049 | SGLang tells from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
+rollout.top_k=2049 | SGLang reports from .. for a rollout.top_k of 1 to 2048 .. expected one, or rollout.engine=hf
 rollout.sglang.args=['--preferred-sampling-params={"repetition_penalty":1.1}'] | \
 rollout.sglang.args=--preferred-sampling-params | a server would draw from other logits .. expected no such option
 """
@@ -65,7 +65,7 @@ def test_servers_that_lose_the_experts_of_tokens_are_refused(row: str) -> None:
 # ---- rollout.top_p and rollout.top_k
 
 SGLANG = "rollout.engine=sglang"
-ONLY = "SGLang tells from which tokens it drew only for a rollout.top_k of 1 to"
+ONLY = "SGLang reports from which tokens it drew only for a rollout.top_k of 1 to"
 
 
 @pytest.mark.parametrize("words", [["rollout.top_k=20"], ["rollout.top_p=0.9", "rollout.top_k=2048"], []])

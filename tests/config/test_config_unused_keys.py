@@ -8,7 +8,8 @@ from refusal_table import Block, blocks
 
 from megarl.config import ConfigError, load_config
 from megarl.config.effect import CONDITIONS, why_not
-from megarl.config.keys import schema_keys
+from megarl.config.keys import EMPTY, schema_keys
+from megarl.config.validate.values import value_of
 
 # KEY=VALUE: has no effect, because ...
 UNUSED = """
@@ -134,12 +135,23 @@ def test_every_condition_of_a_key_can_be_asked() -> None:
             assert isinstance(why_not(config, key.replace(".NAME.", ".any."), condition), str)
 
 
+NEEDED = {"data.train_files", "model.path", "model.preset"}  # the last names a file below the others
 OFF = "trainer.test_freq=-1 actor.kl_importance=false trainer.critic_warmup=0 reward.per_minute=null rollout.tls=never"
 
 
 @pytest.mark.parametrize("word", OFF.split())
 def test_a_value_that_switches_a_thing_off_is_never_refused(word: str) -> None:
     load_config([*BASE, "algorithm.adv_estimator=grpo", "rollout.n=2", word])
+
+
+def is_empty_by_default(key: str) -> bool:
+    return schema_keys()[key].default in EMPTY and ".NAME." not in key
+
+
+@pytest.mark.parametrize("key", sorted(filter(is_empty_by_default, schema_keys().keys() - NEEDED)))
+def test_null_switches_off_what_is_empty_by_default(key: str) -> None:
+    config, _ = load_config(["recipe=quickstart", f"{key}=null"])
+    assert value_of(config, key) == schema_keys()[key].default
 
 
 def test_a_key_acts_if_one_of_its_readers_does():

@@ -332,7 +332,19 @@ distillation.enabled=maybe | expected true or false
 algorithm.rollout_correction.bypass_mode=maybe | expected true or false
 actor.use_dynamic_bsz=2 | expected true or false
 async_training.staleness_threshold=inf | expected a number
+async_training.staleness_threshold=true | expected a number
+async_training.require_batches=two | expected a number
+async_training.trigger_parameter_sync_step=[4] | expected a number
 actor.optim.min_lr_ratio=[1] | expected a number
+actor.optim.lr_warmup_steps_ratio='1' trainer.total_training_steps=50 | expected a number
+rollout.update_weights_bucket_megabytes=text | expected a number
+rollout.checkpoint_engine.update_weights_bucket_megabytes=[1] | expected a number
+actor.ppo_micro_batch_size=true | expected a number
+
+with hybrid_engine=False
+rollout.n_gpus_per_node=two | expected a number
+trainer.n_gpus_per_node=two | expected an integer
+rollout.tensor_model_parallel_size=0 | expected at least 1
 
 with actor.max_grad_norm=2.0
 actor.optim.clip_grad=0.5 | expected one value of actor.max_grad_norm, and actor.max_grad_norm=2.0 sets 2.0

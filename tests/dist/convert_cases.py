@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
 from megarl.group import GroupSettings, RankError, Reply
+from megarl.group.message import Message, Setup
 from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.lora import LoraSettings, adapted
 from megarl.mcore.models.model import build_model, unwrap
@@ -26,11 +27,11 @@ from megarl.weights.hf.load import load_hf
 held: dict[str, Worker] = {}  # of this process
 
 
-def call_worker(method: str, arguments: dict[str, Any]) -> tuple[str, Any]:
+def call_worker(message: Message) -> tuple[str, Any]:
     """("ok", result), or the error as its name and words."""
     worker = held.setdefault("worker", Worker())
     try:
-        return "ok", worker.handlers()[method](dict(arguments), {})[0]
+        return "ok", worker.handlers()[type(message)](message, {})[0]
     except (ValueError, RuntimeError) as error:
         return type(error).__name__, str(error)
 
@@ -59,11 +60,10 @@ class PoolGroup:
         self.ranks.run(forget_worker)
 
     def start(self) -> None:
-        layout = self.asked[-1][1]
-        self.call("setup", {"layout": vars(layout), "device": "cpu", "seed": 0, "timeout_s": 60.0})
+        self.call(Setup(self.asked[-1][1], "cpu", 0, 60.0))
 
-    def call(self, method: str, arguments: dict[str, Any]) -> list[Reply]:
-        answers = self.ranks.run(call_worker, method, arguments, timeout_s=180)
+    def call(self, message: Message) -> list[Reply]:
+        answers = self.ranks.run(call_worker, message, timeout_s=180)
         for rank, (kind, found) in enumerate(answers):
             if kind == "ValueError":
                 raise ValueError(found)
@@ -71,11 +71,11 @@ class PoolGroup:
                 raise RankError(f"rank {rank}: {kind}: {found}", "all of it")
         return [Reply(found, {}) for _, found in answers]
 
-    def call_each(self, method: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-        return [reply.result for reply in self.call(method, arguments)]
+    def call_each(self, message: Message) -> list[dict[str, Any]]:
+        return [reply.result for reply in self.call(message)]
 
-    def call_leader(self, method: str, arguments: dict[str, Any]) -> Reply:
-        return self.call(method, arguments)[0]
+    def call_leader(self, message: Message) -> Reply:
+        return self.call(message)[0]
 
 
 def save_checkpoint(hf_folder: str, folder: str, layout: Layout, role: str) -> dict[str, Tensor]:

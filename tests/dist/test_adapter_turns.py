@@ -13,10 +13,14 @@ from tiny_models import write_model
 from torch import Tensor
 
 from megarl.algo.loss import ActorLoss
+from megarl.arch.layout import Layout
 from megarl.data.packing import plan
+from megarl.group.message import Setup
 from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.optimizer import OptimSettings
+from megarl.roles.messages import Columns, Load, Restore, Save, Update
+from megarl.roles.settings import LoadSettings
 from megarl.roles.worker import Worker
 from megarl.weights.hf.adapter import adapter_tensors
 
@@ -36,24 +40,20 @@ class Rank:
 
     def __init__(self, folder: str, layout: dict[str, Any], engine: dict[str, Any]) -> None:
         self.worker, self.folder, self.engine = Worker(), folder, engine
-        self.worker.setup({"layout": layout, "device": "cpu", "seed": 0, "timeout_s": 60.0}, {})
+        self.worker.setup(Setup(Layout(**layout), "cpu", 0, 60.0), {})
 
-    def load(self, name: str, *, base: str | None = None, **more: Any) -> Any:
-        arguments = {"role": name, "folder": self.folder, "kind": "actor", "dtype": "float32", "engine": self.engine}
-        arguments |= {"optim": OPTIM, "base": base, "plugins": [], "reads_weights": True, "router_replay": False}
-        return self.worker.load(arguments | more, {})[0]
+    def load(self, name: str, *, folder: str = "", kind: Any = "actor", **more: Any) -> Any:
+        settings = LoadSettings(**{"engine": self.engine, "optim": OPTIM, **more})
+        return self.worker.load(Load(name, kind, folder or self.folder, settings), {})[0]
 
     def update(self, name: str, step: int) -> dict[str, Any]:
-        arguments = {"role": name, "temperature": 1.0, "loss": asdict(LOSS), "reference": None, "limits": None}
-        arguments |= {"shares_prefixes": False}
         payload, num_tokens = self._payload(step + 100 * (name != "first"))
-        arguments |= {"num_tokens": num_tokens, "names": list(LOSS.outputs), "notes": []}
-        return self.worker.update(arguments, payload)[0]
+        message = Update(name, 1.0, False, None, LOSS, num_tokens=num_tokens, limits=None, notes=())
+        return self.worker.update(message, payload)[0]
 
     def columns(self, name: str) -> dict[str, Tensor]:
-        arguments = {"role": name, "temperature": 1.0, "names": ["log_probs"], "reference": None}
-        arguments |= {"shares_prefixes": False}
-        return self.worker.columns(arguments, self._payload(0)[0])[1]
+        message = Columns(name, 1.0, False, None, ("log_probs",), top_k=0, vocab_size=None)
+        return self.worker.columns(message, self._payload(0)[0])[1]
 
     def adapters(self, name: str) -> dict[str, Tensor]:
         with self.worker.readable(name) as role:
@@ -90,14 +90,14 @@ def turns(folder: str, layout: dict[str, Any], engine: dict[str, Any], out: str)
     for step in range(NUM_STEPS):
         for name in RUNS:
             together[name].append(rank.update(name, step))
-        rank.worker.save({"role": "second", "folder": f"{out}/second{step}", "in_background": False}, {})
+        rank.worker.save(Save("second", f"{out}/second{step}", in_background=False), {})
     found["refused"] = refusals(rank)  # after which everybody goes on
     found["together"] = {name: (together[name], rank.adapters(name), rank.columns(name)) for name in RUNS}
     found["base after"] = rank.columns("base")
     found["offloaded"] = [buffer.is_offloaded for name in RUNS for buffer in rank.worker.roles[name].buffers]
     # What was saved in the turns is loaded into a new role beside them, which then goes on as the other one does.
     rank.load("third", base="second", lora=RUNS["second"] | {"seed": 5})
-    rank.worker.restore({"role": "third", "folder": f"{out}/second{NUM_STEPS - 1}"}, {})
+    rank.worker.restore(Restore("third", f"{out}/second{NUM_STEPS - 1}"), {})
     found["restored"] = rank.adapters("third")
     found["again"] = [(rank.update(name, NUM_STEPS), rank.adapters(name)) for name in ("second", "third")]
     destroy_groups()

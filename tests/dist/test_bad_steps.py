@@ -19,6 +19,7 @@ from parity_cases import make_step
 from rank_answers import Answers
 from spawn import Ranks
 
+from megarl.algo.spikes import Limits
 from megarl.arch.layout import Layout
 from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
@@ -26,7 +27,7 @@ from megarl.data.packing import plan
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import unwrap
 from megarl.mcore.setup import destroy_groups
-from megarl.mcore.training.gradient_check import Limits, agreed, first_bad_gradient, first_bad_weight
+from megarl.mcore.training.gradient_check import agreed, first_bad_gradient, first_bad_weight
 from megarl.mcore.training.wrappers import FsdpOptimizer
 from megarl.samples.batch import Batch
 

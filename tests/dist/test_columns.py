@@ -1,7 +1,6 @@
 """A column that no code knows, from the driver's batch to a rank's tokens: packed, sent, shared and cut as they are."""
 
 import hashlib
-from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -13,9 +12,10 @@ from torch import Tensor
 from megarl.arch.layout import Layout
 from megarl.data.packing import plan
 from megarl.group.follow import share_payload
+from megarl.group.message import Setup
 from megarl.mcore.setup import destroy_groups
 from megarl.mcore.training.packed_rows import in_whole_turns, make_row, micro_batches
-from megarl.processes.connection import from_bytes, to_bytes
+from megarl.processes.channels.connection import from_bytes, to_bytes
 from megarl.roles.handles import payload
 from megarl.roles.worker import Worker, _unpack
 from megarl.samples.batch import Batch
@@ -45,7 +45,7 @@ def receive(layout: Layout, payloads: list[bytes]) -> tuple[list[int], int]:
     Returns the tokens of the real rows of this rank, and how many rows were dummies.
     """
     worker = Worker()
-    worker.setup({"layout": asdict(layout), "device": "cpu", "seed": 0, "timeout_s": 60.0}, {})
+    worker.setup(Setup(layout, "cpu", 0, 60.0), {})
     try:
         info, seen = worker.rank_info, list[int]()
         given = from_bytes(payloads[info.replica]) if info.is_first else {}

@@ -21,6 +21,7 @@ from typing import NoReturn
 import psutil
 import pytest
 import torch
+from echo_messages import Double, Fail, Gradient, Hang, Kill, Meet, Pid, Where
 from small_cgroup import small_cgroup
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -74,17 +75,17 @@ def four(logs: Path) -> Iterator[Group]:
 
 def test_each_replica_gets_its_tensors_and_its_reporter_answers(four: Group) -> None:
     payloads = [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([3.0])}]
-    replies = four.call("double", {"say": "héllo"}, payloads)
+    replies = four.call(Double("héllo"), payloads)
     assert four.num_replicas == 2
     assert [r.result for r in replies] == [{"rank": 1, "said": "héllo"}, {"rank": 3, "said": "héllo"}]
     assert [r.tensors["x"].tolist() for r in replies] == [[2.0, 4.0], [6.0]]
-    assert four.call_leader("double", {}).result["rank"] == 0
+    assert four.call_leader(Double()).result["rank"] == 0
 
 
 def test_a_driver_that_waits_for_ranks_shows_itself(four: Group) -> None:
     with watchdog.watch(600.0):
         watchdog._shown = before = time.monotonic() - 10.0  # as after ten seconds
-        four.call("double")
+        four.call(Double())
         assert watchdog._shown > before
 
 
@@ -92,34 +93,34 @@ def test_an_exception_on_one_rank_reaches_the_driver_with_its_rank(four: Group) 
     with pytest.raises(
         RankError, match=r"group four: rank 2 \(machine 0, .*\) failed in fail: RuntimeError: the shelf is empty"
     ) as caught:
-        four.call("fail", {"rank": 2, "kind": "runtime"})
+        four.call(Fail(2, "runtime"))
     assert "in fail" in caught.value.report, "the remote traceback comes along"
-    assert four.call_leader("double", {}).result["rank"] == 0, "ranks that answered go on"
+    assert four.call_leader(Double()).result["rank"] == 0, "ranks that answered go on"
     # torch's CheckpointException is no exception
     with pytest.raises(RankError, match=r"rank 1 \(.*\) failed in fail: Stop: the shelf is empty"):
-        four.call("fail", {"rank": 1, "kind": "no exception"})
+        four.call(Fail(1, "no exception"))
 
 
 def test_full_disk_of_a_rank_is_no_failure_of_it_and_words_of_its_network_are(four: Group) -> None:
     with pytest.raises(StorageError, match=r"^group four: rank 1 \(.*\) failed in fail: RuntimeError: No space"):
-        four.call("fail", {"rank": 1, "kind": "runtime", "text": "No space left on device (os error 28)"})
+        four.call(Fail(1, "runtime", "No space left on device (os error 28)"))
     with pytest.raises(RankError, match="DistBackendError"):
-        four.call("fail", {"rank": 1, "kind": "network", "text": "ibv_poll_cq failed with Input/output error"})
+        four.call(Fail(1, "network", "ibv_poll_cq failed with Input/output error"))
 
 
 def test_a_mistake_of_the_user_found_on_a_rank_is_a_value_error(four: Group) -> None:
     """The other ranks answer later than the driver waits for them: their answers are not taken for others."""
     with pytest.raises(ValueError, match=r"^the shelf is empty$") as caught:
-        four.call("fail", {"rank": 3, "kind": "value", "others_sleep_s": 2.5 * group_module.GRACE_S})
+        four.call(Fail(3, "value", others_sleep_s=2.5 * group_module.GRACE_S))
     assert "in fail" in str(caught.value.__cause__), "the remote traceback comes along, for --debug"
-    assert [r.result["rank"] for r in four.call("double")] == [1, 3]
+    assert [r.result["rank"] for r in four.call(Double())] == [1, 3]
 
 
 def test_the_seconds_of_every_rank_in_every_call_are_there_to_take(four: Group) -> None:
     four.take_calls()
     before = time.perf_counter()
-    four.call("double")
-    four.call("where", {"role": "actor"})
+    four.call(Double())
+    four.call(Where("actor"))
     first, second = four.take_calls()
     assert (first.group, first.name, second.name) == ("four", "double", "where actor")
     assert before < first.begin < second.begin < time.perf_counter()
@@ -129,10 +130,10 @@ def test_the_seconds_of_every_rank_in_every_call_are_there_to_take(four: Group) 
 
 
 def test_ranks_do_not_heed_signals_that_are_meant_for_the_driver(four: Group) -> None:
-    for pid in [reply.result["pid"] for reply in four.call("pid")]:
+    for pid in [reply.result["pid"] for reply in four.call(Pid())]:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             os.kill(pid, number)
-    assert [reply.result["rank"] for reply in four.call("double")] == [1, 3]
+    assert [reply.result["rank"] for reply in four.call(Double())] == [1, 3]
 
 
 class Command:
@@ -252,7 +253,7 @@ def test_strangers_find_no_store_and_ranks_that_start_meanwhile_have_right_gradi
     rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     with attacked(common / "ports", common / "found"), make(tmp_path, "beset", 2, 1) as group:
         group.start()
-        replies = group.call("gradient", {}, [{"row": row} for row in rows])
+        replies = group.call(Gradient(), [{"row": row} for row in rows])
         ours = {int(address.rpartition(":")[2]) for address in (group._home, group._store.place.address)}
         assert not ours & listening(os.getpid()), "all ranks are in, so nobody listens any more"
     assert str(group._store.place.address.rpartition(":")[2]) in (common / "ports").read_text(), "it was attacked"
@@ -267,12 +268,12 @@ def test_two_groups_work_at_once_and_the_later_calls_of_one_have_limits_of_their
 ) -> None:
     with make(tmp_path, "two", 2, 1, call_timeout_s=1e6, call_factor=3.0, call_floor_s=3.0) as two:
         two.start()
-        replies = two.call("double", {}, [{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
+        replies = two.call(Double(), [{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
         assert [reply.tensors["x"].item() for reply in replies] == [2.0, 0.0]
-        assert [r.result["rank"] for r in four.call("double")] == [1, 3], "both work at once"
-        two.call("hang", {"rank": -1})
+        assert [r.result["rank"] for r in four.call(Double())] == [1, 3], "both work at once"
+        two.call(Hang(-1))
         with pytest.raises(RankError, match=rf"rank 0 \({HERE}\) did not end hang within 3 s; its stack is then in"):
-            two.call("hang", {"rank": 0})
+            two.call(Hang(0))
     assert re.search(r'File ".*echo_worker.py", line \d+ in hang', (tmp_path / "two/rank_0.log").read_text())
 
 
@@ -281,13 +282,14 @@ def test_a_killed_rank_is_noticed_while_the_others_work(tmp_path: Path) -> None:
         group.start()
         began = time.monotonic()
         with pytest.raises(RankError, match=rf"group killed: rank 1 \({HERE}\) died in kill; see .*rank_1.log"):
-            group.call("kill", {"rank": 1})
+            group.call(Kill(1))
         assert time.monotonic() - began < HANG_S / 2
 
 
 EATEN = """
 import sys, threading
 from pathlib import Path
+from echo_messages import Eat
 from megarl.group import Group, GroupSettings, RankError
 from megarl.arch.layout import Layout
 from megarl.machines.nodes import Nodes
@@ -301,7 +303,7 @@ with Nodes(2, 1, "127.0.0.1", 0, "a token") as nodes:
         with Group(name, ranks, Layout(), settings, log_dir=Path(sys.argv[1]), nodes=where) as group:
             group.start()
             try:
-                group.call("eat", {"rank": eater})
+                group.call(Eat(eater))
             except RankError as error:
                 print(type(error).__name__, error)
 """
@@ -330,7 +332,7 @@ def test_an_end_that_is_noticed_after_the_error_that_follows_from_it_is_the_reas
     """As when a machine is lost: rank 1 gives no more signs, rank 0's collective fails, then a connection ends."""
     with make(tmp_path, "late", 3, 1) as group:
         group.start()
-        victim = group.call("pid")[1].result["pid"]
+        victim = group.call(Pid())[1].result["pid"]
 
         def end() -> None:
             while psutil.Process(victim).status() != psutil.STATUS_STOPPED:
@@ -343,7 +345,7 @@ def test_an_end_that_is_noticed_after_the_error_that_follows_from_it_is_the_reas
         with pytest.raises(
             RankError, match=rf"group late: rank 1 \(machine 0, .*pid {victim}\) died in meet"
         ) as caught:
-            group.call("meet", {"stopped": 1, "fails": 0})
+            group.call(Meet(stopped=1, fails=0))
         thread.join()
     assert "RuntimeError: Connection reset by peer" in caught.value.report, "what followed from it comes along"
 
@@ -357,11 +359,10 @@ def test_ranks_that_cannot_start_are_reported_with_their_log(tmp_path: Path) -> 
 @pytest.mark.full
 def test_hung_ranks_of_every_kind_are_named_show_their_stacks_and_are_killed(four: Group, logs: Path) -> None:
     """One is stopped, one holds the interpreter's lock, one loops in Python; the fourth waits in a collective."""
-    how = {"stopped": 0, "holds": 1, "loops": 2}
-    pids = [result["pid"] for result in four.call_each("pid", {})]
+    pids = [result["pid"] for result in four.call_each(Pid())]
     first = rf"rank 0 \(machine 0, host .*, pid {pids[0]}\), rank 1 \({HERE}\)"
     with pytest.raises(RankError, match=rf"group four: {first} gave no sign for 6 s in meet; their stacks are then"):
-        four.call("meet", how)
+        four.call(Meet(stopped=0, holds=1, loops=2))
     four.close()
     assert not any(psutil.pid_exists(pid) for pid in pids)
     stopped, holds, loops, waits = ((logs / f"four/rank_{rank}.log").read_text() for rank in range(4))

@@ -2,16 +2,19 @@
 
 import socket
 import threading
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from echo_messages import Where
 
 from megarl.arch.layout import Layout
 from megarl.group import Group, GroupSettings, group
-from megarl.processes.connection import connect
-from megarl.processes.listener import Listener
+from megarl.group.message import Place
+from megarl.processes.channels.connection import connect
+from megarl.processes.channels.listener import Listener
 
 
 class Threads:
@@ -41,8 +44,7 @@ class Threads:
 def follow(address: str, token: str, rank: int) -> None:
     driver = connect(address, token, {"rank": rank, "host": "here", "pid": 1}, timeout_s=200)
     while (call := driver.receive()[0])["method"] != "close":
-        place = {"replica": rank, "is_reporter": True}
-        driver.send({"id": call["id"], "ok": True, "result": place, "seconds": 0.0})
+        driver.send({"id": call["id"], "ok": True, "result": asdict(Place(rank, True)), "seconds": 0.0})
     driver.close()
 
 
@@ -51,4 +53,4 @@ def test_strangers_keep_no_rank_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(group, "Listener", partial(Listener, greeting_s=600))  # so long is a stranger waited for
     with Group("two", 2, Layout(), GroupSettings(start_timeout_s=200), log_dir=tmp_path) as two:
         two.start()
-        assert [reply.result["replica"] for reply in two.call("where")] == [0, 1]
+        assert [reply.result["replica"] for reply in two.call(Where())] == [0, 1]

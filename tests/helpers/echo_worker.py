@@ -6,15 +6,18 @@ import ctypes
 import os
 import signal
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from echo_messages import Double, Eat, Fail, Gradient, Hang, Kill, Meet, Pid, Where
 
 from megarl.group.follow import Answer, follow
-from megarl.processes.connection import Tensors
+from megarl.group.message import Place, Setup
+from megarl.processes.channels.connection import Tensors
+from megarl.processes.channels.store import join_world
 from megarl.processes.ranks import FIRST_GPU
-from megarl.processes.store import join_world
 
 KINDS = {
     "value": ValueError,
@@ -25,53 +28,51 @@ KINDS = {
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def setup(arguments: dict[str, Any], _: Tensors) -> Answer:
+def setup(message: Setup, _: Tensors) -> Answer:
     """Replicas of `tp` ranks each; the last of a replica reports."""
-    join_world("gloo", arguments["timeout_s"])
-    tp = arguments["layout"]["tp"]
+    join_world("gloo", message.timeout_s)
+    tp = message.layout.tp
     global group
     for first in range(0, WORLD, tp):
         made = dist.new_group(list(range(first, first + tp)))
         group = made if first <= RANK < first + tp else group
-    return {"replica": RANK // tp, "is_reporter": RANK % tp == tp - 1}, {}
+    return asdict(Place(RANK // tp, RANK % tp == tp - 1)), {}
 
 
-def double(arguments: dict[str, Any], tensors: Tensors) -> Answer:
-    return {"rank": RANK, "said": arguments.get("say")}, {name: 2 * t for name, t in tensors.items()}
+def double(message: Double, tensors: Tensors) -> Answer:
+    return {"rank": RANK, "said": message.say}, {name: 2 * t for name, t in tensors.items()}
 
 
-def gradient(arguments: dict[str, Any], tensors: Tensors) -> Answer:
-    """That of the mean of a linear model's outputs, over all ranks: the mean of the rows."""
+def gradient(_: Gradient, tensors: Tensors) -> Answer:
     weights = torch.zeros(3, requires_grad=True)
     (weights @ tensors["row"] / WORLD).backward()
     dist.all_reduce(weights.grad)
     return {}, {"gradient": weights.grad}
 
 
-def pid(arguments: dict[str, Any], _: Tensors) -> Answer:
+def pid(_: Pid, tensors: Tensors) -> Answer:
     return {"pid": os.getpid()}, {}
 
 
-def where(arguments: dict[str, Any], _: Tensors) -> Answer:
+def where(_: Where, tensors: Tensors) -> Answer:
     return {"rank": RANK, "first_gpu": int(os.environ[FIRST_GPU]), "local_rank": int(os.environ["LOCAL_RANK"])}, {}
 
 
-def fail(arguments: dict[str, Any], _: Tensors) -> Answer:
-    if arguments["rank"] == RANK:
-        raise KINDS[arguments["kind"]](arguments.get("text", "the shelf is empty"))
-    time.sleep(arguments.get("others_sleep_s", 0.0))
+def fail(message: Fail, _: Tensors) -> Answer:
+    if message.rank == RANK:
+        raise KINDS[message.kind](message.text)
+    time.sleep(message.others_sleep_s)
     return {}, {}
 
 
-def hang(arguments: dict[str, Any], _: Tensors) -> Answer:
-    if arguments["rank"] == RANK:
+def hang(message: Hang, _: Tensors) -> Answer:
+    if message.rank == RANK:
         time.sleep(60)
     return {}, {}
 
 
-def meet(arguments: dict[str, Any], _: Tensors) -> Answer:
-    """A collective; `arguments`: what the ranks do that never join it."""
-    for how, rank in arguments.items():
+def meet(message: Meet, _: Tensors) -> Answer:
+    for how, rank in vars(message).items():
         if rank == RANK:
             {"stopped": stop, "holds": hold, "loops": loop, "fails": fall}[how]()
     dist.barrier()
@@ -98,17 +99,16 @@ def loop() -> None:
         pass
 
 
-def kill(arguments: dict[str, Any], _: Tensors) -> Answer:
-    if arguments["rank"] == RANK:
+def kill(message: Kill, _: Tensors) -> Answer:
+    if message.rank == RANK:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
     return {}, {}
 
 
-def eat(arguments: dict[str, Any], _: Tensors) -> Answer:
-    """Take memory until the kernel kills this rank, where its cgroup has a limit."""
+def eat(message: Eat, _: Tensors) -> Answer:
     eaten = []
-    while arguments["rank"] == RANK:
+    while message.rank == RANK:
         eaten.append(os.urandom(2**20) * 16)
     time.sleep(60)
     return {}, {}
@@ -117,8 +117,5 @@ def eat(arguments: dict[str, Any], _: Tensors) -> Answer:
 group: Any = None
 
 if __name__ == "__main__":
-    follow(
-        {f.__name__: f for f in (setup, double, gradient, pid, where, fail, hang, meet, kill, eat)},
-        lambda: group,
-        lambda: dist.get_rank(group) == 0,
-    )
+    handlers = {Setup: setup, Double: double, Gradient: gradient, Pid: pid, Where: where, Fail: fail, Hang: hang}
+    follow({**handlers, Meet: meet, Kill: kill, Eat: eat}, lambda: group, lambda: dist.get_rank(group) == 0)

@@ -13,6 +13,7 @@ from chunks import gradients, weights
 from late_copies import late_copies
 from parity_cases import LOSSES, make_step
 
+from megarl.algo.spikes import Limits
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
 from megarl.data.packing import plan
@@ -22,7 +23,6 @@ from megarl.mcore.models.lora import LoraSettings, apply_lora
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, device_for, make_groups
 from megarl.mcore.training import optimizer as optimizer_module
-from megarl.mcore.training.gradient_check import Limits
 from megarl.mcore.training.offload import OffloadBuffer, synchronized
 from megarl.mcore.training.optimizer import Optimizer, OptimSettings, wrap_for_training
 from megarl.mcore.training.packed_rows import micro_batches

@@ -10,7 +10,8 @@ import echo_worker
 import torch.distributed as dist
 
 from megarl.group.follow import follow
-from megarl.processes import store
+from megarl.group.message import Setup
+from megarl.processes.channels import store
 
 SO_ATTACH_FILTER = 26
 DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # of Berkeley's packet filter: return 0
@@ -26,4 +27,4 @@ def listen_behind(address: str, *ports: int) -> socket.socket:
 if __name__ == "__main__":
     if echo_worker.RANK == 1:
         store.listen = listen_behind
-    follow({"setup": echo_worker.setup}, lambda: None, lambda: dist.get_rank() == 0)
+    follow({Setup: echo_worker.setup}, lambda: None, lambda: dist.get_rank() == 0)

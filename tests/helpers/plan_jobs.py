@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from megarl.arch.gpus import Gpu
 from megarl.arch.layout import Layout
 from megarl.plan.constants import Constants
-from megarl.plan.gpus import Gpu
 from megarl.plan.job import Job, Role
 
 # Numbers with few digits: 1 TFLOP/s, 1 GB/s of memory and less of everything else.

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from megarl.io.sockets import interface_variables
+from megarl.processes.channels.store import StoreHost, StorePlace, join_world
 from megarl.processes.ranks import OWN_ADDRESS, STORE, STORE_TOKEN
-from megarl.processes.store import StoreHost, StorePlace, join_world
 from megarl.servers.nccl import VARIABLES
 
 DEVICE = os.environ.get("MEGARL_TEST_DEVICE", "cpu")  # | cuda

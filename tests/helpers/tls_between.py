@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from megarl.processes.connection import Connection
+from megarl.processes.channels.connection import Connection
 
 TOKEN = "a token of these tests"
 

@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=6, ignore_eos=True)
         ({"rid": ["a", "b"]}, "rid"),
         ({"top_logprobs_num": -1, "logprob_start_len": 0}, "top_logprobs_num=-1"),
         ({"top_logprobs_num": 33, "logprob_start_len": 0}, "top_logprobs_num=33: expected 0 (none) to 32"),
-        ({"top_logprobs_num": 2}, "this server tells the most likely tokens of prompts only"),
+        ({"top_logprobs_num": 2}, "this server reports the most likely tokens of prompts only"),
         ({"cache_salt": 5}, "cache_salt=5"),
         ({"cache_salt": ["a", "b"]}, "cache_salt"),
         ({"cache_salt": [None]}, "cache_salt"),

@@ -20,8 +20,8 @@ from megarl.machines import nodes
 from megarl.machines.agent import Agent, DriverLost
 from megarl.machines.member import NodeLeft
 from megarl.machines.nodes import NodeLost, Nodes, announced
-from megarl.processes import waiting
-from megarl.processes.connection import Connection, connect
+from megarl.processes.channels import waiting
+from megarl.processes.channels.connection import Connection, connect
 from megarl.processes.ranks import RanksLaunch
 from megarl.processes.signals import Signals, Terminated
 from megarl.servers.launch import EngineLaunch

@@ -11,9 +11,9 @@ import pytest
 from megarl import __version__
 from megarl.machines import joining
 from megarl.machines.joining import JoinedProgram, JoinFailed, JoinListener, Membership
-from megarl.processes import waiting
-from megarl.processes.connection import connect
-from megarl.processes.waiting import Wait
+from megarl.processes.channels import waiting
+from megarl.processes.channels.connection import connect
+from megarl.processes.channels.waiting import Wait
 
 TOKEN = "the secret of these tests"
 

@@ -14,6 +14,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
+from echo_messages import Double, Fail, Kill, Meet, Pid, Where
 
 from megarl.arch.layout import Layout
 from megarl.group import Group, GroupSettings, RankError
@@ -83,17 +84,17 @@ def four(two: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group
 
 @pytest.mark.full
 def test_tensors_go_to_ranks_of_both_machines_and_come_back(four: Group) -> None:
-    replies = four.call("double", {"say": "héllo"}, [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([3.0])}])
+    replies = four.call(Double("héllo"), [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([3.0])}])
     assert [reply.result for reply in replies] == [{"rank": 1, "said": "héllo"}, {"rank": 3, "said": "héllo"}]
     assert [reply.tensors["x"].tolist() for reply in replies] == [[2.0, 4.0], [6.0]]
-    assert four.call_leader("double", {}).result["rank"] == 0
+    assert four.call_leader(Double()).result["rank"] == 0
 
 
 def test_an_exception_on_the_other_machine_has_its_rank(four: Group) -> None:
     where = rf"rank 3 \(machine 1, host {HOST}, pid [0-9]+\)"
     with pytest.raises(RankError, match=rf"group four: {where} failed in fail: Ru"):
-        four.call("fail", {"rank": 3, "kind": "runtime"})
-    assert [reply.result["rank"] for reply in four.call("double")] == [1, 3], "ranks that answered go on"
+        four.call(Fail(3, "runtime"))
+    assert [reply.result["rank"] for reply in four.call(Double())] == [1, 3], "ranks that answered go on"
 
 
 def of_workers(name: str, ranks: int, nodes: Nodes, logs: Path, worker: str = "echo_worker", first: int = 0) -> Group:
@@ -106,7 +107,7 @@ def test_a_group_takes_a_range_of_ranks_across_the_machines(two: Nodes, tmp_path
     """The last GPU of the first machine and the first of the second; the rest is another group's."""
     with of_workers("middle", 2, two, tmp_path, first=1) as group:
         group.start()
-        found = [reply.result for reply in group.call("where")]
+        found = [reply.result for reply in group.call(Where())]
     assert found == [{"rank": 0, "first_gpu": 1, "local_rank": 0}, {"rank": 1, "first_gpu": 0, "local_rank": 0}]
 
 
@@ -117,7 +118,7 @@ def test_a_rank_that_is_killed_over_there_is_noticed(two: Nodes, tmp_path: Path)
     with of_workers("far", 2, two, tmp_path, first=2) as group:
         group.start()
         with pytest.raises(RankError, match=died):
-            group.call("kill", {"rank": 1})
+            group.call(Kill(1))
 
 
 @pytest.mark.full
@@ -137,7 +138,7 @@ def test_a_machine_that_is_lost_takes_its_processes_with_it_and_may_come_back(tm
             lost = rf"group two: machine 1 \(host {HOST}\) is lost in double with ranks 1 to 1: "
             with pytest.raises(RankError, match=lost):
                 for _ in range(100):
-                    group.call("double")
+                    group.call(Double())
         assert "is lost" in str(ended(agent))
         assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in pids)
         with pytest.raises(NodeLost, match=rf"machine 1 \(host {HOST}\) at 127.0.0.2 is lost"):
@@ -155,10 +156,10 @@ def test_a_hung_rank_over_there_shows_its_stack_and_is_killed(two: Nodes, tmp_pa
     """One is stopped, the other waits for it in a collective."""
     with of_workers("hung", 2, two, tmp_path, first=2) as group:
         group.start()
-        pids = [reply.result["pid"] for reply in group.call("pid")]
+        pids = [reply.result["pid"] for reply in group.call(Pid())]
         both = rf"rank 0 \(machine 1, host {HOST}, pid {pids[0]}\), rank 1 .* did not end"
         with pytest.raises(RankError, match=both):
-            group.call("meet", {"stopped": 0}, timeout_s=2.0)
+            group.call(Meet(stopped=0), timeout_s=2.0)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     stopped, waits = ((tmp_path / f"rank_{rank}.log").read_text() for rank in range(2))
     assert f"pid {pids[0]} is killed. It has no whole stacks to show: it is stopped" in stopped

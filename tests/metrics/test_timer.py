@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.metrics.computing import timeline
-from megarl.metrics.computing.timeline import Call, Timeline
+from megarl.metrics.computing.timeline import TimedCall, Timeline
 from megarl.metrics.computing.timer import Timer
 from megarl.metrics.reading.jsonl import TIMELINE, read_lines
 from megarl.metrics.reading.pace import Pace, clock_text, is_step
@@ -86,7 +86,10 @@ def test_stages_and_calls_of_a_step_begin_with_it(tmp_path: Path) -> None:
     timer = Timer(clock=lambda: next(seconds))
     with timer("update"), timer("inside"):
         pass
-    calls = [Call("ranks_0", "watch", 99.0, {0: 9.0}), Call("ranks_0", "update actor", 101.25, {0: 0.5, 1: 0.75})]
+    calls = [
+        TimedCall("ranks_0", "watch", 99.0, {0: 9.0}),
+        TimedCall("ranks_0", "update actor", 101.25, {0: 0.5, 1: 0.75}),
+    ]
     metrics = Timeline(tmp_path, lambda: calls).write(7, timer)
     slowest = {"mean": 0.625, "max": 0.75, "slowest": 1.0}
     assert metrics == {f"perf/rank_s/ranks_0/{name}": number for name, number in slowest.items()}
@@ -101,7 +104,9 @@ def test_stages_and_calls_of_a_step_begin_with_it(tmp_path: Path) -> None:
 def test_only_the_longest_calls_and_the_slowest_ranks_are_kept(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(timeline, "MAX_CALLS", 2)
     monkeypatch.setattr(timeline, "MAX_RANKS", 1)
-    calls = [Call("g", name, at, {0: s, 1: s / 2}) for at, (name, s) in enumerate([("b", 3.0), ("a", 1.0), ("c", 2.0)])]
+    calls = [
+        TimedCall("g", name, at, {0: s, 1: s / 2}) for at, (name, s) in enumerate([("b", 3.0), ("a", 1.0), ("c", 2.0)])
+    ]
     Timeline(tmp_path, lambda: calls).write(1, Timer(clock=lambda: 0.0))
     (row,) = read_lines(tmp_path / TIMELINE)
     assert row["calls"] == [["g", "b", 0.0, {"0": 3.0}], ["g", "c", 2.0, {"0": 2.0}]]

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from plan_jobs import HF, MOE, changed, job
 
+from megarl.arch.count import whole
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.arch.projections import ALL
 from megarl.mcore.models.lora import LoraSettings
 from megarl.plan.adapters import of_adapters, of_server, trained
-from megarl.plan.count import whole
 from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
 from megarl.plan.memory import of_stage_bytes

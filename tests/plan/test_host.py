@@ -7,8 +7,8 @@ import pytest
 from config_helpers import DENSE, load
 from plan_jobs import GPU, HF, MOE, changed, job
 
+from megarl.arch.count import whole
 from megarl.arch.layout import Layout
-from megarl.plan.count import whole
 from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import fullest, gpu_budgets, gpu_budgets_of_trainer
 from megarl.plan.host import (

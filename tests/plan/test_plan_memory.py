@@ -6,9 +6,9 @@ import pytest
 from plan_jobs import HF, MOE, job
 from preset_files import hf_of
 
+from megarl.arch.count import of_stage
 from megarl.arch.layout import Layout
 from megarl.plan.constants import CONSTANTS
-from megarl.plan.count import of_stage
 from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
 from megarl.plan.memory import kept_numbers, of_stage_bytes, push_bucket_bytes

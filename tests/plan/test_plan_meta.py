@@ -5,8 +5,8 @@ import torch.distributed as dist
 from preset_files import MINIS, PUBLISHED, distinct_layouts, hf_of
 
 from benchmarks.plan.meta_parameters import built
+from megarl.arch.count import layers_of_stage, of_stage, sparse_layers
 from megarl.arch.layout import Layout
-from megarl.plan.count import layers_of_stage, of_stage, sparse_layers
 
 
 def kinds_of_stages(hf, layout):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from plan_jobs import FREE, GPU, HF, job
 
+from megarl.arch.count import whole
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.plan.constants import CONSTANTS
-from megarl.plan.count import whole
 from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
 from megarl.plan.memory import COMMUNICATOR_BYTES, RESERVE_BYTES, SERVER_BYTES, communicator_bytes, push_bucket_bytes

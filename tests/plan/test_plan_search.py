@@ -8,11 +8,11 @@ import pytest
 from plan_jobs import changed
 from preset_files import hf_of
 
+from megarl.arch.gpus import find
 from megarl.arch.layout import KEYS, Layout, misfits, numbers_of, rank_misfits, training_misfits
 from megarl.config import load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import gpu_budgets_of_trainer
-from megarl.plan.gpus import find
 from megarl.plan.job import Job, Role
 from megarl.plan.predict import predict
 from megarl.plan.search import _with, layouts, reason, search, seconds_text, servers_of, variants, words_of
@@ -200,7 +200,7 @@ def test_a_reason_names_causes_of_the_stages_that_it_lists_only():
     slow = run("qwen3_8b", 8, layout=Layout(tp=8, sequence_parallel=True, use_distributed_optimizer=True))
     servers = replace(slow, server_gpus=1, num_servers=8)
     why = reason(slow, predict(slow), servers, predict(servers))
-    cause = r"servers of 1 GPU write \d+ completions at a time, \d+ ms a token, not \d+ at \d+ ms"
+    cause = r"servers of 1 GPU generate \d+ completions at a time, \d+ ms a token, not \d+ at \d+ ms"
     assert re.fullmatch(rf"gen \d+ -> \d+ s: {cause}", why)
     both = changed(servers, layout=replace(slow.actor.layout, tp=4))
     own, new = (replace(predict(one), stages={"update_actor": seconds}) for one, seconds in ((slow, 99.0), (both, 9.0)))

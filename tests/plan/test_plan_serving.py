@@ -6,9 +6,9 @@ import pytest
 from plan_jobs import FREE, GPU, HF, MOE, changed, job
 from preset_files import hf_of
 
+from megarl.arch.count import shape_of, whole
 from megarl.arch.layout import Layout
 from megarl.plan import transfers
-from megarl.plan.count import shape_of, whole
 from megarl.plan.gpu_budget import fullest
 from megarl.plan.lengths import context_of, running, tail_of
 from megarl.plan.serving import Server, rollout, step_ahead

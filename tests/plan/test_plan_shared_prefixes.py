@@ -7,12 +7,12 @@ import pytest
 import torch
 from plan_jobs import changed, job
 
+from megarl.arch.gpus import find
 from megarl.arch.layout import Layout
 from megarl.config import load_config
 from megarl.data.prefix_tree import MIN_SHARED, CommonPrefixes, PrefixTree, prefix_groups
 from megarl.plan import lengths
 from megarl.plan.from_config import job_of
-from megarl.plan.gpus import find
 from megarl.plan.job import Job, Role
 from megarl.plan.lengths import PrefixGroup, context_of, prefix_group_of
 from megarl.plan.predict import computed_tokens

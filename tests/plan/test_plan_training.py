@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from plan_jobs import FREE, GPU, HF, MOE, changed, job
 
+from megarl.arch.count import forward_flops, shape_of
 from megarl.arch.layout import Layout
 from megarl.plan.constants import Links
-from megarl.plan.count import forward_flops, shape_of
 from megarl.plan.training import MicroBatches, RoleOnGpus, micro_batches, scoring, training
 
 LAYER = 16 * (4 + 2 * 2) * 4 + 16 * 16 + 3 * 16 * 32 + 2 * 16  # q, k and v; o; gate, up and down; two norms

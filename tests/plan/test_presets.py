@@ -5,12 +5,12 @@ from math import isfinite
 import pytest
 from preset_files import MINIS, NAMES, PUBLISHED, cases_of, content_of, hf_of
 
+from megarl.arch.count import FAMILIES, whole
+from megarl.arch.gpus import of_memory
 from megarl.arch.layout import misfits, numbers_of, rank_misfits
 from megarl.config import load_config
 from megarl.mcore.models.families import family_of
-from megarl.plan.count import FAMILIES, whole
 from megarl.plan.from_config import job_of
-from megarl.plan.gpus import of_memory
 from megarl.plan.predict import STAGES, predict
 
 CACHE_BYTES = 8 * 10**9  # the least that a server wants beside its weights

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from ladder import ROOT, read_ladder
 
+from megarl.arch.gpus import GPUS
 from megarl.config import load_config, recipe_names
 from megarl.config.placement import gpu_seats, placements
 from megarl.plan.from_config import job_of
-from megarl.plan.gpus import GPUS
 from megarl.plan.lengths import tail_of
-from megarl.trainer.predictions import lost_at_an_end
+from megarl.plan.predictions import lost_at_an_end
 from megarl.trainer.servers.colocation import check_shared_gpus
 from megarl.weights.push.gpu_handles import Gpus
 from megarl.weights.push.state import PushState

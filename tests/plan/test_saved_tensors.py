@@ -14,10 +14,10 @@ from spawn import Ranks
 from tiny_models import tiny_model
 from torch import nn
 
+from megarl.arch.count import expert_size
 from megarl.arch.layout import Layout
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.fusions import fusions
-from megarl.plan.count import expert_size
 from megarl.plan.memory import kept_numbers, locally_kept
 
 TOKENS, HIDDEN, WIDTH = 10, 8, 32

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from plan_jobs import job
 
+from megarl.arch.gpus import find
 from megarl.config import load_config
 from megarl.plan.from_config import KEY, job_of, read_server_args
-from megarl.plan.gpus import find
 from megarl.plan.serving import Server
 
 WORDS = ["model=qwen3_8b", "layout=8x80", "rollout.engine=sglang"]

@@ -3,8 +3,15 @@
 import ctypes
 import os
 import signal
+from dataclasses import dataclass
 
 from megarl.group.follow import follow
+from megarl.group.message import Message
+
+
+@dataclass(frozen=True)
+class Hang(Message):
+    pass
 
 
 def hang() -> None:
@@ -16,4 +23,4 @@ def hang() -> None:
 
 if __name__ == "__main__":
     assert os.environ["RANK"] == "0"
-    follow({"hang": lambda arguments, tensors: hang()}, lambda: None, lambda: True)
+    follow({Hang: lambda message, tensors: hang()}, lambda: None, lambda: True)

@@ -96,7 +96,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     script = f"""
         import sys, time
         from megarl.processes.ranks import RanksLaunch, RanksProcess
-        from megarl.processes.connection import greet
+        from megarl.processes.channels.connection import greet
         from megarl.io.sockets import listen
         listener = listen("127.0.0.1")
         home = f"127.0.0.1:{{listener.getsockname()[1]}}"

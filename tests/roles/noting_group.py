@@ -1,47 +1,50 @@
 """A group that only takes notes, with batches and an actor for it."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import ActorLoss
+from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.group import Reply
+from megarl.group.message import Message, decoded
+from megarl.roles import messages
 from megarl.roles.handles import Actor
 from megarl.roles.settings import Packing, Update
-from megarl.samples.batch import Batch, Stats
+from megarl.samples.batch import Batch, Stat, Stats
 
 Payload = dict[str, Tensor]
-Answer = Callable[[str, dict[str, Any], Payload, int], Reply]
+Answer = Callable[[Any, Payload, int], Reply]  # to a message
 
 
 class NotingGroup:
-    """Stands for a Group of some replicas: remembers every call and answers with what `answer` makes of it."""
+    """Stands for a Group of some replicas: remembers what ranks get, and answers with what `answer` makes of it."""
 
     def __init__(self, num_replicas: int, answer: Answer) -> None:
         self.num_replicas, self.answer = num_replicas, answer
-        self.calls: list[tuple[str, dict[str, Any], list[Payload]]] = []
+        self.calls: list[tuple[Any, list[Payload]]] = []  # message, payloads
 
-    def call(self, method: str, arguments: dict[str, Any], payloads: Sequence[Payload] | None = None) -> list[Reply]:
+    def call(self, message: Message, payloads: Sequence[Payload] | None = None) -> list[Reply]:
         assert payloads is None or len(payloads) == self.num_replicas
-        self.calls.append((method, arguments, list(payloads or [])))
+        got = decoded(type(message), json.loads(json.dumps(asdict(message))))
+        self.calls.append((got, list(payloads or [])))
         given = payloads or [{}] * self.num_replicas
-        return [self.answer(method, arguments, payload, replica) for replica, payload in enumerate(given)]
+        return [self.answer(got, payload, replica) for replica, payload in enumerate(given)]
 
-    def call_leader(self, method: str, arguments: dict[str, Any]) -> Reply:
-        self.calls.append((method, arguments, []))
-        return self.answer(method, arguments, {}, 0)
+    def call_leader(self, message: Message) -> Reply:
+        return self.call(message)[0]
 
     @property
     def methods(self) -> list[str]:
-        return [method for method, _, _ in self.calls]
+        return [message.method() for message, _ in self.calls]
 
     def sent(self, name: str, call: int = 0) -> Tensor:
         """What all replicas got under this name in a call."""
-        return torch.cat([payload[name] for payload in self.calls[call][2]])
+        return torch.cat([payload[name] for payload in self.calls[call][1]])
 
 
 def trained(kl_of_step: Sequence[float] = ()) -> Answer:
@@ -51,27 +54,27 @@ def trained(kl_of_step: Sequence[float] = ()) -> Answer:
     """
     seen = {"replies": 0}
 
-    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
-        if method != "update":
-            names = arguments.get("names", []) if len(payload.get("tokens", [])) else []
+    def answer(message: Message, payload: Payload, replica: int) -> Reply:
+        if not isinstance(message, messages.Update):
+            names = message.names if isinstance(message, messages.Columns) and len(payload["tokens"]) else ()
             return Reply({}, {name: payload["tokens"].float() + at for at, name in enumerate(names)})
         step, seen["replies"] = seen["replies"] // 2, seen["replies"] + 1
         weight = float(payload["weight"].sum())
-        kind = "critic" if "cliprange_value" in arguments["loss"] else "actor"
-        stats: dict[str, Any] = {f"{kind}/loss": ["mean", weight * (1.0 + replica), weight]}
-        stats[f"{kind}/largest"] = ["max", float(payload["lengths"].max()) if len(payload["lengths"]) else 0.0, 1.0]
+        kind = "critic" if isinstance(message.loss, CriticLoss) else "actor"
+        stats = {f"{kind}/loss": Stat("mean", weight * (1.0 + replica), weight)}
+        stats[f"{kind}/largest"] = Stat("max", float(payload["lengths"].max()) if len(payload["lengths"]) else 0.0)
         if kl_of_step:
-            stats["actor/ppo_kl"] = ["mean", weight * kl_of_step[step], weight]
-        result = {"stats": stats, "grad_norm": 2.0 + step, "lr": 0.5, "loss": -1.0, "made": True, "bad": None}
-        notes = arguments["notes"] and len(payload["tokens"])
-        return Reply(result, {"log_probs": -payload["tokens"].float()} if notes else {})
+            stats["actor/ppo_kl"] = Stat("mean", weight * kl_of_step[step], weight)
+        notes = message.notes and len(payload["tokens"])
+        noted = {"log_probs": -payload["tokens"].float()} if notes else {}
+        return Reply(asdict(messages.Updated(stats, 2.0 + step, 0.5, -1.0, True, None, [])), noted)
 
     return answer
 
 
 def not_made(norm: float = math.nan, **more: Any) -> Reply:
     """The answer of an update whose step was not made."""
-    return Reply({"stats": {}, "grad_norm": norm, "lr": 0.5, "loss": 0.0, "made": False, "bad": None, **more}, {})
+    return Reply(asdict(replace(messages.Updated({}, norm, 0.5, 0.0, False, None, []), **more)), {})
 
 
 def make_batch(num_groups: int = 4) -> Batch:

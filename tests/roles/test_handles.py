@@ -1,6 +1,6 @@
 """What the driver's handles ask of a group besides updates: models, columns, pushes."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,13 @@ from noting_group import NotingGroup, Payload, in_rows, make_actor, make_batch, 
 from megarl.algo.finite import BadNumber
 from megarl.data.packing import RankPlan
 from megarl.group import Reply
+from megarl.roles import messages
 from megarl.roles.handles import Critic, Role
 from megarl.roles.handles import payload as payload_of
 from megarl.roles.settings import LoadSettings, Packing
+from megarl.weights.push.report import PushReport
 from megarl.weights.push.settings import PushSettings
+from megarl.weights.verify.canary import Canary
 
 LOADED: dict[str, Any] = {  # what a rank says of a model that it has loaded
     "hidden_size": 16,
@@ -22,6 +25,7 @@ LOADED: dict[str, Any] = {  # what a rank says of a model that it has loaded
     "can_share": False,
     "device": "cpu",
 }
+REPORT = PushReport(3, 40, 2_400_000, 80, {"http://a": "shared"}, {}, {}, [], {"send": 0.5})
 
 
 @pytest.mark.parametrize("make", [make_batch, in_rows])
@@ -33,20 +37,20 @@ def test_columns_come_back_in_the_order_of_the_batch(make: Any, num_replicas: in
     assert torch.equal(Role("ref", group, Packing(max_tokens=8), 0.7).log_probs(batch), batch.tokens.float())
     assert torch.equal(make_actor(group).log_probs(batch), batch.tokens.float())
     assert torch.equal(Critic("critic", group, Packing()).values(batch), batch.tokens.float())
-    assert [call[1]["role"] for call in group.calls] == ["ref", "actor", "critic"]
-    assert [call[1]["temperature"] for call in group.calls] == [0.7, 0.7, 1.0]
-    assert [call[1]["names"] for call in group.calls] == [["log_probs"], ["log_probs"], ["values"]]
-    for payload in (payload for call in group.calls for payload in call[2]):
+    assert [call[0].role for call in group.calls] == ["ref", "actor", "critic"]
+    assert [call[0].temperature for call in group.calls] == [0.7, 0.7, 1.0]
+    assert [call[0].names for call in group.calls] == [("log_probs",), ("log_probs",), ("values",)]
+    for payload in (payload for call in group.calls for payload in call[1]):
         assert payload.keys() == {"tokens", "lengths", "rows", "micro_sizes"}, "a forward pass needs no columns"
         assert payload["rows"].tolist() == [1] * len(payload["lengths"])
     names = ("log_probs", "sum_pi_squared", "full_kl")  # in one pass
     found = make_actor(group).columns(batch, names, reference="ref")
     assert all(torch.equal(found[name], batch.tokens.float() + at) for at, name in enumerate(names))
-    assert [call[1]["reference"] for call in group.calls[3:]] == ["ref"]
+    assert [call[0].reference for call in group.calls[3:]] == ["ref"]
 
 
 def test_a_replica_that_ran_dummies_only_answers_with_no_column() -> None:
-    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+    def answer(message: Any, payload: Payload, replica: int) -> Reply:
         tokens = torch.stack([payload["tokens"], payload["tokens"]], 1)
         return Reply({}, {"log_probs": tokens} if len(tokens) else {})
 
@@ -75,7 +79,7 @@ def test_columns_that_the_passes_read_go_with_every_call() -> None:
     actor, batch = replace(make_actor(group), inputs=("some",)), make_batch(4)
     some = torch.arange(32 * 6, dtype=torch.uint8).view(32, 2, 3)
     assert actor.log_probs(batch, inputs=()).tolist() == batch.tokens.tolist()
-    assert not any("some" in payload for payload in group.calls[0][2])
+    assert not any("some" in payload for payload in group.calls[0][1])
     actor.log_probs(batch.with_columns(some=some))
     actor.update(batch.with_columns(some=some))
     assert group.methods == ["columns", "columns", "update", "update"]
@@ -137,35 +141,31 @@ def test_layers_are_local_where_prefixes_must_be_shared(
 ) -> None:
     group: Any = NotingGroup(1, lambda *_: Reply(LOADED | {"can_share": True}, {}))
     Role("ref", group, Packing(share_prefixes=asked)).load("folder", LoadSettings(engine=given or {}))
-    assert group.calls[0][1]["engine"] == sent
+    assert group.calls[0][0].settings.engine == sent
 
 
 def test_plain_numbers_travel_to_the_ranks_and_the_settings_of_pushes_once() -> None:
-    group: Any = NotingGroup(1, lambda method, *_: Reply(LOADED if method == "load" else {"version": 3}, {}))
+    group: Any = NotingGroup(1, lambda message, *_: Reply(LOADED if message.method() == "load" else asdict(REPORT), {}))
     actor = make_actor(group)
-    actor.load("folder", LoadSettings("bfloat16", optim={"lr": 0.1}, plugins=("mine.py",)))
+    actor.load("folder", (settings := LoadSettings("bfloat16", optim={"lr": 0.1}, plugins=("mine.py",))))
     assert actor.hidden_size == 16, "for packing"
-    actor.connect(PushSettings(("http://a", "http://b"), "secret", pause_mode="in_place"))
-    assert actor.push(3, only=["http://a"], canary={"prompt_ids": [5]}) == {"version": 3}
+    actor.connect(pushes := PushSettings(("http://a", "http://b"), "secret", pause_mode="in_place"))
+    assert actor.push(3, only=["http://a"], canary=Canary((5,), (-0.5,))) == REPORT
     actor.push(4)
     actor.save(Path("x"))
     actor.restore(Path("x"))
     actor.export(Path("y"))
     Critic("critic", group, Packing()).load("folder")
-    assert group.methods == ["load", "connect", "push", "push", "save", "restore", "export", "load"]
-    load, connect, *pushes = (arguments for _, arguments, _ in group.calls[:4])
-    assert load == {
-        "role": "actor", "kind": "actor", "folder": "folder", "dtype": "bfloat16", "optim": {"lr": 0.1}, "lora": None,
-        "plugins": ["mine.py"], "engine": {}, "reads_weights": True, "base": None, "router_replay": False,
-    }  # fmt: skip
-    assert connect["role"] == "actor"
-    assert (connect["settings"]["urls"], connect["settings"]["pause_mode"]) == (("http://a", "http://b"), "in_place")
-    assert pushes == [
-        {"role": "actor", "version": 3, "only": ["http://a"], "canary": {"prompt_ids": [5]}},
-        {"role": "actor", "version": 4, "only": None, "canary": None},
+    assert [message for message, _ in group.calls] == [
+        messages.Load("actor", "actor", "folder", settings),
+        messages.Connect("actor", pushes),
+        messages.Push("actor", 3, ("http://a",), Canary((5,), (-0.5,))),
+        messages.Push("actor", 4, None, None),
+        messages.Save("actor", "x", in_background=False),
+        messages.Restore("actor", "x"),
+        messages.Export("actor", "y", adapter=None),
+        messages.Load("critic", "critic", "folder", LoadSettings()),
     ]
-    assert [call[1]["folder"] for call in group.calls[4:7]] == ["x", "x", "y"]
-    assert (group.calls[7][1]["kind"], group.calls[7][1]["optim"]) == ("critic", None)
 
 
 def test_weights_that_are_not_finite_are_told_as_a_bad_number() -> None:

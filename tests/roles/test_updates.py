@@ -22,9 +22,10 @@ from noting_group import (
 
 from megarl.algo.finite import BadNumber, NonFiniteError
 from megarl.algo.loss import ActorLoss, CriticLoss
-from megarl.algo.spikes import Spikes
+from megarl.algo.spikes import Limits, Spikes
 from megarl.group import Reply
 from megarl.roles.handles import LATER, Critic
+from megarl.roles.messages import Offload, Onload
 from megarl.roles.settings import Packing, Update
 from megarl.samples.batch import Batch, Stat, token_positions
 
@@ -51,17 +52,17 @@ def test_a_role_that_is_offloaded_comes_and_goes_once_for_all_steps_of_an_update
         actor.offloads = True
         actor.update(make_batch(4), prepare=prepare)
         assert group.methods == wanted
-    assert group.calls[0][1] == {"role": "actor", "by_default": False, "moments": None}, "all of it comes"
-    assert group.calls[-1][1] == {"role": "actor", "by_default": True}, "no more goes than its options say"
+    assert group.calls[0][0] == Onload("actor", by_default=False, moments=None), "all of it comes"
+    assert group.calls[-1][0] == Offload("actor", by_default=True), "no more goes than its options say"
 
 
 def test_a_rank_gets_what_the_loss_needs_and_micro_batches_hold_no_more_than_the_packing_allows() -> None:
     group, _ = updated(make_batch(4))
-    for method, arguments, payloads in group.calls:
-        assert method == "update"
-        assert (arguments["role"], arguments["temperature"]) == ("actor", 0.7)
-        assert (arguments["names"], arguments["reference"]) == (["log_probs", "entropy"], None)
-        assert arguments["num_tokens"] == 16, "two groups of 3 + 5 tokens, prompts included"
+    for message, payloads in group.calls:
+        assert message.method() == "update"
+        assert (message.role, message.temperature) == ("actor", 0.7)
+        assert (message.loss, message.reference) == (ActorLoss("ppo"), None)
+        assert message.num_tokens == 16, "two groups of 3 + 5 tokens, prompts included"
         assert len({len(payload["micro_sizes"]) for payload in payloads}) == 1, "equally many micro-batches"
         for payload in payloads:
             of_loss = {"weight", "response_mask", "old_log_probs", "advantages"}
@@ -78,10 +79,10 @@ def test_payloads_of_a_plan_rebuild_the_batch() -> None:
     """Nothing is lost or doubled; a replica without sequences runs dummies."""
     batch, group = make_batch(4), NotingGroup(3, trained())
     make_actor(group, prompts_per_step=4).update(batch)
-    got = sorted(sequence for payload in group.calls[0][2] for sequence in sequences(payload))
+    got = sorted(sequence for payload in group.calls[0][1] for sequence in sequences(payload))
     assert got == sorted(batch.tokens[token_positions(batch.lengths, torch.tensor([i]))].tolist() for i in range(8))
     group, _ = updated(make_batch(1).select([0]))
-    full, empty = sorted(group.calls[0][2], key=lambda p: -len(p["tokens"]))
+    full, empty = sorted(group.calls[0][1], key=lambda p: -len(p["tokens"]))
     assert (full["micro_sizes"].tolist(), empty["micro_sizes"].tolist()) == ([1], [0])
     assert {name: len(tensor) for name, tensor in empty.items()} == dict.fromkeys(empty, 0) | {"micro_sizes": 1}
 
@@ -113,7 +114,7 @@ def test_the_weights_of_rollout_correction_have_mean_1_in_each_step() -> None:
 def test_statistics_are_merged_over_replicas_and_steps() -> None:
     group, stats = updated(make_batch(4), trained([1e-9, 0.25]))
     # Each step's weights sum to 1; replica 0 reports 1 and replica 1 reports 2, each for its tokens.
-    shares = [float(p["weight"].sum()) for _, _, payloads in group.calls for p in payloads]
+    shares = [float(p["weight"].sum()) for _, payloads in group.calls for p in payloads]
     expected = (shares[0] + 2 * shares[1] + shares[2] + 2 * shares[3]) / 2
     assert stats["actor/loss"].result() == pytest.approx(expected)
     assert stats["actor/loss"].weight == pytest.approx(2.0)
@@ -129,14 +130,13 @@ def test_a_critic_trains_with_its_own_loss_and_a_full_kl_is_asked_of_the_actor_a
     group: Any = NotingGroup(2, trained())
     critic = Critic("critic", group, Packing(), update_settings=Update(CriticLoss(0.5), prompts_per_step=4))
     _, stats = critic.update(make_batch(4))
-    arguments, payloads = group.calls[0][1], group.calls[0][2]
-    assert arguments["loss"] == {"cliprange_value": 0.5}
-    assert (arguments["names"], arguments["temperature"]) == (["values"], 1.0)
+    message, payloads = group.calls[0]
+    assert (message.loss, message.temperature) == (CriticLoss(0.5), 1.0)
     assert {"values", "returns"} <= payloads[0].keys()
     assert "critic/grad_norm" in stats and not any("ppo_kl" in name for name in stats)
     noted, _ = updated(make_batch(4), loss=ActorLoss("ppo", use_kl_loss=True, kl_loss_type="full"), reference="ref")
-    arguments, payloads = noted.calls[0][1], noted.calls[0][2]
-    assert (arguments["names"], arguments["reference"]) == (["log_probs", "entropy", "full_kl"], "ref")
+    message, payloads = noted.calls[0]
+    assert (message.loss.outputs, message.reference) == (("log_probs", "entropy", "full_kl"), "ref")
     assert "ref_log_probs" not in payloads[0]
 
 
@@ -167,7 +167,7 @@ def test_a_step_without_a_trainable_token_is_skipped_and_counted() -> None:
 
     _, stats = make_actor(group, prompts_per_step=1).update(batch.with_columns(response_mask=mask), prepare=prepare)
     assert len(group.calls) == len(prepared) == 1
-    assert group.calls[0][1]["num_tokens"] == 8
+    assert group.calls[0][0].num_tokens == 8
     assert stats["actor/skipped_steps"].result() == 3
     assert stats["actor/first_ppo_kl"].result() == pytest.approx(1e-9), "of the first step that was taken"
     group, stats = updated(batch.with_columns(response_mask=torch.zeros(32)), prompts_per_step=4)
@@ -179,8 +179,8 @@ def test_the_first_step_gives_the_old_log_probs_that_are_lacking(num_groups: int
     group = NotingGroup(2, trained([0.0] * 9))
     batch, stats = make_actor(group, prompts_per_step=4, epochs=3).update(without_old(num_groups), seed=3)
     assert torch.equal(batch.columns["old_log_probs"], -batch.tokens.float()), "in the order of the batch"
-    assert [call[1]["notes"] for call in group.calls] == [["log_probs"], [], []]
-    assert not any("old_log_probs" in payload for payload in group.calls[0][2])
+    assert [call[0].notes for call in group.calls] == [("log_probs",), (), ()]
+    assert not any("old_log_probs" in payload for payload in group.calls[0][1])
     for call in (1, 2):
         assert torch.equal(group.sent("old_log_probs", call), -group.sent("tokens", call).float())
     assert "actor/ppo_kl" in stats and "actor/first_ppo_kl" not in stats, "nothing was compared"
@@ -224,7 +224,7 @@ def test_with_several_steps_a_pass_before_gives_those_of_the_others() -> None:
     assert later.tolist() == [float(t) if t in rest else 0.0 for t in range(48)]
     batch, _ = actor.update(batch, seed=3)
     assert set(group.sent("tokens", 1).tolist()) == set(range(48)) - rest
-    assert [call[1]["notes"] for call in group.calls[1:]] == [["log_probs"], *[[]] * 5]
+    assert [call[0].notes for call in group.calls[1:]] == [("log_probs",), *[()] * 5]
     signs = torch.tensor([1.0 if t in rest else -1.0 for t in range(48)])
     assert torch.equal(batch.columns["old_log_probs"], signs * batch.tokens)
     for call in range(2, 7):
@@ -241,7 +241,7 @@ def test_with_several_steps_a_pass_before_gives_those_of_the_others() -> None:
 def test_a_number_that_is_not_finite_is_found_again_in_its_sample(make: Any, loss: str) -> None:
     """Token 6 of the batch: token 3 of its second sample.  The rank counts in its own share of a shuffled step."""
 
-    def answer(method: str, arguments: dict[str, Any], payload: Payload, replica: int) -> Reply:
+    def answer(message: Any, payload: Payload, replica: int) -> Reply:
         if 6 not in payload["tokens"].tolist():
             return not_made()
         sent = Batch(payload["tokens"], payload["lengths"], rows=payload["rows"])
@@ -278,15 +278,15 @@ def test_a_step_that_was_not_made_has_no_statistics_and_the_next_one_comes() -> 
 
 def test_limits_follow_from_the_steps_that_were_made() -> None:
     """Norms 2, 3, 2, 3, ... and losses of -1, which are all equal: no limit."""
-    group = NotingGroup(1, lambda *_: Reply({**not_made(2.0 + len(group.calls) % 2).result, "made": True}, {}))
+    group = NotingGroup(1, lambda *_: not_made(2.0 + len(group.calls) % 2, made=True))
     actor = make_actor(group, prompts_per_step=1)
     actor.spikes = Spikes(4.0, 1.0)
     for _ in range(5):
         actor.update(make_batch(4))
-    limits = [call[1]["limits"] for call in group.calls]
-    assert limits[:16] == [{"grad_norm": None, "loss": None}] * 16
+    limits = [call[0].limits for call in group.calls]
+    assert limits[:16] == [Limits()] * 16
     deviation = math.sqrt(16 * 0.25 / 15)
-    assert limits[16] == {"grad_norm": pytest.approx(2.5 + 4 * deviation), "loss": None}
+    assert limits[16] == Limits(pytest.approx(2.5 + 4 * deviation), None)
     group.answer, told = lambda *_: not_made(9.0), list[BadNumber]()
     actor.on_bad = told.append
     actor.update(make_batch(1))
@@ -320,8 +320,8 @@ def test_rows_part_for_a_loss_that_looks_at_its_token_and_stay_together_for_one_
 ) -> None:
     """Each of the 4 samples of a step has a quarter of the weight, whatever its rows."""
     group, _ = updated(in_rows(), loss=ActorLoss(loss), agg_mode="seq-mean-token-mean")
-    for call, (_, arguments, payloads) in enumerate(group.calls):
-        assert arguments["num_tokens"] == 16
+    for call, (message, payloads) in enumerate(group.calls):
+        assert message.num_tokens == 16
         micros = [micro for payload in payloads for micro in micros_of(payload)]
         assert sorted(token for micro in micros for token in micro) == sorted(group.sent("tokens", call).tolist())
         assert all(len(micro) <= 10 for micro in micros)

@@ -1,21 +1,26 @@
 """What a rank does with its roles: how it reaches servers, what passes compute, and what is on the device meanwhile."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.algo.distillation import Distillation
+from megarl.algo.loss import ActorLoss
 from megarl.arch.layout import Layout
+from megarl.group.message import Message, Setup
 from megarl.mcore.models import execution
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.training.offload import Moved
 from megarl.mcore.training.step import Step
+from megarl.roles import messages
 from megarl.roles import role as role_module
 from megarl.roles import worker as worker_module
 from megarl.roles.role import Role, build_on
+from megarl.roles.settings import LoadSettings
 from megarl.roles.worker import Worker
 from megarl.weights.push.settings import PushSettings
 
@@ -41,7 +46,7 @@ def worker_of(*names: str) -> Worker:
 
 
 def connect(worker: Worker, role: str = "actor", **settings: Any) -> None:
-    worker.connect({"role": role, "settings": asdict(PushSettings(URLS, "secret", **settings))}, {})
+    worker.connect(messages.Connect(role, PushSettings(URLS, "secret", **settings)), {})
 
 
 def test_ranks_are_connected_once_and_whole_weights_pushed_with_the_settings_of_the_driver(made: Made) -> None:
@@ -67,14 +72,17 @@ def test_adapters_alone_are_pushed_where_servers_keep_some_and_the_pushers_of_a_
     assert made[0][1:] == ((settings, {"hf": 1}), {"base_model": "folder"})
 
 
-@pytest.mark.parametrize(("asked", "counted"), [({}, 48), ({"vocab_size": 40}, 40), ({"vocab_size": 64}, 48)])
-def test_no_more_tokens_are_counted_than_the_model_has(asked: dict[str, int], counted: int) -> None:
+@pytest.mark.parametrize(("asked", "counted"), [(None, 48), (40, 40), (64, 48)])
+def test_no_more_tokens_are_counted_than_the_model_has(asked: int | None, counted: int) -> None:
     """The policy's vocabulary may have more padding than its teacher's."""
     worker = Worker()
     worker.layout = Layout()
     role: Any = SimpleNamespace(hf={"vocab_size": 48}, heads=[])
-    found = worker._outputs(role, {"names": ["top_ids", "top_log_probs"], "temperature": 1.0, "top_k": 4, **asked})
-    assert found.vocab_size == counted
+    message = messages.Columns("actor", 1.0, False, None, ("top_ids", "top_log_probs"), top_k=4, vocab_size=asked)
+    assert worker._outputs(role, message).vocab_size == counted
+
+
+UPDATE = messages.Update("actor", 1.0, False, None, ActorLoss(), num_tokens=2, limits=None, notes=())
 
 
 def test_heads_of_teachers_are_on_the_device_for_a_divergence_over_the_vocabulary() -> None:
@@ -82,15 +90,14 @@ def test_heads_of_teachers_are_on_the_device_for_a_divergence_over_the_vocabular
     worker = Worker()
     worker.layout, worker.device = Layout(), torch.device("meta")
     role: Any = SimpleNamespace(hf={"vocab_size": 48}, heads=[torch.zeros(48, 3), torch.zeros(48, 5)])
-    words = {"names": ["divergence"], "temperature": 1.0}
-    found = worker._outputs(role, {**words, "divergence": ("reverse_kl", 0.5)})
+    found = worker._outputs_of_loss(role, replace(UPDATE, loss=ActorLoss(distillation=Distillation())))
     assert [head.device.type for head in (*found.heads, *role.heads)] == ["meta", "meta", "cpu", "cpu"]
-    assert not worker._outputs(role, words).heads
+    for distillation in (None, Distillation(top_k=True)):
+        assert not worker._outputs_of_loss(role, replace(UPDATE, loss=ActorLoss(distillation=distillation))).heads
 
 
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["all-linear"], "seed": 0}
-SAME = {"kind": "actor", "folder": "folder", "dtype": "bfloat16", "engine": {}, "reads_weights": True, "base": "first"}
-SAME |= {"lora": LORA, "optim": {}, "plugins": [], "router_replay": False, "role": "second"}
+SAME = LoadSettings("bfloat16", optim={}, lora=LORA, base="first")
 
 
 def owner(engine: ExecutionOptions) -> Role:
@@ -120,14 +127,14 @@ def test_what_a_shared_base_cannot_be_otherwise_is_refused(
     change = dict(change)
     options = change.pop("owner", ExecutionOptions(transformer_impl="local", param_offload=True))
     with pytest.raises(ValueError, match=f"^base=first: .*{sentence}"):
-        build_on(owner(options), SAME | change, layout=None)  # type: ignore[arg-type]
+        build_on(owner(options), messages.Load("second", "actor", "folder", replace(SAME, **change)), Layout())
 
 
 def test_a_base_that_is_not_loaded_is_refused_with_the_roles_that_are() -> None:
     worker = Worker()
     for there in ("none", "actor"):
         with pytest.raises(ValueError, match=rf"^base=first: there is no such role; expected one of {there}$"):
-            worker.load(SAME, {})
+            worker.load(messages.Load("second", "actor", "folder", SAME), {})
         worker.roles["actor"] = owner(ExecutionOptions())
 
 
@@ -158,7 +165,7 @@ def onloaded(role: Role) -> set[str]:
 
 
 def onload(worker: Worker, *, by_default: bool = False, moments: bool | None = None) -> None:
-    worker.onload({"role": "actor", "by_default": by_default, "moments": moments}, {})
+    worker.onload(messages.Onload("actor", by_default, moments), {})
 
 
 @pytest.fixture
@@ -183,29 +190,30 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[Worker, list[set[str]]]:
     return worker, seen
 
 
-WHERE = {"role": "actor", "folder": "/nowhere", "adapter": None, "canary": None}
-WHERE |= {"version": 1, "only": [], "in_background": True}
+PUSH = messages.Push("actor", 1, only=(), canary=None)
+EXPORT = messages.Export("actor", "/nowhere", adapter=None)
+SAVE, RESTORE = messages.Save("actor", "/nowhere", in_background=True), messages.Restore("actor", "/nowhere")
 
 
 @pytest.mark.parametrize(
-    ("method", "wanted"),
+    ("message", "wanted"),
     [
-        *[(method, {"parameters"}) for method in (Worker.push, Worker.export)],
-        *[(method, {"parameters", "moments"}) for method in (Worker.save, Worker.restore)],
+        *[(message, {"parameters"}) for message in (PUSH, EXPORT)],
+        *[(message, {"parameters", "moments"}) for message in (SAVE, RESTORE)],
     ],
 )
 @pytest.mark.parametrize("gathers_late", [False, True])
 def test_a_call_onloads_only_what_it_needs_and_says_what_it_writes(
-    seen: Any, method: Callable[..., Any], wanted: set[str], gathers_late: bool
+    seen: Any, message: Message, wanted: set[str], gathers_late: bool
 ) -> None:
     worker, found = seen
     role = worker.roles["actor"]
     if gathers_late:  # a pass that only reads gathers parameters that the step before has left, and so writes them
         role.engine = ExecutionOptions(overlap_param_gather=True, overlap_grad_reduce=True)
-    method(worker, WHERE, {})
+    worker.handlers()[type(message)](message, {})
     assert found == [wanted]
     assert onloaded(role) == set(), "it sleeps again"
-    assert role.parameters.is_written is (gathers_late or method is Worker.restore)
+    assert role.parameters.is_written is (gathers_late or message is RESTORE)
 
 
 @pytest.mark.parametrize(
@@ -222,10 +230,11 @@ def test_memory_that_torch_keeps_goes_back_where_a_server_needs_it(
     worker.device, worker.has_neighbours = torch.device(device), neighbours
     if onloaded:
         onload(worker)
-    worker.handlers()["export"](WHERE, {})
+    export = worker.handlers()[messages.Export]
+    export(EXPORT, {})
     assert len(calls) == freed
     with pytest.raises(KeyError):
-        worker.handlers()["export"](WHERE | {"role": "nobody"}, {})
+        export(replace(EXPORT, role="nobody"), {})
     assert len(calls) == 2 * freed
 
 
@@ -239,7 +248,7 @@ def test_a_rank_refuses_memory_of_its_machine_that_servers_may_not_open(
     monkeypatch.delattr(worker_module, "RankProfiler")  # what comes next
     refused = device == "cuda" and mapped
     with pytest.raises(ValueError if refused else NameError, match="PYTORCH_CUDA_ALLOC_CONF|RankProfiler"):
-        Worker().setup({"layout": {}, "device": device, "seed": 0, "timeout_s": 60.0, "is_mapped": mapped}, {})
+        Worker().setup(Setup(Layout(), device, 0, 60.0, is_mapped=mapped), {})
 
 
 @pytest.mark.parametrize(
@@ -262,9 +271,9 @@ def test_a_turn_wakes_what_the_options_leave_on_the_device_and_an_update_leaves_
     assert onloaded(role) == stays
     onload(worker)
     assert onloaded(role) == ALL
-    worker.offload({"role": "actor", "by_default": True}, {})
+    worker.offload(messages.Offload("actor", by_default=True), {})
     assert onloaded(role) == stays
-    worker.offload({"role": "actor", "by_default": False}, {})
+    worker.offload(messages.Offload("actor", by_default=False), {})
     assert onloaded(role) == set()
 
 
@@ -281,7 +290,7 @@ def test_an_update_waits_for_moments_before_its_step_and_not_earlier(
 ) -> None:
     worker, _ = seen
     role, story = worker.roles["actor"], list[tuple[str, bool]]()
-    role.optimizer, role.hf, role.last_loss, worker.layout = object(), {"vocab_size": 8}, ({}, None), Layout()
+    role.optimizer, role.hf, worker.layout = object(), {"vocab_size": 8}, Layout()
 
     def step(*_: Any, before_step: Callable[[], None], **__: Any) -> Step:
         assert not any(bed.is_under_way for bed in (role.parameters, role.gradients))
@@ -293,27 +302,23 @@ def test_an_update_waits_for_moments_before_its_step_and_not_earlier(
     monkeypatch.setattr(worker_module, "train_step", step)
     if comes == "before it":
         onload(worker)
-    arguments = {"role": "actor", "reference": None, "limits": None, "shares_prefixes": False, "names": []}
-    arguments |= {"temperature": 1.0, "loss": {}, "num_tokens": 2, "notes": []}
     lengths = torch.tensor([2])
     frame = {"tokens": torch.tensor([1, 2]), "lengths": lengths, "rows": torch.ones_like(lengths)}
-    worker.update(arguments, frame | {"micro_sizes": torch.tensor([1])})
+    worker.update(UPDATE, frame | {"micro_sizes": torch.tensor([1])})
     assert story == [("forward", True), ("step", False)]
 
 
-@pytest.mark.parametrize("method", [Worker.save, Worker.restore])
-def test_whoever_reads_moments_waits_for_them(
-    seen: Any, monkeypatch: pytest.MonkeyPatch, method: Callable[..., Any]
-) -> None:
+@pytest.mark.parametrize("message", [SAVE, RESTORE])
+def test_whoever_reads_moments_waits_for_them(seen: Any, monkeypatch: pytest.MonkeyPatch, message: Message) -> None:
     worker, _ = seen
     onload(worker)
     moments, there = worker.roles["actor"].moments, list[bool]()
     for name in ("save", "load"):
         monkeypatch.setattr(worker_module.checkpoint, name, lambda *_, **__: there.append(not moments.is_under_way))
     assert moments.is_under_way
-    worker.push(WHERE, {})
+    worker.push(PUSH, {})
     assert moments.is_under_way, "a push does not read them"
-    method(worker, WHERE, {})
+    worker.handlers()[type(message)](message, {})
     assert there == [True]
 
 
@@ -323,6 +328,6 @@ def test_a_role_with_local_layers_and_context_parallelism_is_refused_on_a_gpu(mo
     worker.layout = Layout(cp=2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(role_module, "read_hf_config", lambda folder: {})  # noqa: ARG005
-    role: dict[str, Any] = {"kind": "actor", "folder": "/nowhere", "optim": None, "lora": {"rank": 2}}
+    settings = LoadSettings("bfloat16", lora={"rank": 2})
     with pytest.raises(ValueError, match=r"^context_parallel_size=2: on GPUs it needs Transformer Engine's layers"):
-        worker.load({**role, "engine": {}, "dtype": "bfloat16", "plugins": []}, {})
+        worker.load(messages.Load("actor", "actor", "/nowhere", settings), {})

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.arch.layout import Layout
+from megarl.group.message import Setup
 from megarl.mcore.setup import RankInfo, backend_of
 from megarl.roles import worker
 
@@ -21,5 +23,5 @@ def test_the_world_speaks_one_backend(monkeypatch: pytest.MonkeyPatch, device: s
     monkeypatch.setattr(worker, "join_world", lambda backend, _: joined.append(backend))
     monkeypatch.setattr(worker, "make_groups", lambda *_, **__: RankInfo(0, 0, 1, True, True))
     monkeypatch.setattr(worker, "replica_group", lambda **_: None)
-    worker.Worker().setup({"layout": {}, "device": device, "seed": 0, "timeout_s": 60.0}, {})
+    worker.Worker().setup(Setup(Layout(), device, 0, 60.0), {})
     assert joined == [backend] == [backend_of(device)]

@@ -51,7 +51,7 @@ def test_log_probs_are_those_over_the_support() -> None:
 @pytest.mark.parametrize(
     ("masks", "log_probs", "words"),
     [
-        (None, None, "rollout.top_p=0.9 and rollout.top_k=20: the server does not tell which tokens could be drawn"),
+        (None, None, "rollout.top_p=0.9 and rollout.top_k=20: the server does not report which tokens could be drawn"),
         *(
             (masks, None, "output_token_sampling_mask of a completion: expected 2 lists of ids below 10, each with the")
             for masks in ("no list", [[4]], *([[4], odd] for odd in ([], [7, 8], [6, None], [6, 2.7], [6, True])))
@@ -81,7 +81,7 @@ def test_half_of_a_support_and_an_array_are_none() -> None:
     half, array = item([4], [[4]]), item([4], [[4]])
     del half["meta_info"]["output_token_sampling_logprobs"]
     array["meta_info"]["columns"] = {SUPPORT: column_on_the_wire(np.zeros((4, 2), np.int32))}
-    for sent, words in ((half, "does not tell which tokens"), (array, "but the field output_token_sampling_mask")):
+    for sent, words in ((half, "does not report which tokens"), (array, "but the field output_token_sampling_mask")):
         with pytest.raises(ValueError, match=words):
             read(sent)
 

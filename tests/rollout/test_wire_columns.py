@@ -84,9 +84,9 @@ def test_most_replies_have_no_columns_and_who_gets_them_says_how_long_its_reques
 def test_a_column_for_which_nobody_asked_is_no_reply(name: str) -> None:
     """Also one that is called as the trainer's own: it would decide what is learnt."""
     sent = [reply_item([4, 6], [-0.5, -1.0], [(3, 0, 2)], {name: np.zeros(5)})]
-    with pytest.raises(ValueError, match=f"^a completion has the column '{name}', for which nobody asked: expected"):
+    with pytest.raises(ValueError, match=f"^a completion has the column '{name}', which was not requested: expected"):
         parse_replies(sent, 1, num_asked=3)
-    with pytest.raises(ValueError, match="the column some is not there|for which nobody asked: expected .'some'.$"):
+    with pytest.raises(ValueError, match="the column some is not there|which was not requested: expected .'some'.$"):
         read_columns({"columns": {"other": sent}} if name == "some" else {}, 3, 2, SOME)
 
 

@@ -23,7 +23,7 @@ from tiny_server import BOTH, LIMIT_S, TOKEN, against
 
 from megarl.io.http_limits import HEADERS_S
 from megarl.io.sockets import listen
-from megarl.processes.store import SealedStore, StoreHost
+from megarl.processes.channels.store import StoreHost, TlsStore
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, FLATTENED, Route, SamplingParams, auth_headers, generate_body
 from megarl.servers.launch import TOKEN_VARIABLE, EngineLaunch, hf_command
@@ -193,10 +193,10 @@ def test_a_wrong_group_is_refused(hf_server, change, words):
 def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
     script = """
         import os, sys, torch, torch.distributed as dist
-        from megarl.processes.store import SealedStore, StorePlace
+        from megarl.processes.channels.store import TlsStore, StorePlace
         from megarl.servers.weight_group import join_weight_group, leave_weight_group
         for number, address in enumerate(sys.argv[1:]):
-            group = join_weight_group(SealedStore(StorePlace(address, "a token")), 1, 2, "again", "gloo", 60.0)
+            group = join_weight_group(TlsStore(StorePlace(address, "a token")), 1, 2, "again", "gloo", 60.0)
             x = torch.zeros(3)
             dist.broadcast(x, src=0, group=group)
             assert x.tolist() == [float(number)] * 3
@@ -207,10 +207,10 @@ def test_a_group_needs_no_default_group_and_its_name_can_be_used_again():
     addresses = [host.place.address for host in hosts]
     other = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), *addresses])
     for number, host in enumerate(hosts):
-        group = join_weight_group(SealedStore(host.place), 0, 2, "again", "gloo", 60.0)
+        group = join_weight_group(TlsStore(host.place), 0, 2, "again", "gloo", 60.0)
         assert not dist.is_initialized()
         with pytest.raises(ValueError, match="again"):
-            join_weight_group(SealedStore(host.place), 0, 2, "again", "gloo")
+            join_weight_group(TlsStore(host.place), 0, 2, "again", "gloo")
         dist.broadcast(torch.full((3,), float(number)), src=0, group=group)
         leave_weight_group(group)
         host.close()

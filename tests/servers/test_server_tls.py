@@ -37,7 +37,7 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sealed(model_path: str, log_dir: Path) -> Iterator[Servers]:
+def with_tls(model_path: str, log_dir: Path) -> Iterator[Servers]:
     """A server with https, as on a machine of its own."""
     launch = EngineLaunch("hf", model_path, host="127.0.0.2", tls="always")
     with Servers([launch], TOKEN, log_dir) as servers:
@@ -89,38 +89,38 @@ def use(url: str, key: str = TOKEN) -> None:
 
 
 def test_who_is_between_a_run_and_its_server_sees_neither_the_key_nor_a_prompt(
-    sealed: Servers, hf_served: Served
+    with_tls: Servers, hf_served: Served
 ) -> None:
     with between(hf_served.url) as (url, sees_http):
         use(url)
     assert TOKEN.encode() in sees_http
     assert any(prompt in sees_http for prompt in LISTS)
 
-    assert sealed.urls[0].startswith("https://127.0.0.2:")
-    with between(sealed.urls[0]) as (url, sees_https):
+    assert with_tls.urls[0].startswith("https://127.0.0.2:")
+    with between(with_tls.urls[0]) as (url, sees_https):
         use(url)
     assert len(sees_https) > 1000, "all of it went through"
     assert TOKEN.encode() not in sees_https
     assert not any(prompt in sees_https for prompt in LISTS)
 
 
-def test_a_server_with_https_answers_nobody_without_it(sealed: Servers) -> None:
-    parts = urlsplit(sealed.urls[0])
+def test_a_server_with_https_answers_nobody_without_it(with_tls: Servers) -> None:
+    parts = urlsplit(with_tls.urls[0])
     with socket.create_connection((parts.hostname, parts.port), timeout=60) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"HTTP" not in plain.recv(100)
 
 
-def test_a_client_sends_nothing_to_a_server_of_another_run(sealed: Servers) -> None:
-    with between(sealed.urls[0]) as (url, sees), closing(ServerClient(url, "the key of another run")) as client:
+def test_a_client_sends_nothing_to_a_server_of_another_run(with_tls: Servers) -> None:
+    with between(with_tls.urls[0]) as (url, sees), closing(ServerClient(url, "the key of another run")) as client:
         with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED"):
             client.health()
         assert b"the key of another run" not in sees
 
 
-def test_the_private_key_is_in_no_file_and_in_no_word_of_the_process(sealed: Servers, log_dir: Path) -> None:
+def test_the_private_key_is_in_no_file_and_in_no_word_of_the_process(with_tls: Servers, log_dir: Path) -> None:
     """It is in memory, in an open file that only processes of the user can open."""
-    pid = sealed.pids[0]
+    pid = with_tls.pids[0]
     process = psutil.Process(pid)
     (path,) = {word for word in process.cmdline() if word.startswith("/proc/self/fd/")}
     real = Path(path.replace("self", str(pid)))

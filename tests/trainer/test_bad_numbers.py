@@ -120,4 +120,4 @@ def test_roles_tell_of_bad_numbers_and_go_on_with_the_spikes_of_a_save(tmp_path:
     assert roles["critic"].spikes.state_dict() == {"grad_norm": [], "loss": []}
     for norm, loss in [(0.1, 0.4), (0.3, 0.6)] * 8:
         roles["critic"].spikes.add(norm, loss)
-    assert roles["critic"].spikes.limits["grad_norm"] == 7.0, "what is not clipped is no spike"
+    assert roles["critic"].spikes.limits.grad_norm == 7.0, "what is not clipped is no spike"

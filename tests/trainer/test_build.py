@@ -45,7 +45,7 @@ from megarl.trainer.servers.make_servers import make_servers, server_launch, ser
 def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str], ordered: bool) -> None:
     config = load(*words)
     group = make_group(config, config.actor, "ranks_0")
-    assert not group.settings.setup["has_neighbours"]
+    assert not group.settings.has_neighbours
     assert dict(group.settings.environment) == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
     joined = make_group(config, config.actor, "ranks_0", serves=True)
     more = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -68,17 +68,17 @@ def test_ranks_that_overlap_communication_get_one_hardware_queue(words: list[str
 )
 def test_ranks_learn_of_servers_on_their_gpus(words: list[str], beside: bool, mapped: bool) -> None:
     config = load("trainer.n_gpus_per_node=2", *words)
-    setup = make_group(config, config.actor, "ranks_0", serves=True).settings.setup
-    assert (setup["has_neighbours"], setup["is_mapped"]) == (beside, mapped)
-    alone = make_group(config, config.actor, "ranks_0").settings.setup
-    assert not alone["has_neighbours"] and not alone["is_mapped"], "without servers"
+    settings = make_group(config, config.actor, "ranks_0", serves=True).settings
+    assert (settings.has_neighbours, settings.is_mapped) == (beside, mapped)
+    alone = make_group(config, config.actor, "ranks_0").settings
+    assert not alone.has_neighbours and not alone.is_mapped, "without servers"
 
 
 def test_only_memory_of_the_actors_ranks_is_mapped() -> None:
     """Roles of the actor's layout on its ranks share its processes."""
     config = load("trainer.n_gpus_per_node=2", "rollout.placement=shared", "critic.num_ranks=1")
     groups = [make_group(config, role, "r", serves=True) for role in (config.ref, config.critic)]
-    mapped = [group.settings.setup["is_mapped"] for group in groups]
+    mapped = [group.settings.is_mapped for group in groups]
     assert mapped == [True, False]
 
 
@@ -89,7 +89,7 @@ def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
         pass
 
     def stop(*given: Any, **how: Any) -> None:
-        raise Made(make_group(*given, **how).settings.setup)
+        raise Made(make_group(*given, **how).settings)
 
     monkeypatch.setattr(sft_module, "make_group", stop)
     words = ["recipe=grpo_qwen2_5_7b_1x8h100", "sft.train_files=[a]", f"trainer.default_local_dir={tmp_path}"]
@@ -99,8 +99,8 @@ def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
         plan = sft_module.SftPlan(config, 1, None, mock.Mock(), None, {})
         with sft_module.open_sft(plan, mock.Mock(nodes=None), mock.Mock()):
             pass
-    (setup,) = made.value.args
-    assert (setup["has_neighbours"], setup["is_mapped"]) == (False, False)
+    (settings,) = made.value.args
+    assert (settings.has_neighbours, settings.is_mapped) == (False, False)
 
 
 def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:

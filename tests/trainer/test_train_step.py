@@ -32,6 +32,7 @@ from megarl.trainer.evaluation.in_training import Evaluations
 from megarl.trainer.roles import Roles
 from megarl.trainer.run import Run
 from megarl.trainer.telemetry.run_log import Totals
+from megarl.weights.push.report import PushReport
 
 
 def test_rewards_that_are_shuffled_stay_together() -> None:
@@ -150,7 +151,7 @@ class Waited:
 def noted() -> Any:
     """A server manager, trackers and a saver that note what they are told; pushes succeed."""
     said = MagicMock(shares_gpus=False, version=3, failed=0)
-    said.push.return_value = {"timings": {}, "num_verified": 3, "compared": [], "unverified": []}
+    said.push.return_value = PushReport(0, 0, 0, 3, {}, {}, {}, [], {})
     said.metrics.return_value = {}
     return said
 

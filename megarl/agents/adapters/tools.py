@@ -45,7 +45,9 @@ def load(address: str, arguments: Mapping[str, Any]) -> Episode:
     schemas = [_schema(setting, made, name) for name in names]
 
     async def episode(chat: Chat, prompt: Prompt) -> Any:
-        tools, messages, text = await in_thread(make), chat.messages, ""
+        tools = await in_thread(make)
+        messages = chat.messages
+        text = ""
         begin = getattr(tools, "reset", None)
         row = {"prompt": prompt.text, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
         if begin and (begun := await called(begin, **_taken(begin, {**row, **prompt.extra}))) is not None:
@@ -81,7 +83,7 @@ def _schema(setting: str, made: Any, name: str) -> dict[str, Any]:
 
 
 def _taken(function: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Of the values those that the function has parameters for."""
+    """The values for which the function has parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return values

@@ -54,7 +54,9 @@ class LineWorker:
     """
 
     def __init__(self, *command: str) -> None:
-        self._command, self._numbers, self._starting = command, itertools.count(), asyncio.Lock()
+        self._command = command
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: _Waiting = {}  # for this process
 

@@ -37,6 +37,7 @@ from megarl.commands.convert.request import AXES, DTYPES, Request
 from megarl.group import Group, GroupSettings
 from megarl.io.durable_files import StorageError, named, number_of
 from megarl.io.terminal import say, sentences
+from megarl.roles import messages
 from megarl.roles.handles import Critic, Role, SaveError
 from megarl.roles.settings import LoadSettings, Packing
 from megarl.weights.hf.named import check_folder
@@ -45,6 +46,7 @@ from megarl.weights.mapping.names import num_bytes, some_names
 
 EXIT_FAILED = 1
 REPORT = "failure.txt"
+MODEL = "model"  # the role of a conversion
 CALL_TIMEOUT_S = 7 * 24 * 3600.0  # to read, write or digest a whole model; a rank that dies or hangs is found at once
 
 
@@ -68,9 +70,9 @@ class Ranks:
         with group:
             with console.status("starting ranks"):
                 group.start()
-                model = (Critic if source.role == "critic" else Role)("model", group, Packing())
+                model = (Critic if source.role == "critic" else Role)(MODEL, group, Packing())
                 model.load(str(source.hf_folder), LoadSettings(dtype, reads_weights=False))
-            found = group.call_leader("sizes", {"role": model.name}).result["tensors"].items()
+            found = group.call_leader(messages.Sizes(model.name)).result["tensors"].items()
             yield cls(group, console, model, {n: (tuple(shape), getattr(torch, kind)) for n, (shape, kind) in found})
 
     @property
@@ -79,8 +81,7 @@ class Ranks:
 
     def read(self, folder: ModelFolder, title: str) -> None:
         with self._timed(title):
-            where = {"folder": str(folder.path), "base": str(folder.hf_folder)}
-            self.group.call("read", {"role": "model", "format": folder.format, **where})
+            self.group.call(messages.Read(MODEL, folder.format, str(folder.path), str(folder.hf_folder)))
 
     def write(self, folder: ModelFolder) -> None:
         """Write the model; OSError if storage does not take it.  The tokenizer is the source's."""
@@ -102,8 +103,8 @@ class Ranks:
         if not is_hf:
             self.read(folder, f"{title}: reading")
         with self._timed(title):
-            which = {"role": "model", "folder": str(folder.path) if is_hf else None}
-            found: dict[str, str] = self.group.call_leader("digests", which).result["digests"]
+            message = messages.Digests(MODEL, str(folder.path) if is_hf else None)
+            found: dict[str, str] = self.group.call_leader(message).result["digests"]
         return found
 
     @contextmanager

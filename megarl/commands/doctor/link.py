@@ -20,8 +20,8 @@ from megarl.commands.doctor.machine import FAIL, NOTE, OK, Finding
 from megarl.io.auth import derived
 from megarl.io.sockets import listen
 from megarl.plugins.options import Place
-from megarl.processes.connection import Connection, WireRefused, connect
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import Connection, WireRefused, connect
+from megarl.processes.channels.listener import Listener
 
 SLOW_LINK = 1.25e9  # bytes/s, 10 Gbit/s: weights of 7.6 B parameters in bfloat16 take twelve seconds there
 STREAMS = 4  # connections at once: one alone does not fill a fast link

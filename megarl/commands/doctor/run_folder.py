@@ -84,7 +84,7 @@ def _killed(run: RunFolder) -> Explanation:
         who, kills = MemoryEnd().count()
         cause += f"; the kernel has killed {kills or 'no'} processes of {who} because memory ran out"
     look = (
-        "`dmesg -T | grep -i 'killed process'`, or the scheduler's record (sacct, kubectl describe pod), tells by whom"
+        "`dmesg -T | grep -i 'killed process'`, or the scheduler's record (sacct, kubectl describe pod), says by whom"
     )
     return Explanation(KILLED, cause, f"{look}; {_again(run.path)}")
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from megarl.arch.gpus import GPUS, Gpu, find, of_memory
 from megarl.commands.plan.show import as_json, proposal_json, show, show_proposals
 from megarl.config import Config, ConfigError, layout_names, layout_word, load_config
 from megarl.config.old_log_probs import source_of_old_log_probs, why_own_pass
 from megarl.io.terminal import pages, say
 from megarl.plan.from_config import job_of
-from megarl.plan.gpus import GPUS, Gpu, find, of_memory
 from megarl.plan.job import Job
 from megarl.plan.predict import Prediction, predict
 from megarl.plan.search import Proposal, search

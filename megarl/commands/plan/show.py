@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from megarl.arch.count import whole
 from megarl.arch.layout import Layout
-from megarl.plan.count import whole
 from megarl.plan.job import Job
 from megarl.plan.predict import Prediction
 from megarl.plan.report import AXES, HOST, LOCAL, memory_table, plain_table, print_line
@@ -170,7 +170,7 @@ def _numbers(prediction: Prediction) -> Table:
         ("MFU of the step", f"{prediction.mfu_step:.1%}", "the same operations over the whole step, on all GPUs"),
         ("bubble", f"{prediction.bubble:.1%}", idle),
         ("push", f"{prediction.push_s:.1f} s", "until every server has the new weights"),
-        ("at a time", f"{prediction.concurrency:.0f}", "completions that a full server writes"),
+        ("at a time", f"{prediction.concurrency:.0f}", "completions that a full server generates"),
     )
     table = plain_table("", "", "")
     table.show_header = False

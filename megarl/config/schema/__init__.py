@@ -42,7 +42,7 @@ class Config:
     distill: Distill = key(
         Distill, "how it learns from them: a divergence as loss, or log-probs as reward", If("teachers != {}"), RL
     )
-    rollout: Rollout = key(Rollout, "what writes the completions, and how they are sampled", RL_EVALUATE)
+    rollout: Rollout = key(Rollout, "what generates the completions, and how they are sampled", RL_EVALUATE)
     algorithm: Algorithm = key(Algorithm, "policy loss, advantages, KL in the reward, plug-ins", RL)
     reward: Reward = key(Reward, "what scores a completion", RL_EVALUATE)
     agent: Agent = key(
@@ -84,7 +84,7 @@ class Config:
 
     @property
     def longest_served(self) -> tuple[str, int]:
-        """The same of what servers write, in training or in an evaluation."""
+        """The same of what servers generate, in training or in an evaluation."""
         return max(self.longest, self.longest_evaluated, key=lambda found: found[1])
 
     @property

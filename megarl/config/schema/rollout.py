@@ -1,4 +1,4 @@
-"""Keys of what generates: servers, and agents, which write episodes of several turns instead of plain completions."""
+"""Keys of what generates: servers, and agents, whose episodes of several turns replace plain completions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Rollout(Gpus, Served, Requests, Typed):
         "in_place", "a push keeps the KV cache (in_place), or waits (drain)", Choices(names.UPDATES), PREFETCHES, RL
     )
     max_age: Natural | None = key(
-        None, "tokens that weights older than this wrote are left out of the loss; null = all count", MIXES, RL
+        None, "tokens that weights older than this generated are left out of the loss; null = all count", MIXES, RL
     )
     piece_tokens: Natural = key(
         2048, "tokens of one request; a longer completion continues in the next; 0 = one request", EXPERT
@@ -141,7 +141,7 @@ class Agent(Processes):
         "generated", "earlier answers as generated, or rendered by the chat template", Choices(names.AGENT_HISTORIES)
     )
     tool_parser: str = key(
-        "hermes", "how the model writes calls of tools: hermes (Qwen, Hermes)", Choices(names.TOOL_PARSERS)
+        "hermes", "the model's form of tool calls: hermes (Qwen, Hermes)", Choices(names.TOOL_PARSERS)
     )
     max_turns: Count = key(16, "answers of an episode; a request for more ends it")
     max_tokens: Count | None = key(

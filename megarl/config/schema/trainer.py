@@ -65,7 +65,10 @@ class Trainer:
     node_rank: Natural = key(0, "number of this machine", MACHINES)
     master_addr: str = key("127.0.0.1", "address of machine 0, for the rendezvous of the other machines", MACHINES)
     master_port: Port | None = key(
-        None, "port of the driver on machine 0; null = 29500, or a free one, told in the run's folder", MACHINES, EXPERT
+        None,
+        "port of the driver on machine 0; null = 29500, or a free one, kept in the run's folder",
+        MACHINES,
+        EXPERT,
     )
     ports: Ports | None = key(
         None, "ports for other machines, but not of gloo and NCCL, as 41000-41999; null = any", LISTENS, EXPERT

@@ -30,7 +30,9 @@ def contradictions(config: Config) -> Iterator[str]:
 
 def advice(config: Config) -> Iterator[str]:
     """One sentence for each combination that is allowed but probably not intended."""
-    actor, algorithm, loss = config.actor, config.algorithm, config.algorithm.policy_loss_fn
+    actor = config.actor
+    algorithm = config.algorithm
+    loss = config.algorithm.policy_loss_fn
     if config.rollout.quantization != "none" and algorithm.rollout_correction.level is None:
         differ = "log-probs of the quantized servers differ from the trainer's"
         how = "algorithm.rollout_correction.level=token corrects it"

@@ -13,7 +13,7 @@ PREFERRED = "--preferred-sampling-params"
 WHY_NOT_PREFERRED = "a server would draw from other logits than those of which the trainer computes log-probs"
 _LIMIT, _DEFAULT_LIMIT = "--sampling-mask-max-tokens", 4096  # of SGLang
 
-# Options of SGLang with which the experts that it keeps for a token need not be those that wrote it.  It keeps them
+# Options of SGLang with which the experts that it keeps for a token need not be those that generated it.  It keeps them
 # beside the KV of a token, and notes them in one buffer for the batch that is computed (srt/state_capturer/base.py).
 _FROM_ELSEWHERE = "KV that comes back from elsewhere has lost its experts"
 WITHOUT_ROUTES = {
@@ -29,7 +29,7 @@ WITHOUT_ROUTES = {
 
 
 def largest_top_k(limit: int) -> int:
-    """The largest top_k for servers that tell of `limit` tokens at most.
+    """The largest top_k for servers that report at most `limit` tokens.
 
     Half of it: tokens that are as likely as the last of the k are drawn too, and SGLang ends a request with an error if
     all of them are more than the limit.
@@ -41,7 +41,7 @@ def advice(config: Config) -> Iterator[str]:
     """One sentence for an evaluation that asks for the same answer several times."""
     val = config.rollout.val_kwargs
     if config.data.val_files and val.n > 1 and val.temperature == 0:
-        why = "rollout.val_kwargs.temperature=0 is greedy, and writes the same answer each time"
+        why = "rollout.val_kwargs.temperature=0 is greedy, and gives the same answer each time"
         yield f"rollout.val_kwargs.n={val.n}: {why}; expected n=1, or a temperature above 0"
 
 
@@ -60,8 +60,8 @@ def contradictions(config: Config) -> Iterator[str]:
     most = largest_top_k(int(limit) if limit.isdecimal() else _DEFAULT_LIMIT)
     if not 1 <= rollout.top_k <= most:
         given = f"rollout.top_p={rollout.top_p}" if rollout.top_k == -1 else f"rollout.top_k={rollout.top_k}"
-        told = f"SGLang tells from which tokens it drew only for a rollout.top_k of 1 to {most}, half of {_LIMIT}"
-        yield f"{given}: {told}; expected one, or rollout.engine=hf"
+        found = f"SGLang reports from which tokens it drew only for a rollout.top_k of 1 to {most}, half of {_LIMIT}"
+        yield f"{given}: {found}; expected one, or rollout.engine=hf"
 
 
 def _replay(config: Config) -> Iterator[str]:

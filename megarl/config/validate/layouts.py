@@ -71,8 +71,8 @@ def used_roles(config: Config, command: str) -> tuple[str, ...]:
 def layout_faults(config: Config, command: str, trial: Trial) -> Iterator[str]:
     """One sentence for each error in roles and ranks.
 
-    Of a role's layout the first error is told, with the nearest layouts, which mend the others too.  That of the next
-    role is told only if none of these layouts mends it as well.
+    The first error of a role's layout is reported, with the nearest valid layouts.  The next role's is reported only if
+    none of these layouts mends it as well.
     """
     roles = used_roles(config, command)
     faults = [sentence for role in roles for sentence in _ranks(config, role)]

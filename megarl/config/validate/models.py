@@ -207,7 +207,7 @@ def lengths(config: Config, roles: tuple[str, ...], command: str) -> Iterator[st
 def longest_sequence(config: Config, command: str, *, is_served: bool = False) -> tuple[str, int]:
     """The keys of the longest sample, or row of supervised training, and its length in tokens.
 
-    `is_served`: or of the longest one that servers write.
+    `is_served`: or of the longest one that servers generate.
     """
     if command == "sft":
         return "sft.max_length", config.sft.max_length

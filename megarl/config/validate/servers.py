@@ -94,7 +94,9 @@ def _fp8(config: Config) -> Iterator[str]:
 
 def _model(config: Config, command: str) -> Iterator[str]:
     """What servers need of the policy: weights of the type that is pushed, and for gpt-oss attention with sinks."""
-    found, path, rollout = models.model_config(config, "actor"), config.model.path, config.rollout
+    found = models.model_config(config, "actor")
+    path = config.model.path
+    rollout = config.rollout
     if found.get("quantization_config") and not rollout.urls and (command != "evaluate" or rollout.engine == "hf"):
         method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
         wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
@@ -223,7 +225,9 @@ def _fills(tp: int, each: int) -> bool:
 
 def _room(config: Config, tp: int) -> int:
     """How many servers of `tp` GPUs fit on the trainer's machines."""
-    each, nodes, first = config.trainer.n_gpus_per_node, config.trainer.nnodes, config.rollout.first_gpu or 0
+    each = config.trainer.n_gpus_per_node
+    nodes = config.trainer.nnodes
+    first = config.rollout.first_gpu or 0
     if not _fills(tp, each):
         return 0
     return max(0, (each - first) // tp * nodes if tp <= each else (nodes * each - first) // tp)

@@ -57,7 +57,7 @@ def _server(config: Config, name: str) -> Iterator[str]:
     said = f"{key}.engine={teacher.engine}"
     if config.divergence_of_vocabulary:
         yield (
-            f"distill.top_k=null: {said} tells its most likely tokens only; expected their number, such as 64, "
+            f"distill.top_k=null: {said} reports only its most likely tokens; expected their number, such as 64, "
             f"distill.form=reward, or {key}.engine=megatron"
         )
     if config.rollout.temperature != 1:

@@ -46,9 +46,8 @@ def defaults(command: Command, known: Set[str]) -> dict[str, Any]:
     found |= {key: value for key, value in _learning(command) if key not in known}
     if command.has("async_training.") and BATCH in found:
         found[BATCH] = prompts_of_a_sync(command) or found[BATCH]
-    batch = command.get(BATCH)
-    if "actor.ppo_mini_batch_size" in found and isinstance(batch, int) and batch > 0:
-        found["actor.ppo_mini_batch_size"] = min(batch, found["actor.ppo_mini_batch_size"])
+    if (mini := found.get("actor.ppo_mini_batch_size")) is not None:
+        found["actor.ppo_mini_batch_size"] = min(mini, command.counted(BATCH, mini))
     apart = nodes_of_servers(command)
     if not known & {"rollout.num_servers", "rollout.urls"} and command.get("rollout.placement") != "separate":
         found["rollout.num_servers"] = servers_apart(command) or 1 if apart else _servers_on_all(command)
@@ -64,12 +63,8 @@ def differing(command: Command, known: Set[str]) -> Iterator[str]:
 
 def _servers_on_all(command: Command) -> int:
     """As many servers as the GPUs of the run have room for."""
-    nodes, gpus, size = (
-        command.get(key, _SIZES.get(key, 1))
-        for key in ("trainer.nnodes", "trainer.n_gpus_per_node", "rollout.tensor_model_parallel_size")
-    )
-    whole = all(isinstance(number, int) and number > 0 for number in (nodes, gpus, size))
-    return max(1, nodes * gpus // size) if whole else 1
+    gpus = command.counted("trainer.nnodes", 1) * command.counted("trainer.n_gpus_per_node", 8)
+    return max(1, gpus // command.counted("rollout.tensor_model_parallel_size", 2))
 
 
 def _learning(command: Command) -> Iterator[tuple[str, Any]]:

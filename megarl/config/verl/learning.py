@@ -6,7 +6,7 @@ from math import ceil, prod
 from typing import Any
 
 from megarl.config import names
-from megarl.config.verl.taken import Command, Rule, Taken, each, nothing, of_switch
+from megarl.config.verl.taken import Command, Rule, Taken, each, nothing, of_number, of_switch
 
 DEFAULT_LR = {"actor": 1e-6, "critic": 1e-5}
 DEFAULT_TOKENS = {"actor": 16384, "critic": 32768}  # verl's, of a micro-batch; the reference has the actor's
@@ -28,8 +28,8 @@ def _cut_by_count(key: str, value: Any, command: Command) -> Taken:
         return Taken(note=note)
     role = key.partition(".")[0]
     tokens = f"{role}.ppo_max_token_len_per_gpu"
-    limit = DEFAULT_TOKENS.get(role) or command.get("actor.ppo_max_token_len_per_gpu") or DEFAULT_TOKENS["actor"]
-    limit *= _context_size(role, command)
+    actors = command.counted("actor.ppo_max_token_len_per_gpu", DEFAULT_TOKENS["actor"])
+    limit = DEFAULT_TOKENS.get(role, actors) * _context_size(role, command)
     return Taken(((tokens, limit),), f"{note}, verl's default {tokens}={limit}")
 
 
@@ -53,12 +53,12 @@ def _cut_over_ranks(key: str, value: Any, command: Command) -> Taken:
         return Taken(note="a number on each rank counts")
     if _is_dynamic(key, command):
         return _cut_by_count(ours, value, command)
-    role, sizes = key.partition(".")[0], ("tensor", "pipeline")
-    ranks = [command.get(f"trainer.{name}", default) for name, default in (("nnodes", 1), ("n_gpus_per_node", 8))]
-    model = [command.get(f"{role}.megatron.{size}_model_parallel_size", 1) for size in sizes]
-    if not command.is_whole or not all(isinstance(number, int) for number in (value, *ranks, *model)):
+    if not command.is_whole or type(value) is not int:
         return Taken(refusal=f"expected {_ours(ours)}, the sequences on one rank")
-    copies = max(1, prod(ranks) // (prod(model) * _context_size(role, command)))
+    role = key.partition(".")[0]
+    ranks = command.counted("trainer.nnodes", 1) * command.counted("trainer.n_gpus_per_node", 8)
+    model = [command.counted(f"{role}.megatron.{size}_model_parallel_size", 1) for size in ("tensor", "pipeline")]
+    copies = max(1, ranks // (prod(model) * _context_size(role, command)))
     each = max(1, value // copies)
     return Taken(((_ours(ours), each),), f"{_ours(ours)}={each}" if copies > 1 else "")
 
@@ -99,7 +99,7 @@ def _min_lr_ratio(key: str, value: Any, command: Command) -> Taken:
     ours = f"{role}.optim.min_lr"
     if not value and command.get(ours):
         return Taken(note=f"{ours} counts")
-    return Taken(((ours, (value or 0.0) * command.get(f"{role}.optim.lr", DEFAULT_LR[role])),))
+    return Taken(((ours, (value or 0.0) * float(command.get(f"{role}.optim.lr", DEFAULT_LR[role]))),))
 
 
 def _min_lr(key: str, value: Any, command: Command) -> Taken:
@@ -131,7 +131,7 @@ def _in_optimizer_steps(name: str, unset: int | None, other: str) -> Rule:
 
 
 def _warmup_ratio(key: str, value: Any, command: Command) -> Taken:
-    """A share of the whole run, whose length only the command can tell before its data are read."""
+    """A share of the whole run, whose length only the command knows before its data are read."""
     role, total = key.partition(".")[0], command.get("trainer.total_training_steps")
     ours = f"{role}.optim.lr_warmup_steps"
     if command.get(ours) not in (-1, 0, None):
@@ -146,15 +146,13 @@ def _warmup_ratio(key: str, value: Any, command: Command) -> Taken:
 
 def _steps_of_an_iteration(role: str, command: Command) -> int:
     """Optimizer steps of verl between two steps of its schedule; 1 for a command of our own."""
-    epochs = command.get(f"{role}.ppo_epochs", command.get("actor.ppo_epochs", 1))
-    mini = command.get(f"{role}.ppo_mini_batch_size", command.get(MINI_BATCH, DEFAULT_SIZES[MINI_BATCH]))
-    batch = command.get(BATCH, DEFAULT_SIZES[BATCH])
-    if command.has("async_training."):  # its trainer takes so many mini-batches at a time
-        mini, batch = 1, command.get("async_training.require_batches", 1)
-    sizes = (epochs, mini, batch)
-    if not command.is_whole or command.is_sft or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not command.is_whole or command.is_sft:
         return 1
-    return epochs * ceil(batch / mini)
+    epochs = command.counted(f"{role}.ppo_epochs", command.counted("actor.ppo_epochs", 1))
+    if command.has("async_training."):  # its trainer takes so many mini-batches at a time
+        return epochs * command.counted("async_training.require_batches", 1)
+    mini = command.counted(f"{role}.ppo_mini_batch_size", command.counted(MINI_BATCH, DEFAULT_SIZES[MINI_BATCH]))
+    return epochs * ceil(command.counted(BATCH, DEFAULT_SIZES[BATCH]) / mini)
 
 
 def policy_loss(command: Command) -> str:
@@ -218,8 +216,8 @@ _LOSS_ARGS = "tau_pos tau_neg clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_rati
 RULES: dict[str, Rule] = {
     # micro-batches
     **each("*", "use_dynamic_bsz log_prob_use_dynamic_bsz", of_switch(nothing(_PACKED))),
-    **each("actor critic", "ppo_micro_batch_size", _cut_over_ranks),
-    "ref.log_prob_micro_batch_size": _cut_over_ranks,
+    **each("actor critic", "ppo_micro_batch_size", of_number(_cut_over_ranks)),
+    "ref.log_prob_micro_batch_size": of_number(_cut_over_ranks),
     **each("actor critic", "ppo_micro_batch_size_per_gpu", _cut_by_count),
     **each("actor critic", "ppo_max_token_len_per_gpu", _cut_by_tokens),
     "ref.log_prob_micro_batch_size_per_gpu": _cut_by_count,
@@ -231,8 +229,8 @@ RULES: dict[str, Rule] = {
     **each("actor", "tau_pos tau_neg", _loss_arg),
     **each("actor.policy_loss", _LOSS_ARGS, _loss_arg),
     "*.optim.lr_warmup_steps": _in_optimizer_steps("lr_warmup_steps", 0, other="lr_warmup_steps_ratio"),
-    "*.optim.lr_warmup_steps_ratio": _warmup_ratio,
-    **each("actor critic", "optim.min_lr_ratio", _min_lr_ratio),
+    "*.optim.lr_warmup_steps_ratio": of_number(_warmup_ratio),
+    **each("actor critic", "optim.min_lr_ratio", of_number(_min_lr_ratio)),
     **each("actor critic", "optim.min_lr", _min_lr),
     "*.optim.total_training_steps": _in_optimizer_steps("lr_decay_steps", None, other="lr_decay_steps"),
     "*.optim.lr_decay_steps": _in_optimizer_steps("lr_decay_steps", None, other="total_training_steps"),

@@ -14,6 +14,7 @@ from megarl.config.verl.taken import (
     each,
     named,
     nothing,
+    of_number,
     of_switch,
     plain,
     refused,
@@ -63,9 +64,9 @@ def nodes_of_servers(command: Command) -> int:
 
 def servers_apart(command: Command) -> int:
     """As many as there is room for on GPUs of this machine after the trainer's; 0 = they are on other machines."""
-    gpus, ours = command.get("rollout.n_gpus_per_node", 8), command.get("trainer.n_gpus_per_node", 8)
+    gpus, ours = command.counted("rollout.n_gpus_per_node", 8), command.counted("trainer.n_gpus_per_node", 8)
     on_one = nodes_of_servers(command) == command.get("trainer.nnodes", 1) == 1
-    size = command.get("rollout.tensor_model_parallel_size", 2)
+    size = command.counted("rollout.tensor_model_parallel_size", 2)
     return max(1, gpus // size) if on_one and gpus + ours <= MOST_GPUS else 0
 
 
@@ -183,10 +184,8 @@ def _loss_type(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
 
 def prompts_of_a_sync(command: Command) -> int:
     """Prompts between two pushes of the weights; 0 where the command does not say."""
-    default = DEFAULT_SIZES[MINI_BATCH] if command.is_whole else None
-    mini, batches, steps = command.get(MINI_BATCH, default), command.get(_BATCHES, 1), command.get(_SYNC, 1)
-    whole = all(isinstance(number, int) for number in (mini, batches, steps))
-    return mini * batches * steps if whole else 0
+    mini = command.counted(MINI_BATCH, DEFAULT_SIZES[MINI_BATCH] if command.is_whole else 0)
+    return mini * command.counted(_BATCHES, 1) * command.counted(_SYNC, 1)
 
 
 def _train_batch(key: str, value: Any, command: Command) -> Taken:
@@ -228,19 +227,22 @@ RULES: dict[str, Rule] = {
         nothing("servers' metrics are not collected"),
     ),
     "rollout.quantization": named("rollout.quantization", {None: "none"}),
-    **each("rollout rollout.checkpoint_engine", "update_weights_bucket_megabytes", _bucket),
+    **each("rollout rollout.checkpoint_engine", "update_weights_bucket_megabytes", of_number(_bucket)),
     "rollout.val_kwargs.do_sample": of_switch(_do_sample),
     "rollout.multi_turn.enable": switch(refused(TOOLS), nothing("completions are plain")),
     "rollout.multi_turn.max_assistant_turns": unless(
         (None,), "agent.max_turns ends an episode", named("agent.max_turns")
     ),
     **counts_if(_may_have_turns, "completions are plain", _OF_TURNS),
-    **each("rollout", "nnodes n_gpus_per_node", _own_gpus),
+    "rollout.nnodes": of_number(_own_gpus),
+    "rollout.n_gpus_per_node": of_number(_own_gpus, least=1),
     "rollout.total_epochs": named("trainer.total_epochs"),
     "rollout.test_freq": named("trainer.test_freq"),
-    "rollout.total_rollout_steps": _total_steps,
+    "rollout.total_rollout_steps": of_number(_total_steps),
     "data.train_batch_size": _train_batch,
-    "async_training.staleness_threshold": _staleness,
+    _SYNC: of_number(nothing("so many optimizer steps are an iteration, after which weights are pushed"), least=1),
+    _BATCHES: of_number(nothing("it multiplies data.train_batch_size, the prompts between two pushes"), least=1),
+    "async_training.staleness_threshold": of_number(_staleness),
     "async_training.partial_rollout": of_switch(named("rollout.update", {True: "in_place", False: "drain"})),
     **each("async_training actor", "use_rollout_log_probs", of_switch(named(f"{CORRECTION}.bypass"))),
     "rollout.standalone_gpu_memory_utilization": unless((None,), "unset", named("rollout.memory_fraction")),

@@ -127,7 +127,7 @@ def sft_place(key: str, command: Command) -> str:
 
 
 def in_sft_places(command: Command) -> dict[str, Any]:
-    """All words of the supervised trainer in these places.  It cuts micro-batches by tokens unless told otherwise."""
+    """All words of the supervised trainer in these places.  By default micro-batches are cut by tokens."""
     words = {sft_place(key, command): value for key, value in command.words.items()}
     return words if "model.partial_pretrain" in command.words else {"actor.use_dynamic_bsz": True} | words
 

@@ -7,6 +7,7 @@ together with another one: `custom_reward_function.path` and `.name`, or `rollou
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,6 +36,11 @@ class Command(NamedTuple):
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a word; the default if it is not there."""
         return self.words.get(key, default)
+
+    def counted(self, key: str, default: int) -> int:
+        """The value of a word that is a whole number above 0; else the default: its own rule tells what is wrong."""
+        value = self.words.get(key)
+        return value if type(value) is int and value > 0 else default
 
     def is_on(self, key: str) -> bool:
         """Is this switch there, and true?"""
@@ -114,6 +120,16 @@ def of_switch(rule: Rule) -> Rule:
     def chosen(key: str, value: Any, command: Command) -> Taken:
         on = truth(value)
         return Taken(refusal="expected true or false") if on is None else rule(key, on, command)
+
+    return chosen
+
+
+def of_number(rule: Rule, least: int = 0) -> Rule:
+    """The rule gets a finite number of at least `least`, or None for null; any other value is refused."""
+
+    def chosen(key: str, value: Any, command: Command) -> Taken:
+        fits = value is None or (type(value) in (int, float) and least <= value < inf)
+        return rule(key, value, command) if fits else Taken(refusal=f"expected a number of at least {least}")
 
     return chosen
 

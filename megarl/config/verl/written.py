@@ -165,7 +165,7 @@ rollout | max_model_len | follows from data.max_prompt_length and data.max_respo
 rollout | load_format | servers get the trainer's weights before they answer
 rollout | layered_summon | weights travel in buckets, never as a whole
 rollout | disable_log_stats | logs of servers are in the run's folder
-rollout | skip_tokenizer_init | servers read and write token ids
+rollout | skip_tokenizer_init | servers read and return token ids
 rollout | multi_stage_wake_up | weights and cache return one after the other
 rollout | enable_rollout_routing_replay | servers report experts where actor.router_replay reads them
 rollout | skip_rollout | false | completions are always generated
@@ -189,10 +189,7 @@ rollout.agent | custom_async_server.* | null | servers are ours | expected rollo
 rollout.checkpoint_engine | * | rollout.push chooses how weights travel
 rollout.multi_turn | tool_config_path function_tool_path | null | there are no tools | {TOOLS}
 rollout.multi_turn | interaction_config_path | null | there are no agents | {TOOLS}
-rollout.multi_turn | tokenization_sanity_check_mode | the tokens that a server wrote are trained as such
-async_training | trigger_parameter_sync_step | \
-so many optimizer steps are an iteration, after which weights are pushed
-async_training | require_batches | it multiplies data.train_batch_size, the prompts between two pushes
+rollout.multi_turn | tokenization_sanity_check_mode | the tokens that a server generated are trained as such
 # data
 data | return_raw_chat return_raw_input_ids | rows keep their messages
 data | return_full_prompt | samples.jsonl has the whole prompt

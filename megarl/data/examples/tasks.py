@@ -42,7 +42,9 @@ def write_task(folder: str | Path, sums: Sums = Sums()) -> dict[str, Any]:
 
     Raises ValueError if no problem would be left for reinforcement learning.
     """
-    rng, num_sft, num_test = random.Random(sums.seed), sums.num_sft, sums.num_test
+    rng = random.Random(sums.seed)
+    num_sft = sums.num_sft
+    num_test = sums.num_test
     problems = _problems(sums.low, sums.high, sums.carrying, rng)
     if min(num_sft, num_test) < 0 or num_sft + num_test >= len(problems):
         raise ValueError(

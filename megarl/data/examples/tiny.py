@@ -122,7 +122,7 @@ DEFAULT_SIZES = TinySizes()
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>"]
 CHARACTERS = string.digits + "+-*/= " + string.ascii_letters + "\n!\"#$%&'(),.:;<>?@[\\]^_`{|}~"
 
-# Of tools only the names are shown; calls are written as Hermes and Qwen do.
+# Tools are shown by their names only; calls have the form of Hermes and Qwen.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<system>' + tools | map(attribute='function.name') | join(' ') + '<eos>' }}{% endif %}
 {%- for message in messages %}

@@ -69,7 +69,9 @@ class Adapter(nn.Module):
     ) -> None:
         """`rows`: of each projection on this rank; the linear repeats their order `runs` times."""
         super().__init__()
-        self.rows, self.runs, self.scaling = rows, runs, scaling
+        self.rows = rows
+        self.runs = runs
+        self.scaling = scaling
         self.sequence_parallel, self.tp_group = linear.sequence_parallel, linear.tp_group
         self.is_column, self.is_expert = isinstance(linear, ColumnParallelLinear), linear.is_expert
         for projection in adapted:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +14,6 @@ from torch import Tensor
 
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.versions import counted_gradients
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the numbers of a step may be at most; None: they need to be finite only."""
-
-    grad_norm: float | None = None
-    loss: float | None = None
-
-    def allow(self, grad_norm: float, loss: float) -> bool:
-        """Whether the step may be made."""
-        pairs = ((grad_norm, self.grad_norm), (loss, self.loss))
-        return all(math.isfinite(value) and (limit is None or value <= limit) for value, limit in pairs)
 
 
 @contextmanager

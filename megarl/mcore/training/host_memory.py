@@ -23,7 +23,9 @@ class HostMemory:
 
     def __init__(self, sizes: Iterable[int]) -> None:
         """`sizes`: bytes of each part.  RuntimeError if the memory cannot be pinned, OSError if there is not enough."""
-        self.sizes, starts, end = tuple(sizes), [], 0
+        self.sizes = tuple(sizes)
+        starts = []
+        end = 0
         for size in self.sizes:
             starts.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -112,7 +112,10 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        self.matrices, self.momentum, self.betas, self.eps = matrices, momentum, betas, eps
+        self.matrices = matrices
+        self.momentum = momentum
+        self.betas = betas
+        self.eps = eps
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "step": 0})
 
     def make_state(self) -> None:

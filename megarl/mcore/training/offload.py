@@ -120,7 +120,9 @@ class OffloadBuffer:
             copy_at_once(pairs)
         read = {x._cdata for x in self._parameters()} if to_read else set()
         self._same = {part: storage for part, storage in enumerate(self._kept) if storage._cdata in read}
-        self._kept, self._emptied, self.is_offloaded = [], [], False
+        self._kept = []
+        self._emptied = []
+        self.is_offloaded = False
 
     def written(self) -> None:
         """Something writes, or may write, the parameters: the next `offload` copies all but the frozen ones."""

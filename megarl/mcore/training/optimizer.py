@@ -157,7 +157,9 @@ class Optimizer:
     """Megatron's optimizer, with a step counter."""
 
     def __init__(self, model: Model, settings: OptimSettings) -> None:
-        self.model, self.settings, self.step_index = model, settings, 0
+        self.model = model
+        self.settings = settings
+        self.step_index = 0
         chunks: list[Any] = list(model)
         config, wrapper = chunks[0].config, chunks[0].ddp_config
         _check_optimizer(settings.name, wrapper, has_adapters=_has_adapters(model))

@@ -162,7 +162,9 @@ class _Places:
 
 
 def _row(micro: MicroBatch, device: torch.device, columns: Columns, places: _Places) -> PackedRow:
-    batch, ends, pad = micro.batch, places.ends, places.pad
+    batch = micro.batch
+    ends = places.ends
+    pad = places.pad
     of_row = {
         "tokens": _at(batch.tokens, places.sources)[None],
         "positions": places.positions[None],

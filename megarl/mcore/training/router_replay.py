@@ -100,7 +100,9 @@ class Routing:
     ) -> None:
         """`notes`: the router chooses, and `columns` returns what it chose.  `trains`: a backward pass follows."""
         self._config = unwrap(model[0]).config
-        self._micros, self._rows, self._notes = micros, rows, notes
+        self._micros = micros
+        self._rows = rows
+        self._notes = notes
         self._routers = {id(chunk): list(_replays_of(chunk)) for chunk in model}
         self._gives = not notes and ROUTED_EXPERTS in micros[0].batch.columns
         self._chosen: list[dict[int, Tensor]] = [{} for _ in micros]  # of each micro-batch, by layer, on the CPU

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
+from megarl.algo.spikes import Limits
 from megarl.arch.layout import Layout
 from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import ReferenceStates, job_of, keep_hidden, token_columns
 from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks
 from megarl.mcore.models.model import CriticModel, Model, output_weight, unwrap
-from megarl.mcore.training.gradient_check import Limits, agreed
+from megarl.mcore.training.gradient_check import agreed
 from megarl.mcore.training.optimizer import Optimizer, reduce_in_last
 from megarl.mcore.training.packed_rows import PackedRow, Rows, in_whole_turns, on_device
 from megarl.mcore.training.router_replay import Routing

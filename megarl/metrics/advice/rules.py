@@ -253,8 +253,8 @@ RULES: tuple[Rule, ...] = (
         ("rollout_corr/ess", "off_policy/version_lag/mean"),
         5,
         signals.too_old,
-        "less than 70 % of the tokens count (rollout_corr/ess), because older weights wrote them; lower rollout.ahead "
-        "or set algorithm.rollout_correction.level=token",
+        "less than 70 % of the tokens count (rollout_corr/ess), because older weights generated them; lower "
+        "rollout.ahead or set algorithm.rollout_correction.level=token",
     ),
     Rule(
         "moved_before_training",
@@ -285,8 +285,8 @@ RULES: tuple[Rule, ...] = (
         ("rollout_corr/is_on", "rollout_corr/ess", "off_policy/version_lag/mean"),
         5,
         signals.uncorrected,
-        "older weights wrote the tokens, by which over 5 % of them are lost (rollout_corr/ess), and nothing corrects "
-        "for it; set algorithm.rollout_correction.level=token, or algorithm.rollout_correction.bypass=true",
+        "older weights generated the tokens, by which over 5 % of them are lost (rollout_corr/ess), and nothing "
+        "corrects for it; set algorithm.rollout_correction.level=token, or algorithm.rollout_correction.bypass=true",
     ),
     # the schedule of rollout and training
     Rule(

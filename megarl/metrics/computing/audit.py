@@ -77,7 +77,9 @@ class Audit:
             return
         slope, error = slope_of(np.array(list(found.values())))
         if slope > _CLEAR * error:
-            self._reference, self._slope, self._slope_error = dict(found), slope, error
+            self._reference = dict(found)
+            self._slope = slope
+            self._slope_error = error
 
 
 def slope_of(pairs: np.ndarray) -> tuple[float, float]:

@@ -20,7 +20,7 @@ OF_EVALUATION = ("val/", f"{CORE}/", f"{AUX}/", "audit/")  # what the metrics of
 STDERR = "stderr"
 REWARD, ACC = "reward", "acc"  # the reward; the number that says, in verl's rewards, whether an answer is right
 CLIP_RATIO, CUT_OFF = "val/clip_ratio", "evaluation_cut_off"
-_MOST_CUT = 0.1  # of the answers, before their scores tell of the limit
+_MOST_CUT = 0.1  # of the answers, before their scores depend on the limit
 _DRAWS, _SEED = 1000, 42  # of the answers that vote, as in verl
 
 
@@ -53,7 +53,7 @@ def cut_off(metrics: Mapping[str, float]) -> str | None:
         return None
     return (
         f"{CUT_OFF}: {share:.0%} of the evaluation's answers are cut off at the limit ({CLIP_RATIO}), so its scores "
-        "tell of the limit, too; raise rollout.val_kwargs.max_response_length (of agents agent.max_tokens and "
+        "depend on the limit, too; raise rollout.val_kwargs.max_response_length (of agents agent.max_tokens and "
         "agent.max_turns)"
     )
 

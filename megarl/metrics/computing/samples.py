@@ -43,8 +43,8 @@ def write_samples(path: Path | str, step: int, groups: Sequence[Sequence[Sample]
     {"step", "uid", "prompt", "completion", "ground_truth", "reward", "reward_extra", "finish_reason",
      "versions": [[version, start, end], ...], "num_tokens", "num_turns", "num_rows", "turn_rewards": [...]}
 
-    "num_tokens": those that the policy wrote; "versions" are places in them.  An episode has "messages", too: what was
-    said, shortened, [{"role", "text", "reasoning", "calls"}].
+    "num_tokens": those that the policy generated; "versions" are places in them.  An episode has "messages", too: the
+    conversation, shortened, [{"role", "text", "reasoning", "calls"}].
     """
     append_lines(Path(path), [_sample_line(step, sample) for group in groups[:num_groups] for sample in group])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megarl.metrics.computing.timer import Timer
 from megarl.metrics.reading.jsonl import TIMELINE, append_lines
@@ -13,13 +13,13 @@ MAX_CALLS = 32  # of a step: the longest
 MAX_RANKS = 64  # of a call: the slowest
 
 
-class Call(NamedTuple):
-    """A call to the ranks of a group.  Example: Call("ranks_0", "update actor", 81.2, {0: 0.5, 1: 0.6})"""
+class TimedCall(NamedTuple):
+    """A call to ranks that has ended.  Example: TimedCall("ranks_0", "update actor", 81.2, {0: 0.5, 1: 0.6})"""
 
     group: str
     name: str
     begin: float  # time.perf_counter() of the driver
-    seconds: Mapping[int, float]  # that each rank worked, its waits for other ranks included
+    seconds: Mapping[int, float]  # that each rank worked, also one that does not report; with its waits for others
 
 
 class Timeline:
@@ -30,8 +30,8 @@ class Timeline:
     the seconds of its ranks.
     """
 
-    def __init__(self, folder: Path, take_calls: Callable[[], Iterable[tuple[Any, ...]]]) -> None:
-        """`take_calls`: the fields of each `Call` since it was asked before."""
+    def __init__(self, folder: Path, take_calls: Callable[[], Iterable[TimedCall]]) -> None:
+        """`take_calls`: those that ended since it was asked before."""
         self._path, self._take_calls = folder / TIMELINE, take_calls
 
     def write(self, step: int, timer: Timer) -> dict[str, float]:
@@ -41,7 +41,7 @@ class Timeline:
         and /slowest, the rank that worked longest.
         """
         # Calls before the step began are of an evaluation.
-        calls = [call for call in map(Call._make, self._take_calls()) if call.begin >= timer.began]
+        calls = [call for call in self._take_calls() if call.begin >= timer.began]
         longest = sorted(calls, key=lambda call: -max(call.seconds.values()))[:MAX_CALLS]
         rows = [
             [call.group, call.name, round(call.begin - timer.began, 4), _slowest(call.seconds)]
@@ -52,7 +52,7 @@ class Timeline:
         return _worked(calls)
 
 
-def _worked(calls: Iterable[Call]) -> dict[str, float]:
+def _worked(calls: Iterable[TimedCall]) -> dict[str, float]:
     groups: dict[str, dict[int, float]] = {}
     for call in calls:
         ranks = groups.setdefault(call.group, {})

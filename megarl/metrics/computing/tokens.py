@@ -11,7 +11,7 @@ from megarl.metrics.reading.jsonl import TOKENS, append_lines
 from megarl.samples.batch import Batch
 from megarl.samples.sample import Sample
 
-MAX_TOKENS = 1024  # that the policy wrote, of a sample
+MAX_TOKENS = 1024  # that the policy generated, of a sample
 MAX_CONTEXT = 512  # tokens of a prompt or of a tool's answer; the middle is left out
 _UNFINISHED = "\ufffd"  # ends the text of tokens that hold only a part of a character
 _LONGEST = 8  # tokens of a character; what is longer is no character
@@ -22,13 +22,15 @@ class TokenLog:
     """Appends `num_samples` samples of a step: the best and the worst answer of its first groups.
 
     {"step", "uid", "reward", "rows": [[part, ...], ...]}, a row for each sequence that is learnt; a part is a stretch
-    of context, {"text": "..."}, or of tokens that the policy wrote with one version of its weights:
+    of context, {"text": "..."}, or of tokens that the policy generated with one version of its weights:
     {"version": 3, "pieces": ["1", "5"], "rollout_log_probs": [...], "log_probs": [...], "advantages": [...]}
-    `rollout_log_probs`: of the server that wrote them; `log_probs`: of the policy before the step's first update.
+    `rollout_log_probs`: of the server that generated them; `log_probs`: of the policy before the step's first update.
     """
 
     def __init__(self, folder: Path, decode: Callable[[list[int]], str], num_samples: int) -> None:
-        self._path, self._decode, self._num_samples = folder / TOKENS, decode, num_samples
+        self._path = folder / TOKENS
+        self._decode = decode
+        self._num_samples = num_samples
 
     def write(self, step: int, groups: Sequence[Sequence[Sample]], batch: Batch | None) -> None:
         """`batch`: of all samples of the groups, in their order; None, of a step that trained nothing: nothing."""

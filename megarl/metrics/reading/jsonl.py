@@ -61,7 +61,9 @@ class Followed:
     """The lines of a file that grows.  A file that was replaced, as by a run that resumes, is read from its start."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._file = path, 0, 0
+        self._path = path
+        self._offset = 0
+        self._file = 0
 
     def look(self) -> tuple[bool, list[dict[str, Any]]]:
         """Whether the file has begun anew, and the objects of its new whole lines; damaged ones are left out."""
@@ -77,7 +79,9 @@ class Followed:
         return anew, [row for line in whole.splitlines(keepends=True) if (row := _row(line)) is not None]
 
     def _reset(self, number: int) -> bool:
-        begun, self._offset, self._file = self._offset > 0, 0, number
+        begun = self._offset > 0
+        self._offset = 0
+        self._file = number
         return begun
 
 

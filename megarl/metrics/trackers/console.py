@@ -46,7 +46,9 @@ class ConsoleTracker(Tracker):
     """Prints lines and progress bar with rich."""
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._total, self._clock = run.console, run.total_steps, clock
+        self._console = run.console
+        self._total = run.total_steps
+        self._clock = clock
         self._step, self._pace = run.resume_step or 0, Pace()
         self._progress = Progress(
             TextColumn("[bold]step {task.fields[step]}/{task.fields[of]}[/]"),

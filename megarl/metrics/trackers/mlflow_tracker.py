@@ -35,7 +35,9 @@ class MlflowTracker(Tracker):
 
         folder = run.run_dir.resolve()
         address = os.environ.get(ADDRESS) or f"sqlite:///{folder / DATABASE}"
-        self._client, self._metric, self._tag = MlflowClient(address), Metric, RunTag
+        self._client = MlflowClient(address)
+        self._metric = Metric
+        self._tag = RunTag
         self._known_step = -1  # up to this one an earlier run has logged
         artifacts = None if os.environ.get(ADDRESS) else (folder / _ARTIFACTS).as_uri()
         id_file = run.run_dir / "mlflow_id"

@@ -25,7 +25,9 @@ class StatusTracker(Tracker):
     def __init__(self, run: Run, clock: Callable[[], float] = time.time) -> None:
         self._run_dir, self._clock = run.run_dir, clock
         self._step, self._total = run.resume_step or 0, run.total_steps
-        self._stage, self._since, self._written = "", 0.0, 0.0
+        self._stage = ""
+        self._since = 0.0
+        self._written = 0.0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step

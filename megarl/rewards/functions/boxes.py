@@ -1,4 +1,4 @@
-r"""Finds the answer in what a model wrote: what follows its reasoning, and what it puts into \boxed{...}."""
+r"""Finds the answer in what a model generated: what follows its reasoning, and what it puts into \boxed{...}."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def math_answer(prompt: Prompt, completion: Completion) -> float:
     try:
         with processor_time(_SHARE * time_limit_s()):
             answer = parse(part, parsing_timeout=None)
-            if not all(map(is_small, (*gold, *answer))):  # calculated by nobody: equal if written alike
+            if not all(map(is_small, (*gold, *answer))):  # too large to calculate: equal if written alike
                 return float(any(item in gold for item in answer))
             return float(verify(gold, answer, timeout_seconds=None) and not _are_tiny_and_differ(gold[0], answer[0]))
     except ProcessorTimeError:

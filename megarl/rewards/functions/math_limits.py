@@ -1,4 +1,4 @@
-r"""What keeps the reward `math` from reading or calculating for ever, whatever a completion says.
+r"""What keeps the reward `math` from reading or calculating without end, whatever a completion says.
 
 The library searches a text in a time that grows with a high power of its length, parses nested brackets in a time that
 doubles with every level, and calculates 9^{9^{9}}.  So it gets a short piece of the completion with few levels of

@@ -48,7 +48,10 @@ class Judge:
         key: str = "",
     ) -> None:
         self._service = Service(url, limit, api_key=key)
-        self._model, self._prompt, self._votes, self._request = model, prompt, votes, dict(request)
+        self._model = model
+        self._prompt = prompt
+        self._votes = votes
+        self._request = dict(request)
         self._read = reader(read)
         limits = [request.get(name) for name in ("max_completion_tokens", "max_tokens")]
         most_tokens = next((limit for limit in limits if isinstance(limit, int) and limit > 0), _LONGEST)
@@ -187,7 +190,7 @@ class ScoredOnRanks:
     """
 
     def __init__(self, *, is_alone: bool, limit: Limit) -> None:
-        """Nothing is asked, so `limit` has no use."""
+        """It sends no request, so `limit` has no effect."""
         self._result = {"score": 0.0, "model": 0.0} if is_alone else {"score": 0.0}
 
     async def __call__(self, prompt: Prompt, completion: Completion) -> dict[str, float]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+
+from megarl.processes.restarts import Restarts
 
 T = TypeVar("T")
 
@@ -35,7 +38,9 @@ class ServiceError(Exception):
         self, reason: str, *, passes: bool = True, after_s: float | None = None, is_away: bool = False
     ) -> None:
         super().__init__(reason)
-        self.passes, self.after_s, self.is_away = passes, after_s, is_away
+        self.passes = passes
+        self.after_s = after_s
+        self.is_away = is_away
 
 
 class Limit:
@@ -67,8 +72,12 @@ class Limit:
         draw: Callable[[], float] = random.random,
     ) -> None:
         assert concurrency >= 1 and (per_minute is None or per_minute > 0), "a limit of nothing lets no call through"
-        self._slots, self._retries, self._timeout_s = asyncio.Semaphore(concurrency), retries, timeout_s
-        self._clock, self._sleep, self._draw = clock, sleep, draw
+        self._slots = asyncio.Semaphore(concurrency)
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._draw = draw
         self._gap_s = 0.0 if per_minute is None else MINUTE_S / per_minute
         self._next = 0.0  # when the next call may begin
         self._away_s = away_s
@@ -76,17 +85,17 @@ class Limit:
 
     async def __call__(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of `call`, or its last exception."""
-        tried = 0
+        failures = Restarts(self._retries, longest_rest_s=math.inf)
         while True:
             async with self._slots:
                 await self._turn()
                 try:
                     result = await self._within(call)
                 except Exception as error:
-                    wait_s = self._wait_s(error, tried)
+                    wait_s = self._wait_s(error, failures)
                     if wait_s is None:
                         raise
-                    tried += self._away_since is None
+                    failures.count += self._away_since is None
                 else:
                     self._away_since = None
                     return result
@@ -108,7 +117,7 @@ class Limit:
             await self._sleep(self._next - now)
         self._next = now + self._gap_s
 
-    def _wait_s(self, error: Exception, tried: int) -> float | None:
+    def _wait_s(self, error: Exception, failures: Restarts) -> float | None:
         """Seconds before the next try; None if there is none.  May also delay the beginning of all calls."""
         now, fault = self._clock(), fault_of(error)
         if fault.is_away:
@@ -120,10 +129,10 @@ class Limit:
             self._next = max(self._next, now + KNOCK_S)
             return 0.0
         self._away_since = None
-        if tried >= self._retries or not fault.passes:
+        if failures.are_used_up or not fault.passes:
             return None
         if fault.after_s is None:
-            return 2.0**tried * (1 - 0.5 * self._draw())
+            return failures.next_rest_s * (1 - 0.5 * self._draw())
         if fault.after_s > LONGEST_WAIT_S:
             return None
         self._next = max(self._next, now + fault.after_s)
@@ -165,7 +174,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_busy(status: int) -> bool:
-    """Whether an HTTP status says: later."""
+    """Whether an HTTP status means: try again later."""
     return status in (408, 429) or 500 <= status < 600
 
 

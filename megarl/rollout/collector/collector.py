@@ -181,7 +181,11 @@ class _Collecting:
     def __init__(
         self, pool: EnginePool, generator: SampleGenerator, scorer: Scorer, outbox: Outbox, tasks: asyncio.TaskGroup
     ) -> None:
-        self._pool, self._generator, self._scorer, self._outbox, self._tasks = pool, generator, scorer, outbox, tasks
+        self._pool = pool
+        self._generator = generator
+        self._scorer = scorer
+        self._outbox = outbox
+        self._tasks = tasks
         self._running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
         self._reported: set[str] = set()  # kinds of errors of rewards
         tasks.create_task(self._beat())

@@ -161,7 +161,7 @@ class Collectors:
             self._share_of[url] = share
 
     def leave(self, url: str) -> None:
-        """Send a server no more requests; what runs there goes on elsewhere: see `has_left`."""
+        """Send a server no more requests; other servers continue what runs there: see `has_left`."""
         with self._news:
             self._share_of.pop(url).leave(url, self._joined_slots)
 
@@ -180,8 +180,9 @@ class Collectors:
 
     @property
     def counters(self) -> dict[str, float]:
-        """The sums of EnginePool.counters, about a second old; and `orders`: open ones; `orders_waiting`: those of them
-        that no collector has; `restarts`: of collectors, in total.
+        """The sums of EnginePool.counters, about a second old, and three more.
+
+        `orders`: open ones; `orders_waiting`: those that no collector has yet; `restarts`: of collectors, in total.
         """
         with self._news:
             with_collector = sum(len(share.orders) for share in self._shares)

@@ -64,7 +64,9 @@ class CollectorProcess:
     def __init__(
         self, settings: CollectorSettings, on_messages: Callable[[CollectorProcess, list[tuple[Any, ...]]], None]
     ) -> None:
-        self.log_path, self._on_messages, self._memory = settings.log_path, on_messages, MemoryEnd()
+        self.log_path = settings.log_path
+        self._on_messages = on_messages
+        self._memory = MemoryEnd()
         self._process, self._pipe = start_child(run_collector, settings)
         self._started = self._heard = time.monotonic()
         self._has_begun = False
@@ -115,7 +117,7 @@ class CollectorProcess:
         return f"the collector (pid {self.pid}) ended with exit code {code}; its log: {log}"
 
     def _fail(self, error: Exception) -> None:
-        """A message cannot be sent or read, which another collector would not change."""
+        """Report that a message cannot be sent or read, at which a new collector would fail too."""
         self._on_messages(self, [("error", sentence(error))])
 
     def _read_all(self) -> None:
@@ -187,7 +189,7 @@ class Share:
         self.process.put(Join(url, num_slots))
 
     def leave(self, url: str, num_slots: int) -> None:
-        """The collector reports when it has nothing of this server any more."""
+        """Send a server no more requests; the collector reports when none of them runs any longer."""
         self._change(tuple(other for other in self.urls if other != url), -num_slots)
         self._set(ServerState(url, Phase.FENCED))
         del self._states[url]

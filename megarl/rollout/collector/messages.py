@@ -42,14 +42,14 @@ class Order:
 
 @dataclass(frozen=True)
 class Cancel:
-    """The group of this order is not wanted any more."""
+    """The group of this order is no longer wanted."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Join:
-    """One more server, fenced at first, with which so many more completions may run."""
+    """One more server, fenced at first, and the number of completions that may run in addition."""
 
     url: str
     num_slots: int
@@ -65,7 +65,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Close:
-    """The collector is to end."""
+    """The collector must end."""
 
 
 Message = Order | Cancel | ServerState | Join | Leave | Close
@@ -80,7 +80,9 @@ class Outbox:
     """
 
     def __init__(self, pipe: Connection, on_error: Callable[[Exception], None], *, gather_s: float = 0.0) -> None:
-        self._pipe, self._on_error, self._gather_s = pipe, on_error, gather_s
+        self._pipe = pipe
+        self._on_error = on_error
+        self._gather_s = gather_s
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._hurried = threading.Event()
         self._thread = threading.Thread(target=self._send_all, daemon=True, name="outbox")
@@ -90,7 +92,7 @@ class Outbox:
         self._waiting.put(message)
 
     def hurry(self) -> None:
-        """Send what waits, or else the next message, at once."""
+        """Send what waits at once; if nothing waits, the next message."""
         self._hurried.set()
 
     def close(self) -> None:

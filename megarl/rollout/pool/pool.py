@@ -110,12 +110,12 @@ class EnginePool:
     # ---- which servers may be asked
 
     def update(self, state: ServerState) -> None:
-        """A server has this state from now on; that it is held is ignored where the pool has fenced it."""
+        """Set the state of a server; a server that the pool has fenced stays fenced if it is held."""
         self._servers[state.url.rstrip("/")].update(state)
         self._sender.changes.announce()
 
     def join(self, url: str, num_slots: int) -> None:
-        """One more server; with it so many more completions run at a time."""
+        """Add a server, and the number of completions that may run in addition."""
         self._servers[url.rstrip("/")] = self._new_server(url.rstrip("/"))
         self.slots.grow(num_slots)
 
@@ -141,7 +141,7 @@ class EnginePool:
 
     @contextlib.contextmanager
     def session(self, num_completions: int) -> Iterator[Affinity]:
-        """For requests that share prefixes, and so a prefix cache."""
+        """A session for requests that share prefixes, and so a prefix cache."""
         key = f"{self._name}.{next(self._numbers)}"
         if not self._servers:
             yield Affinity(None, 0, key)
@@ -217,7 +217,7 @@ class EnginePool:
         raise RolloutFailed(f"{len(reasons)} attempts failed: {'; '.join(reasons)}")
 
     def _blame(self, server: PoolServer, error: Exception) -> None:
-        """A request failed on this server: let it rest, or take it out of service."""
+        """Let a server rest after a failed request, or take it out of service."""
         if reason := server.fail(error, self.settings.timeout_s):
             self._take_out(server, reason)
 
@@ -276,7 +276,7 @@ class EnginePool:
     # ---- servers that are slow
 
     def _judge(self, ask: Ask) -> None:
-        """A server has answered: take it out of service if it is slow."""
+        """Take a server that has answered out of service if it is slow."""
         server = ask.server
         assert ask.done is not None, "it has a reply"
         factor = self._slow_factor if server.in_service else None
@@ -295,7 +295,7 @@ class EnginePool:
                     self._sender.hurry(oldest)
 
     def _paces(self, server: PoolServer) -> list[Pace]:
-        """Those of the others."""
+        """The paces of the other servers."""
         return [other.pace for other in self._servers.values() if other is not server and not other.is_fenced]
 
     # ---- counters

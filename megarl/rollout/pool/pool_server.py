@@ -132,7 +132,7 @@ class PoolServer:
         return self.state.phase is Phase.FENCED
 
     def update(self, state: ServerState) -> None:
-        """Its owner, or the pool, has decided this of it."""
+        """Set the state that its owner, or the pool, has decided."""
         self.num_changes += 1
         if self.is_fenced and state.phase is Phase.HELD:
             return  # the pool has fenced it, which its owner does not know yet
@@ -155,8 +155,10 @@ class PoolServer:
         return sorted({span.version for span in completion.versions} - self.trusted)
 
     def succeeded(self) -> None:
-        """Earlier failures count no more, except senseless replies."""
-        self.rests.count, self.num_faults, self.away_since = 0, 0, None
+        """Forget earlier failures, except senseless replies."""
+        self.rests.count = 0
+        self.num_faults = 0
+        self.away_since = None
 
     def fail(self, error: Exception, patience_s: float) -> str:
         """Note a failed request, after which the server rests; returns why it is not fit for service, or "".
@@ -196,7 +198,7 @@ class PoolServer:
         return affinity.dp_rank if running[affinity.dp_rank] - least <= slack else None
 
     def note_load(self) -> None:
-        """Its running requests have changed."""
+        """Update the meters after its running requests have changed."""
         self.loads.set(self.load)
         self.busy.set(bool(self.asks))
 
@@ -217,7 +219,9 @@ class Ask:
     def __init__(self, server: PoolServer, request: PieceRequest) -> None:
         task = asyncio.current_task()
         assert task is not None, "a request belongs to a task"
-        self.server, self.request, self.max_tokens = server, request, request.params.max_new_tokens
+        self.server = server
+        self.request = request
+        self.max_tokens = request.params.max_new_tokens
         self._task, self._cancelling = task, task.cancelling()
         self._error: Exception | None = None
         self._changes, self._tokens = server.num_changes, server.num_tokens
@@ -257,7 +261,7 @@ class Ask:
             self.timer = None
 
     def so_far(self, new_tokens: int, cached_tokens: int = 0) -> Done:
-        """What it would be, if its reply came now with so many tokens, `cached_tokens` of the prompt not computed."""
+        """The `Done` of this request if its reply came now, with `cached_tokens` of the prompt cached."""
         now, server = time.monotonic(), self.server
         passed = max(now - self.begun, 1e-9)
         load = max(1.0, (server.loads.read() - self._loads) / passed)

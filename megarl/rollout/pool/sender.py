@@ -51,7 +51,7 @@ from megarl.samples.sample import Completion, VersionSpan
 
 _JSON = {"Content-Type": "application/json"}
 _CONNECT_S = 10.0
-GRACE_S = 10.0  # a server that was told to end a request returns its tokens within this time
+GRACE_S = 10.0  # within this time a server returns the tokens of a request that was aborted
 _FAULTS_OF_THE_REQUEST = (400, 413, 422)
 
 
@@ -78,7 +78,9 @@ class Sender:
     """
 
     def __init__(self, token: str, settings: GenerationSettings, *, is_crowded: Callable[[], bool], slack: int) -> None:
-        self._token, self._settings, self._slack = token, settings, slack
+        self._token = token
+        self._settings = settings
+        self._slack = slack
         self._timeout_s = settings.timeout_s
         self.joined = Joined(self._post, is_crowded)
         self.changes = Changes()
@@ -113,7 +115,9 @@ class Sender:
         Raises ServerFailed, Unreachable, TakenOut or ColumnsLost if another attempt may help, Refused if perhaps not.
         """
         server, request = ask.server, ask.request
-        params, num_known, num_asked = request.params, request.num_known, len(request.prompt_ids)
+        params = request.params
+        num_known = request.num_known
+        num_asked = len(request.prompt_ids)
         salt_version = self._salt_version(ask)
         columns = [c for c in self._settings.columns if c.is_of(params.temperature, params.top_p, params.top_k)]
         ask.rid = f"{next(self._numbers)}-{self._name}"  # none is the beginning of another: SGLang aborts by beginnings
@@ -257,7 +261,7 @@ class Sender:
                 self._run(self._abort(ask.server.url, each.rid))
 
     def _end(self, ask: Ask) -> None:
-        """The time of a request is over: let the server return what it has generated."""
+        """End a request whose time is over: the server returns what it has generated."""
         if ask.server.is_held:  # it may be paused, and returns nothing before it goes on
             ask.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._end, ask)
             return

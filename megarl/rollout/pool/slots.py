@@ -37,7 +37,7 @@ class Slots:
             raise
 
     def give_back(self) -> None:
-        """To the next one that waits."""
+        """Pass the slot to the next caller that waits."""
         if self._free < 0:
             self._free += 1
             return None
@@ -48,12 +48,12 @@ class Slots:
         self._free += 1
 
     def grow(self, num: int) -> None:
-        """So many slots more."""
+        """Add slots."""
         for _ in range(num):
             self.give_back()
 
     def shrink(self, num: int) -> None:
-        """So many slots fewer, as soon as they are given back."""
+        """Remove slots, as soon as they are given back."""
         self._free -= num
 
 
@@ -61,7 +61,9 @@ class Meter:
     """The integral over time of a number: set to 2, and three seconds later to 0, it reads 6 from then on."""
 
     def __init__(self) -> None:
-        self._total, self._level, self._since = 0.0, 0.0, 0.0
+        self._total = 0.0
+        self._level = 0.0
+        self._since = 0.0
 
     def set(self, level: float) -> None:
         now = time.monotonic()

@@ -106,7 +106,7 @@ def _newest_whole(
 
 
 def save_before(damaged: Checkpoint, error: Damaged, settings: Trainer, warn: Callable[[str], None]) -> Checkpoint:
-    """The newest whole checkpoint before the one of which the ranks have found a file damaged.
+    """The newest whole checkpoint before the one in which the ranks found a damaged file.
 
     Raises the error if trainer.resume_mode names this one, ValueError if there is no earlier one.
     """

@@ -67,14 +67,19 @@ class Saver:
         """`root`: in the run's folder, whose logs (`*.jsonl`) are on the disk before a save counts.
 
         `in_background`: ranks train on while they write.  `allowed`: saves in a row that may fail before one is owed,
-        0: any number.  `limit_s`: for which training waits for a save at most.  `origin`: that of the saves.
+        0: any number.  `limit_s`: how long training waits for a save at most.  `origin`: that of the saves.
         """
         self.last: Checkpoint | None = None  # of the finished ones
         self.failed = 0  # saves since the start
         self._in_row, self._allowed = 0, allowed
         self._owed: StorageError | None = None  # why a save is owed
-        self._root, self._roles, self._retention = root, roles, retention
-        self._in_background, self._limit_s, self._warn, self._origin = in_background, limit_s, warn, origin
+        self._root = root
+        self._roles = roles
+        self._retention = retention
+        self._in_background = in_background
+        self._limit_s = limit_s
+        self._warn = warn
+        self._origin = origin
         self._pending: tuple[int, dict[str, Any] | None] | None = None
         self._writing: list[Role] = []  # the roles of the pending one
 

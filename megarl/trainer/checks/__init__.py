@@ -1,1 +1,1 @@
-"""What is looked at before a run starts: `check_only` with models and memory, and its rewards, also in a trial."""
+"""Checks of a run's rewards and of its data for them before it starts, also in a trial on a few rows."""

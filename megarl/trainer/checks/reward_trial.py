@@ -45,7 +45,7 @@ ANSWER = "0"  # to a row without ground truth
 RIGHT = dict.fromkeys(("gsm8k", "gsm8k_strict", "gsm8k_verl"), "#### {}")
 RIGHT |= dict.fromkeys(("math", "math_verl"), r"\boxed{{{}}}") | dict.fromkeys(("math_dapo", "choice"), "Answer: {}")
 SENTENCE = "So the answer is {}."  # as a model says it that was asked in a chat
-# A model writes such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
+# A model gives such answers, too: nothing; the beginning of what the reward looks for, in no language's words; and the
 # same again and again until the limit, where a reward of quadratic time shows.
 ODD_ANSWERS = ("", "¿? … ничего 没有 <answer>\\boxed{ ```", "1 (" * 2**14)
 _SHOWN = 60  # characters of an answer
@@ -174,7 +174,9 @@ class RewardTrial:
     def _ask(self, job: Job, on: str) -> tuple[Outcome | None, float]:
         """The outcome and its seconds; None after the limit.  `on`: what it is tried on."""
         assert self._process is not None, "there is something to try"
-        reward, began, is_told = self._config.reward, time.monotonic(), False
+        reward = self._config.reward
+        began = time.monotonic()
+        is_told = False
         limit_s = reward.request_timeout_s if job.fn in self._async else PATIENCE_S + reward.timeout_s
         with suppress(BrokenPipeError, ConnectionResetError):
             self._pipe.send(job)

@@ -54,7 +54,7 @@ def look_after(servers: Servers, router: Router | None) -> None:
 def main(config: Config) -> int:
     """`megarl evaluate`: score model.path on data.val_files, with the servers and rewards of the configuration.
 
-    Numbers, answers and what the weights were are written to a new folder in evaluations/ of the run's folder.
+    It writes numbers, answers and the digests of the weights to a new folder in evaluations/ of the run's folder.
     """
     if not config.data.val_files:
         raise ValueError("data.val_files=[]: there is nothing to evaluate; expected at least one file of prompts")
@@ -111,7 +111,7 @@ def main(config: Config) -> int:
 
 
 def _summary(config: Config, found: Evaluation, read: Prompts, seconds: float) -> dict[str, Any]:
-    """Of `megarl evaluate`.  Its servers hold one version of the weights, so a number for it would say nothing."""
+    """The summary of `megarl evaluate`, without the version of the weights, of which its servers hold only one."""
     tokens = sum(sample.num_learnt for sample in found.samples)
     numbers: dict[str, Mean] = {"score": found.mean}
     is_known = not config.has_agents and set(trained_names(config)) <= RIGHT_OR_WRONG
@@ -126,7 +126,7 @@ def _summary(config: Config, found: Evaluation, read: Prompts, seconds: float) -
 
 
 def new_folder(run_dir: Path) -> Path:
-    """The next free one, which is made: an earlier evaluation, or one that goes on beside this, keeps its own."""
+    """Make and return the next free folder: earlier evaluations, and one that runs at the same time, keep theirs."""
     home = run_dir / HOME
     home.mkdir(parents=True, exist_ok=True)
     for number in count(1):
@@ -139,10 +139,10 @@ def new_folder(run_dir: Path) -> Path:
 
 
 def weights_of(config: Config) -> dict[str, Any]:
-    """Of which weights an evaluation is: {"model", "folder", "sha256", "files": {name: {"bytes", "sha256"}}}.
+    """The weights that an evaluation used: {"model", "folder", "sha256", "files": {name: {"bytes", "sha256"}}}.
 
-    "sha256" is that of what `sha256sum` prints of the files.  Servers of rollout.urls loaded their weights before, from
-    where is not known here: {"model", "servers": urls}.
+    "sha256" is the digest of the lines that `sha256sum` prints for the files.  For servers of rollout.urls, which
+    loaded their weights before the run, it is {"model", "servers": urls}.
     """
     if config.rollout.urls:
         return {"model": config.model.path, "servers": list(config.rollout.urls)}

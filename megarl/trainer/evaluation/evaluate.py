@@ -40,7 +40,7 @@ class Evaluation:
     groups: list[list[Sample] | LostRollout]
     n: int = 1  # completions that were asked for, of each prompt
     sets: Sequence[str] = ()  # of each prompt; empty: there are no named sets
-    version: int | None = None  # of the weights that wrote every reply; None: there is no reply
+    version: int | None = None  # of the weights that generated every reply; None: there is no reply
 
     @property
     def mean(self) -> Mean:
@@ -194,7 +194,7 @@ class EvaluationLost(RuntimeError):
 
 
 def _versions(group: list[Sample] | LostRollout | None) -> set[int]:
-    """Of the weights that wrote a token of the group."""
+    """The versions of the weights that generated a token of the group."""
     if group is None or isinstance(group, LostRollout):
         return set()
     return {span.version for sample in group for span in sample.versions}
@@ -216,7 +216,10 @@ class Evaluator:
     ) -> None:
         """`sets`: the name of the evaluation set of each prompt."""
         val = config.rollout.val_kwargs
-        self._collectors, self.prompts, self._n, self._sets = collectors, prompts, val.n, sets
+        self._collectors = collectors
+        self.prompts = prompts
+        self._n = val.n
+        self._sets = sets
         self._params = SamplingParams(
             temperature=val.temperature,
             top_p=val.top_p,
@@ -230,14 +233,16 @@ class Evaluator:
     def submit(self, version: int | None = None) -> None:
         """Start generation, before all that is generated ahead: the trainer waits for the evaluation.
 
-        `version`: of the weights that have to write every reply; None: of those that write the first one.
+        `version`: of the weights that must generate every reply; None: of those that generate the first one.
         """
-        self._tickets, self._version, self._tries = self._asked(self.prompts), version, 1
+        self._tickets = self._asked(self.prompts)
+        self._version = version
+        self._tries = 1
 
     def ready(self) -> bool:
         """Whether all completions are generated and scored; waits up to 1 s for some of them.
 
-        Prompts whose replies other weights wrote are asked again.  Raises RuntimeError if that does not help.
+        Prompts whose replies other weights generated are requested again.  Raises RuntimeError if that does not help.
         """
         done, total = self.progress
         if done < total:
@@ -263,14 +268,14 @@ class Evaluator:
         return Evaluation(groups, self._n, self._sets, self._version)
 
     def cancel(self) -> None:
-        """Nobody waits for the completions any more."""
+        """Stop the generation of the completions, which are no longer wanted."""
         self._collectors.cancel(self._tickets)
 
     def _asked(self, prompts: Sequence[Prompt]) -> list[Ticket]:
         return self._collectors.submit(prompts, n=self._n, params=self._params, urgent=True)
 
     def _is_pinned(self) -> bool:
-        """Whether one version wrote all replies; if not, the others are asked again."""
+        """Whether one version generated all replies; if not, the others are requested again."""
         found = [_versions(ticket.group) for ticket in self._tickets]
         if self._version is None:
             self._version = min(set().union(*found), default=None)
@@ -280,7 +285,7 @@ class Evaluator:
         if self._tries == _TRIES:
             others = ", ".join(map(str, sorted(set().union(*found) - {self._version})))
             raise RuntimeError(
-                f"an evaluation of weights version {self._version} got replies that version {others} wrote, "
+                f"an evaluation of weights version {self._version} got replies of version {others}, "
                 f"{_TRIES} times: its servers do not hold the same weights"
             )
         self._tries += 1

@@ -75,7 +75,9 @@ class Evaluations:
         """
         if not self.has_begun:
             return
-        step, self._planned, self.has_begun = self._planned, None, False
+        step = self._planned
+        self._planned = None
+        self.has_begun = False
         assert step is not None, "what has begun was planned"
         with self.log.timer("testing"):
             while not self.evaluator.ready():

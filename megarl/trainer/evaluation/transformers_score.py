@@ -42,7 +42,9 @@ class TransformersScore:
 
     def __init__(self, task: Task, log: Path, *, silence_s: float) -> None:
         """Starts the process, and returns at once.  `silence_s`: the longest time without a new answer or reward."""
-        self._log, self._silence_s, self._total = log, silence_s, 2 * len(task.prompts)
+        self._log = log
+        self._silence_s = silence_s
+        self._total = 2 * len(task.prompts)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as out:
             self._process, self._pipe = start_child(_answer, (os.getpid(), task), log=out)

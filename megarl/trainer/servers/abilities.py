@@ -22,7 +22,7 @@ ServerInfoByUrl = Mapping[str, Mapping[str, Any]]  # url -> what a server says o
 
 
 def ask_servers(urls: Sequence[str], token: str, limit_s: float = ANSWER_S) -> tuple[ServerInfoByUrl, dict[str, str]]:
-    """What the servers say of themselves, and url -> why of those that say nothing; all are asked at once."""
+    """The /server_info of all servers, requested at once; and url -> why there is no answer."""
 
     def ask(url: str) -> dict[str, Any]:
         with closing(ServerClient(url, token, timeout_s=limit_s)) as server:
@@ -52,7 +52,7 @@ def dp_ranks_of(servers: ServerInfoByUrl) -> int:
 
 
 def check_newcomer(url: str, config: Config, token: str, *, drains: bool, generation: GenerationSettings) -> None:
-    """Raises ValueError if a server does not fit that joins, or that is back, maybe with other options."""
+    """Raises ValueError for a server that joins, or comes back with other options, and does not fit the run."""
     servers, silent = ask_servers([url], token)
     if silent:
         raise ValueError(silent[url])
@@ -72,7 +72,7 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
     rollout, lora = config.rollout, config.actor.lora
     if rollout.ahead and not drains and not all(ability.version_spans for ability in abilities):
         raise ValueError(
-            f"rollout.ahead={rollout.ahead}: this SGLang tells only one version a completion; expected 0, "
+            f"rollout.ahead={rollout.ahead}: this SGLang reports only one version for each completion; expected 0, "
             "rollout.update=drain, or SGLang 0.5.20 and newer"
         )
     if rollout.quantization == "fp8" and not all(ability.rereads_fp8 for ability in abilities):
@@ -82,7 +82,7 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
         )
     if lora.rank and lora.push == "adapter" and not all(ability.frees_adapters for ability in abilities):
         raise ValueError(
-            "actor.lora.push=adapter: this SGLang may wait for ever when an adapter is unloaded; expected merged, or "
+            "actor.lora.push=adapter: this SGLang may hang when an adapter is unloaded; expected merged, or "
             "SGLang 0.5.22 and newer"
         )
     if lora.rank and lora.push == "adapter" and not all(ability.adapts_experts for ability in abilities):
@@ -96,10 +96,10 @@ def check_abilities(abilities: Sequence[Abilities], config: Config, *, drains: b
 
 
 def check_tells_support(servers: ServerInfoByUrl, config: Config) -> None:
-    """Raises ValueError for a server that does not tell exactly from which tokens it drew.
+    """Raises ValueError for a server that does not report exactly from which tokens it drew.
 
-    One that does says of how many at most; null: of any number.  SGLang 0.5.17 does not: it rebuilds this set after the
-    draw, and at the border that need not be what its kernel kept.
+    A server that does reports a limit on their number; null: no limit.  SGLang 0.5.17 does not: it rebuilds this set
+    after the draw, and at the border that need not be what its kernel kept.
     """
     rollout = config.rollout
     given = f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k}"
@@ -107,13 +107,13 @@ def check_tells_support(servers: ServerInfoByUrl, config: Config) -> None:
         limit = info.get("sampling_mask_max_tokens", "")
         if limit is not None and type(limit) is not int:
             raise ValueError(
-                f"{given}: {url} does not tell exactly from which tokens it drew; expected a server that does, such as "
-                "SGLang 0.5.23, or 1.0 and -1"
+                f"{given}: {url} does not report exactly from which tokens it drew; expected a server that does, such "
+                "as SGLang 0.5.23, or 1.0 and -1"
             )
         most = None if limit is None else largest_top_k(limit)
         if most is not None and not 1 <= rollout.top_k <= most:
             raise ValueError(
-                f"{given}: {url} tells from which tokens it drew only for a top_k of 1 to {most}; expected one, or a "
+                f"{given}: {url} reports from which tokens it drew only for a top_k of 1 to {most}; expected one, or a "
                 "larger --sampling-mask-max-tokens of the server"
             )
 

@@ -1,4 +1,4 @@
-"""How full the servers are: running and waiting requests, and the part of the KV cache that is taken."""
+"""How full the servers are: running and waiting requests, and the part of the KV cache that is in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANSWER_S = 2.0  # a busy server may take longer; then this look goes without it
 class ServerLoads:
     """Asks all servers in service, again and again, in a thread; a server that does not answer is left out.
 
-    Whether a server is healthy is none of its questions: the pool and the supervisor watch that.
+    It does not judge whether a server is healthy: the pool and the supervisor do.
 
         with ServerLoads(token) as loads: loads.servers = urls; ...; metrics |= loads.of_step()
     """

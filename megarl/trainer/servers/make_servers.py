@@ -31,7 +31,9 @@ REQUESTS_OF_TEACHERS = 64  # at a time, to all servers of a teacher
 
 def server_launch(config: Config) -> EngineLaunch:
     """How a rollout server of the run is started, with the weights of model.path; machine and GPU are not yet set."""
-    rollout, lora, folder = config.rollout, config.actor.lora, model_folder(config.model.path)
+    rollout = config.rollout
+    lora = config.actor.lora
+    folder = model_folder(config.model.path)
     return EngineLaunch(
         rollout.engine,
         folder,

@@ -1,7 +1,7 @@
 """Servers join a run and leave it while it goes on: what the driver does between two of its own requests to them.
 
 A server that joins is watched like all others: it gets a verified push before any request.  One that leaves gets no new
-request; its running ones return what they have written, which is kept, and go on elsewhere.  Then it is let go.
+request; its running ones return what they have generated, which is kept, and go on elsewhere.  Then it is let go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Memberships:
         collectors: Collectors,
         check: Callable[[str], None],
     ) -> None:
-        self._door, self._servers, self._collectors, self._check = door, servers, collectors, check
+        self._door = door
+        self._servers = servers
+        self._collectors = collectors
+        self._check = check
         self._serving: set[str] = set()  # those that joined and have had a verified push
         self.counts: Counter[str] = Counter(joined=0, left=0)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from megarl.data.prompts import Prompts
 from megarl.roles.handles import Actor
 from megarl.samples.batch import Batch
 from megarl.weights.push.settings import PushSettings
+from megarl.weights.verify.canary import Canary
 
 # Maximum difference of a server's log-probs of the canary: its kernels and its order of summation are different.
 # Tensors in the wrong place, which the canary has to detect, cause differences of 1 and more.
@@ -70,9 +70,9 @@ def canary_tokens(config: Config, prompts: Prompts) -> list[int]:
     return list(islice(words, longest))
 
 
-def canary(config: Config, actor: Actor, ids: list[int]) -> dict[str, Any]:
+def canary(config: Config, actor: Actor, ids: list[int]) -> Canary:
     """A prompt and its log-probs under the actor, which every server has to reproduce after a push."""
     batch = Batch(torch.tensor(ids), torch.tensor([len(ids)]), {})
     log_probs = actor.log_probs(batch, temperature=1.0, inputs=())[1:].tolist()
     precision = config.rollout.dtype if config.rollout.quantization == "none" else config.rollout.quantization
-    return {"prompt_ids": ids, "log_probs": log_probs, "tolerance": CANARY_TOLERANCE[precision]}
+    return Canary(tuple(ids), tuple(log_probs), CANARY_TOLERANCE[precision])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 from megarl.processes import watchdog
 from megarl.rollout.client import of_all
@@ -24,16 +24,17 @@ from megarl.servers.supervisor import ServerDied, ServerEvent, Servers, State
 from megarl.trainer.servers.colocation import GENERATION, WEIGHTS, Turns
 from megarl.trainer.servers.loads import ServerLoads
 from megarl.trainer.servers.membership import Memberships
+from megarl.weights.push.report import PushReport
 
-Push = Callable[[Sequence[str], int], dict[str, Any]]  # (urls, version) -> weights.push.report.PushReport as a dict
+Push = Callable[[Sequence[str], int], PushReport]  # of (urls, version)
 
 _TEND_EVERY_S = 0.5
 _PATIENCE = 2  # failed pushes in a row after which a server is restarted
 
 
-def is_verified(report: dict[str, Any]) -> bool:
+def is_verified(report: PushReport) -> bool:
     """Whether all servers that got this push were verified, by digests or by a comparison."""
-    return bool(report["num_verified"] or report["compared"]) and not report["unverified"]
+    return bool(report.num_verified or report.compared) and not report.unverified
 
 
 class ServerManager:
@@ -53,10 +54,16 @@ class ServerManager:
         """`requester`: the collectors, or the router before them.
         `turns`: for servers that share the trainer's GPUs; None: servers have their own, and `push` sends the canary.
         `members`: lets servers join and leave.  `check`: raises ValueError for a server that is back and does not fit.
-        `loads`: is told which servers to look at, and its metrics are among those of a step."""
-        self._servers, self._requester, self._push, self._warn = servers, requester, push, warn
+        `loads`: reads the load of the servers that it is given, and its metrics are among those of a step."""
+        self._servers = servers
+        self._requester = requester
+        self._push = push
+        self._warn = warn
         self._table = ServerTable(requester.update)  # which servers may generate, and with which weights
-        self._turns, self._members, self._check, self._loads = turns, members, check, loads
+        self._turns = turns
+        self._members = members
+        self._check = check
+        self._loads = loads
         self.version: int | None = None  # of the last push
         self.counts: Counter[str] = Counter(failed=0, repaired=0, servers_died=0, fallbacks=0)
         self._failures: Counter[str] = Counter()  # failed pushes in a row
@@ -73,7 +80,7 @@ class ServerManager:
         """Whether servers and trainer share GPUs (colocation), and so use them in separate phases."""
         return self._turns is not None
 
-    def push(self, version: int) -> dict[str, Any]:
+    def push(self, version: int) -> PushReport:
         """Push the trainer's weights to every live server; returns the report once at least one holds them.
 
         Raises ServerDied when no server is left.
@@ -132,16 +139,16 @@ class ServerManager:
             self._note(self._servers.restart(url, str(error)))
         return list(done)
 
-    def metrics(self, report: dict[str, Any]) -> dict[str, float]:
+    def metrics(self, report: PushReport) -> dict[str, float]:
         """Metrics of a step whose push returned this report; counts are totals since the start."""
         out = {f"push/{name}": float(count) for name, count in self.counts.items()}
         out["push/servers"] = float(len(self.holding))
         out |= self._members.metrics() if self._members else {}
         out |= self._loads.of_step() if self._loads else {}
-        out["push/compared"] = float(len(report["compared"]))
-        return out | {"push/tensors_verified": float(report["num_verified"])}
+        out["push/compared"] = float(len(report.compared))
+        return out | {"push/tensors_verified": float(report.num_verified)}
 
-    def _repair(self) -> dict[str, Any] | None:
+    def _repair(self) -> PushReport | None:
         """Push to servers that were restarted or whose push failed; returns the report, None if there are none."""
         self._look()
         if self._turns is not None and (self.holding or State.STARTING in self._servers.states):
@@ -179,31 +186,31 @@ class ServerManager:
                 self._turns.memory.forget(event.url)
 
     def _welcome(self, url: str) -> None:
-        """Before a server that is back gets anything: its owner may have started it with other options."""
+        """Check a server that is back before its first push: its owner may have started it with other options."""
         try:
             watchdog.heartbeat()
             self._check(url)
         except ValueError as error:
             self._note(self._servers.restart(url, str(error)))
 
-    def _deliver(self, urls: Sequence[str]) -> dict[str, Any]:
+    def _deliver(self, urls: Sequence[str]) -> PushReport:
         assert self.version is not None, "there is nothing to push before the first version"
         report = self._push(urls, self.version) if self._turns is None else self._push_in_turn(self._turns, urls)
-        for url, sentences in report["fallbacks"].items():
+        for url, sentences in report.fallbacks.items():
             self.counts["fallbacks"] += len(sentences)
             for sentence in sentences:
                 self._warn(f"{url} fell back to a slower transport: {sentence}")
-        # Failures first: a router must not have a server without this version when it is told that others hold it.
+        # Failures first: the router must drop servers without this version before it hears that others hold it.
         for url in urls:
-            if url in report["failed"]:
-                self._failed(url, report["failed"][url])
+            if url in report.failed:
+                self._failed(url, report.failed[url])
         for url in urls:
-            if url in report["transports"]:
+            if url in report.transports:
                 self._failures.pop(url, None)
-                self._table.trust(url, self.version, report["adapter"])
+                self._table.trust(url, self.version, report.adapter)
         return report
 
-    def _push_in_turn(self, turns: Turns, urls: Sequence[str]) -> dict[str, Any]:
+    def _push_in_turn(self, turns: Turns, urls: Sequence[str]) -> PushReport:
         """A push in colocation.
 
         A server that failed to resume memory is in neither the transports nor the failures of the report.
@@ -217,13 +224,11 @@ class ServerManager:
         )
         report = self._push(awake, self.version)
         began = time.monotonic()
-        full = self._in_turn(list(report["transports"]), lambda url: turns.memory.resume_memory(url, GENERATION))
-        report["failed"] |= (wrong := turns.memory.examine(canary, full, report["adapter"]))
-        report["transports"] = {
-            url: transport for url, transport in report["transports"].items() if url in full and url not in wrong
-        }
-        report["timings"]["canary"] = time.monotonic() - began
-        return report
+        full = self._in_turn(list(report.transports), lambda url: turns.memory.resume_memory(url, GENERATION))
+        wrong = turns.memory.examine(canary, full, report.adapter)
+        able = {url: transport for url, transport in report.transports.items() if url in full and url not in wrong}
+        timings = report.timings | {"canary": time.monotonic() - began}
+        return replace(report, transports=able, failed=report.failed | wrong, timings=timings)
 
     def _failed(self, url: str, reason: str) -> None:
         self.counts["failed"] += 1

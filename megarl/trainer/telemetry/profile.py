@@ -7,12 +7,14 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from megarl.config.schema.trainer import Profile
 from megarl.group import Group
 from megarl.io.terminal import say
 from megarl.metrics.computing.timer import Timer
+from megarl.roles import messages
 
 FOLDER = "profile"
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"  # a variable that Nsight Systems sets for what it starts
@@ -43,16 +45,16 @@ def profiled(settings: Profile, groups: Iterable[Group], run_dir: Path, step: in
     if settings.tool == "nvtx" and UNDER_NSYS not in os.environ:
         what = "trainer.profile.tool=nvtx records nothing unless Nsight Systems starts the run:"
         say(what, nsys_line(settings), stderr=False)
-    asked = {"ranks": list(settings.ranks), "tool": settings.tool, "memory": settings.memory}
+    message = messages.Profile(tuple(settings.ranks), settings.tool, settings.memory, folder=None)
     started = list(groups)
     with timer("profile"):
         for group in started:
-            group.call_each("profile", asked | {"begins": True})
+            group.call_each(message)
     yield
     with timer("profile"):
         for group in started:
             place = (run_dir / FOLDER / f"step_{step:08}" / group.name).absolute()
-            for found in group.call_each("profile", asked | {"begins": False, "folder": str(place)}):
+            for found in group.call_each(replace(message, folder=str(place))):
                 for file in found["files"]:
                     say(f"profile of step {step}: {file}", stderr=False)
 

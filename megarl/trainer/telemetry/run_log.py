@@ -11,7 +11,9 @@ from typing import Any
 
 import psutil
 
-from megarl.config import Config
+from megarl.arch.count import Shape, check, forward_flops, shape_of
+from megarl.arch.gpus import find
+from megarl.config import Config, model_config
 from megarl.metrics.computing.audit import Audit
 from megarl.metrics.computing.samples import write_samples
 from megarl.metrics.computing.stats import batch_stats, finalise, reward_stats
@@ -20,11 +22,9 @@ from megarl.metrics.computing.timer import Timer
 from megarl.metrics.computing.tokens import TokenLog
 from megarl.metrics.reading.jsonl import SAMPLES, VISITS, append_lines
 from megarl.metrics.trackers.trackers import Trackers
-from megarl.plan.count import Shape, forward_flops, shape_of
-from megarl.plan.from_config import numbers_of_model
-from megarl.plan.gpus import find
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.samples.batch import Batch, Stats
+from megarl.weights.push.report import PushReport
 
 GIB = 1024**3
 # The metric -> role, stage, and passes over the batch; a backward pass is two.
@@ -57,12 +57,12 @@ class StepMetrics:
             with suppress(ValueError):  # a CPU, a GPU that is not known, a model whose numbers are not
                 node: Any = config.role(role)
                 peak = find(name).bf16_flops * node.num_ranks
-                shape = shape_of(numbers_of_model(config, role), role)
+                check(hf := model_config(config, role))
                 frozen = role == "actor" and config.actor.lora.rank > 0
-                self._devices[role] = Device(shape, peak, node.ppo_epochs, frozen)
+                self._devices[role] = Device(shape_of(hf, role), peak, node.ppo_epochs, frozen)
 
     def __call__(self, step: int, batch: Batch | None, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Of iteration `step`, counted from 1.
+        """Metrics of iteration `step`, counted from 1.
 
         training/epoch; perf/mfu/*: the share of the data sheet's bf16 FLOP/s; timing_per_token_ms/*: of prompts and
         responses, and gen of what the policy generated; perf/cpu_memory_used_gb of the driver's machine, in GiB.
@@ -147,7 +147,7 @@ class RunLog:
         rollout: RolloutBatch,
         batch: Batch | None,
         stats: Stats,
-        push_report: Mapping[str, Any],
+        push_report: PushReport,
         more: dict[str, float],
     ) -> None:
         """Write down step `step`, counted from 1, whose weights are pushed, and begin the times of the next one.
@@ -155,7 +155,7 @@ class RunLog:
         `rollout`: its `reward_s` are the seconds in which the trainer waited for rewards alone.  `batch`: None if
         nothing was trained.  `more`: metrics of other parts of the run.
         """
-        timer, phases = self.timer, push_report["timings"]
+        timer, phases = self.timer, push_report.timings
         with timer("log"):
             write_samples(self.folder / SAMPLES, step, rollout.groups)
             if self.tokens:

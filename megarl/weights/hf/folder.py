@@ -210,7 +210,9 @@ class HFWriter:
 
 
 def _assign_files(sizes: dict[str, int], shard_bytes: int) -> dict[str, str]:
-    number, filled, numbers = 1, 0, {}
+    number = 1
+    filled = 0
+    numbers = {}
     for name, size in sizes.items():
         if filled and filled + size > shard_bytes:
             number, filled = number + 1, 0

@@ -23,7 +23,9 @@ class Unstacked(HFFolder):
 
     def __init__(self, held: HFFolder, stacks: Sequence[Stack]) -> None:
         """ValueError for a stack of another shape, or beside its parts; a missing one has no parts in `shapes`."""
-        self.folder, self.in_several, self._held = held.folder, held.in_several, held
+        self.folder = held.folder
+        self.in_several = held.in_several
+        self._held = held
         self._stored = {stack.hf_name: _stored(held, stack) for stack in stacks}
         self._stacks = {stack.hf_name: stack for stack in stacks if self._stored[stack.hf_name]}
         self._places = places(self._stacks.values())

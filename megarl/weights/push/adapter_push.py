@@ -80,7 +80,9 @@ class AdapterPusher:
     """
 
     def __init__(self, settings: PushSettings, hf_config: HFConfig, *, base_model: str, life: str) -> None:
-        self._hf_config, self._base_model, self._keep = hf_config, base_model, settings.adapters_kept
+        self._hf_config = hf_config
+        self._base_model = base_model
+        self._keep = settings.adapters_kept
         limit_s = settings.timeout_s
         self._engines = {url: ServerClient(url, settings.token, timeout_s=limit_s) for url in settings.urls}
         # A server may hold adapters of earlier ranks and refuses a name that it has: each life has its own names.
@@ -146,7 +148,7 @@ class AdapterPusher:
         canary: Canary | None,
         clock: Clock,
     ) -> dict[str, str]:
-        """url -> why it does not have the adapter."""
+        """Load the adapter into the servers; returns url -> why one does not have it."""
         failed: dict[str, str] = {}
         heard: dict[str, Sequence[float]] = {}
 
@@ -167,9 +169,9 @@ class AdapterPusher:
 
 
 def outdated(names: Sequence[str], life: str, own: str, keep: int) -> list[str]:
-    """Of a server's adapters those to unload: those of other lives, and of a pusher's own all but the newest `keep`.
+    """A server's adapters to unload: those of other lives, and all but the newest `keep` of the pusher's own.
 
-    `life`, `own`: how the names of this life begin, and of these the pusher's.
+    `life`, `own`: how the names of this life begin, and those of the pusher in it.
     """
     others = [name for name in names if name.startswith(OURS) and not name.startswith(life)]
     of_this = sorted(name for name in names if name.startswith(own))

@@ -113,7 +113,9 @@ class _Buffers:
     """
 
     def __init__(self, sizes: Sequence[int], bucket_bytes: int, new: NewBuffer) -> None:
-        self.sizes, self._bucket_bytes, self._new = sizes, bucket_bytes, new
+        self.sizes = sizes
+        self._bucket_bytes = bucket_bytes
+        self._new = new
         self._in_turn: dict[int, Tensor] = {}
 
     def take(self, i: int, device: torch.device) -> Tensor:

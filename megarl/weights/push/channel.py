@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.io.auth import derived
-from megarl.processes.store import StoreHost
+from megarl.processes.channels.store import StoreHost
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.servers.weight_group import StockHost, join_store, join_weight_group, leave_weight_group
 
@@ -25,7 +25,7 @@ _numbers = itertools.count()  # group names are never reused: a broken group kee
 
 
 def backend() -> str:
-    """Of the groups of this process with servers."""
+    """The backend of the groups that this process has with servers."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 

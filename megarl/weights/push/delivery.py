@@ -85,6 +85,6 @@ class BucketDelivery:
         clock.split("load", of="send", seconds=max(0.0, waited - max(0.0, sending)))
 
     def close(self) -> None:
-        """No server opens a bucket any more."""
+        """Forget the shared buffers, after which no server can open a bucket."""
         for buffer in self._shared_buffers:
             forget(buffer)

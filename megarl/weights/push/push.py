@@ -73,7 +73,9 @@ class Pusher:
         """`source_folder`: whose files an exported folder has besides the weights; None: none is exported."""
         if settings.transport not in ("auto", *TRANSPORTS):
             raise ValueError(f"transport={settings.transport!r}: expected auto, {', '.join(TRANSPORTS)}")
-        self._settings, self._hf_config, self._source_folder = settings, hf_config, source_folder
+        self._settings = settings
+        self._hf_config = hf_config
+        self._source_folder = source_folder
         self._dtype, self._bucket_bytes = DTYPES[settings.dtype] if settings.dtype else None, settings.bucket_bytes
         self._gpus = Gpus(**settings.gpus) if settings.gpus else Gpus()
         self._num_pushes = 0

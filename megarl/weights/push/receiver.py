@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.processes.store import keep
+from megarl.processes.channels.store import keep
 from megarl.servers.nccl import check_one_environment, paired_variables
 from megarl.servers.weight_group import KEY_VARIABLE, join_store, join_weight_group, leave_weight_group
 from megarl.weights.reshard.describe import from_json

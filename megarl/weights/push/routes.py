@@ -82,7 +82,9 @@ class Routes:
     def _route(self, layout: ServerLayout, model: Model, sizes: Sizes, message_bytes: int) -> Route:
         """The route as this rank derives it, without members."""
         trainer, server = _trainer_sharding(model, self._hf_config, sizes), self._server_sharding(layout, sizes)
-        rank, params, plan = dist.get_rank(), local_parameters(model), Plan(trainer, server)
+        rank = dist.get_rank()
+        params = local_parameters(model)
+        plan = Plan(trainer, server)
         if lacking := [name for name in trainer.shapes(rank) if name not in params]:
             raise ValueError(f"rank {rank} of the trainer does not have {some_names(lacking)} of its description")
         messages = plan.messages_out(rank, message_bytes)

@@ -47,7 +47,7 @@ class ServerLayout(NamedTuple):
 
     @property
     def coordinates(self) -> list[ShardCoordinate]:
-        """Of its ranks."""
+        """The place of each of its ranks in its layout."""
         return coordinates(self.tp, self.ep, self.attention_dp)
 
 
@@ -66,7 +66,9 @@ class ServerCapabilities:
     @classmethod
     def read(cls, info: Mapping[str, Any], hf_config: HFConfig) -> ServerCapabilities:
         """`info`: the reply of /server_info.  Raises ValueError or TypeError if it cannot be that of a server."""
-        on_gpu, tp, ep = info.get("device", "cpu") != "cpu", _size(info, "tp_size"), _size(info, "ep_size")
+        on_gpu = info.get("device", "cpu") != "cpu"
+        tp = _size(info, "tp_size")
+        ep = _size(info, "ep_size")
         engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
         attention_dp, is_stacked = _size(info, "attn_dp_size"), bool(stacks_for(hf_config))
         if tp % ep or tp % attention_dp:
@@ -101,13 +103,16 @@ class Server:
 
     def __init__(self, url: str, token: str, hf_config: HFConfig, timeout_s: float, gpus: Sequence[str] = ()) -> None:
         """`gpus`: the GPUs of its ranks, by names that are unique over all machines; empty: not known."""
-        self.url, self._token, self._hf_config, self._timeout_s = url, token, hf_config, timeout_s
+        self.url = url
+        self._token = token
+        self._hf_config = hf_config
+        self._timeout_s = timeout_s
         self._cleaning_s = min(CLEANING_S, timeout_s)  # limit of a request after a failure
         self.gpus = tuple(gpus)
         self.engine = ServerClient(url, token, timeout_s=timeout_s)
         self.capabilities: ServerCapabilities
         self.checksums: list[dict[str, str]] = []  # of its ranks, when they were last read
-        # Of the last good push whose checksums were not all computed here: its checksums, and a text for its weights.
+        # The last good push whose checksums were not all computed here: its checksums, and a text for its weights.
         self.baseline: list[dict[str, str]] = []
         self.baseline_weights = ""
         self.fits_slices: bool | None = None  # do slices leave this process the same as whole tensors? None: unknown
@@ -126,7 +131,10 @@ class Server:
         """Read its properties; a dead server fails here, before others wait for it, and a restart is detected."""
         self.capabilities = self._read_capabilities(self.engine)
         if self._started and self.capabilities.started != self._started:
-            self.checksums, self.baseline, self.baseline_weights, self._is_open = [], [], "", False
+            self.checksums = []
+            self.baseline = []
+            self.baseline_weights = ""
+            self._is_open = False
             self.fits_slices = None
             self.leave()
         self._started = self.capabilities.started

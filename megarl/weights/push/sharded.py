@@ -82,7 +82,10 @@ class ShardedSender:
 
     def __init__(self, hf_config: HFConfig, message_bytes: int, timeout_s: float, threads: Executor, key: str) -> None:
         """`key`: of the stores of weight groups."""
-        self._message_bytes, self._timeout_s, self._threads, self._key = message_bytes, timeout_s, threads, key
+        self._message_bytes = message_bytes
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._key = key
         self._routes = Routes(hf_config)
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # url -> name, group
         # On rank 0: url -> server's start, rendezvous, its store.
@@ -222,7 +225,9 @@ class ShardedSender:
         return replace(offer.meeting, world_size=len(self._routes[offer.layout].members) + offer.layout.tp)
 
     def _link(self, offer: Offer) -> Link:
-        url, members, meeting = offer.url, self._routes[offer.layout].members, self._meeting(offer)
+        url = offer.url
+        members = self._routes[offer.layout].members
+        meeting = self._meeting(offer)
         known = self._groups.get(url)
         if known is None or known[0] != meeting.name:
             if known is not None:  # the old group of a server that was restarted

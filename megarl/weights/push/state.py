@@ -37,7 +37,7 @@ class Target:
     is_silent: bool = False  # it was dropped and does not answer any more
     fallbacks: list[str] = field(default_factory=list)  # "transport: reason", in the order of the attempts
     num_equal: int | None = None  # digests found equal to those that were computed here; None: none were
-    # Of a server that gets whole tensors after slices: a text for the slices, and its checksums after them.
+    # If a server gets whole tensors after slices: a text that identifies the slices, and its checksums after them.
     after_slices: tuple[str, list[dict[str, str]]] | None = None
     needs_folder: bool = False  # its digests cannot be computed, and there is no earlier good push to compare with
     is_compared: bool = False  # its checksums were the same after it loaded whole tensors itself
@@ -53,7 +53,10 @@ class PushState:
         self, servers: Mapping[str, Server], threads: Executor, version: int, *, flush_cache: bool, checks: bool
     ) -> None:
         """`checks`: compare slices with whole tensors, and checksums that are not computed here with a folder."""
-        self._threads, self.version, self.flush_cache, self.checks = threads, version, flush_cache, checks
+        self._threads = threads
+        self.version = version
+        self.flush_cache = flush_cache
+        self.checks = checks
         self.targets = {url: Target(server) for url, server in servers.items()}
         self.clock = Clock()
 

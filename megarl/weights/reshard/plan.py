@@ -33,7 +33,9 @@ class Plan:
     """
 
     def __init__(self, sender: Sharding, receiver: Sharding, *, min_cut_bytes: int = MIN_CUT_BYTES) -> None:
-        self.sender, self.receiver, self._min_cut_bytes = sender, receiver, min_cut_bytes
+        self.sender = sender
+        self.receiver = receiver
+        self._min_cut_bytes = min_cut_bytes
         _check_same_tensors(sender, receiver)
         self._schedule = MessageSchedule(max(sender.num_ranks, receiver.num_ranks))
         self._numbers = {name: i for i, name in enumerate(sender.tensors)}

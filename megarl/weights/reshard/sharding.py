@@ -108,7 +108,9 @@ class Sharding(ABC):
 
     def shapes(self, rank: int) -> dict[str, tuple[Shape, str]]:
         """Shape and type of every parameter of the table that a rank has, padding included."""
-        coordinate, stage, types = self.coordinate(rank), self.stage(rank), dict(self.dtypes)
+        coordinate = self.coordinate(rank)
+        stage = self.stage(rank)
+        types = dict(self.dtypes)
         return {
             param: (op.shape_at(coordinate), types.get(op.param, self.dtype))
             for op in self.table

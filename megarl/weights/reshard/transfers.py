@@ -98,7 +98,10 @@ def pack(transfers: Iterable[Transfer], message_bytes: int) -> Iterator[Message]
             start = -(-end // ALIGNMENT) * ALIGNMENT
             if parts and start + part.num_bytes > message_bytes:
                 yield Message(transfer.peer, number, tuple(parts), tuple(starts), end)
-                parts, starts, start, number = [], [], 0, number + 1
+                parts = []
+                starts = []
+                start = 0
+                number = number + 1
             parts.append(part)
             starts.append(start)
             end = start + part.num_bytes

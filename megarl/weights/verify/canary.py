@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,6 @@ class Canary:
     log_probs: tuple[float, ...] | None = None  # None: the servers are only compared with each other
     tolerance: float = 1e-3  # in nats; bfloat16 servers need about 0.1
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Canary:
-        log_probs = fields.get("log_probs")
-        values = None if log_probs is None else tuple(float(value) for value in log_probs)
-        return cls(tuple(fields["prompt_ids"]), values, float(fields.get("tolerance", cls.tolerance)))
-
 
 def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """url -> what is wrong with its answer.
@@ -37,7 +30,9 @@ def disagreement(canary: Canary, heard: Mapping[str, Sequence[float]]) -> dict[s
     more than any limit.  Without the trainer's values, answers are compared with the median of all servers, at half the
     tolerance: if the only two servers differ by more than the tolerance, both fail.
     """
-    count, limit, whose = len(canary.prompt_ids) - 1, canary.tolerance, "the trainer"
+    count = len(canary.prompt_ids) - 1
+    limit = canary.tolerance
+    whose = "the trainer"
     found = {url: f"{len(answer)} log-probs, expected {count}" for url, answer in heard.items() if len(answer) != count}
     for url, answer in heard.items():  # such a number would spoil the middle of all
         if url not in found and not all(map(math.isfinite, answer)):

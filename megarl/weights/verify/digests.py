@@ -149,7 +149,9 @@ class ParameterDigest:
     """
 
     def __init__(self, op: Op, coordinate: ShardCoordinate, dtype: torch.dtype, kind: Kind) -> None:
-        shape, self._dtype, self._hash = op.shape_at(coordinate), dtype, HASHES[kind]()
+        shape = op.shape_at(coordinate)
+        self._dtype = dtype
+        self._hash = HASHES[kind]()
         self._num_bytes, self._at = num_bytes(shape, dtype), 0
         self._device = torch.device("cpu")  # of the tensors, as soon as there was one
         self._waiting: dict[int, Tensor] = {}  # first byte -> bytes

@@ -16,11 +16,11 @@ from megarl.group import Reply
 class Reader:
     """A group whose ranks read or digest at once."""
 
-    def call(self, method: str, arguments: dict[str, Any]) -> list[Reply]:
-        return [Reply({"digests": {"w": arguments["folder"]}}, {})]
+    def call(self, message: Any) -> list[Reply]:
+        return [Reply({"digests": {"w": message.folder}}, {})]
 
-    def call_leader(self, method: str, arguments: dict[str, Any]) -> Reply:
-        return self.call(method, arguments)[0]
+    def call_leader(self, message: Any) -> Reply:
+        return self.call(message)[0]
 
 
 def make(console: Console) -> Ranks:

@@ -1,4 +1,4 @@
-"""`megarl watch`: the page of a run's folder, which grows, is cut by a resume, and holds what a model wrote."""
+"""`megarl watch`: the page of a run's folder, which grows, is cut by a resume, and holds what a model generated."""
 
 import json
 import time

@@ -332,7 +332,7 @@ def test_an_evaluation_is_of_one_version_and_what_others_wrote_is_asked_again() 
     evaluator, _ = evaluator_of(7, 6, 6, 6)  # the servers stay with other weights
     evaluator.submit(version=7)
     assert not evaluator.ready() and not evaluator.ready()
-    with pytest.raises(RuntimeError, match="version 7 got replies that version 6 wrote, 3 times"):
+    with pytest.raises(RuntimeError, match="version 7 got replies of version 6, 3 times"):
         evaluator.ready()
 
 

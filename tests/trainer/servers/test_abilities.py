@@ -39,7 +39,7 @@ OF_FP8 = (*FP8, "rollout.engine=sglang", "rollout.dtype=bfloat16", *CUDA)
 EXPERTS = (*ADAPTERS, "model=deepseek_v3_mini", *CUDA)
 FREES = "^actor.lora.push=adapter: .* adapter is unloaded; expected merged, or SGLang 0.5.22 and newer$"
 ADAPTS = "^actor.lora.push=adapter: .* adapters of experts .*; expected merged, or SGLang 0.5.23 and newer$"
-SPANS = "^rollout.ahead=2: this SGLang tells only one version a completion; expected 0, .* or SGLang 0.5.20 and newer$"
+SPANS = "^rollout.ahead=2: this SGLang reports only one version for each completion; expected 0, .* 0.5.20 and newer$"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_server_that_does_not_report_experts_or_loses_them_is_found_at_the_sta
         (20, {"sampling_mask_max_tokens": 39}, "only for a top_k of 1 to 19; expected one, or a larger --sampling-"),
         (-1, {"sampling_mask_max_tokens": 40}, "only for a top_k of 1 to 20; expected one, or a larger --sampling-"),
         *[
-            (20, info, "does not tell exactly from which tokens it drew; expected a server that does, such as SGLang")
+            (20, info, "does not report exactly from which tokens it drew; expected a server that does, such as SGLang")
             for info in ({}, *({"sampling_mask_max_tokens": limit} for limit in ("40", [40], True)))
         ],
     ],
@@ -184,7 +184,7 @@ def config_of(*words: str) -> Config:
 def test_the_canary_of_quantized_servers_has_a_wider_limit(words: tuple[str, ...], kind: str) -> None:
     actor = SimpleNamespace(log_probs=lambda batch, temperature, inputs: torch.zeros(len(batch.tokens)))
     found = canary(config_of(*words), cast(Any, actor), [5, 6, 7])
-    assert (found["tolerance"], found["log_probs"]) == (CANARY_TOLERANCE[kind], [0.0, 0.0])
+    assert (found.tolerance, found.log_probs) == (CANARY_TOLERANCE[kind], (0.0, 0.0))
     assert CANARY_TOLERANCE["bfloat16"] < CANARY_TOLERANCE["fp8"] < 1
 
 

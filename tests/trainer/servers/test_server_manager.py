@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -87,14 +87,13 @@ class Noted:
                 self.trusted[state.url] = set()
                 self.told.append(("fence", state.url))
 
-    def push(self, urls: Sequence[str], version: int) -> dict:
+    def push(self, urls: Sequence[str], version: int) -> PushReport:
         self.pushes.append((tuple(urls), version))
         failed = {url: "w differs" for url in urls if url in self.bad}
         transports = {url: "gathered" for url in urls if url not in failed}
         report = PushReport(version, 1, 4, len(transports), transports, failed, {}, [], {})
-        out = asdict(replace(report, fallbacks={url: ["sharded: no"] for url in urls if url in self.slower}))
         self.story.append(("push", *urls))
-        return out
+        return replace(report, fallbacks={url: ["sharded: no"] for url in urls if url in self.slower})
 
 
 CANARY = Canary((5, 6))
@@ -228,7 +227,7 @@ def test_slower_ways_are_counted_and_told_those_of_repairs_too(fleet: Fleet) -> 
     ],
 )
 def test_a_push_counts_as_verified_if_its_report_says_so_of_every_server(change: dict[str, Any], verified: int) -> None:
-    report = asdict(PushReport(3, 1, 4, 0, {A: "gathered", B: "gathered"}, {}, {}, [], {})) | change
+    report = replace(PushReport(3, 1, 4, 0, {A: "gathered", B: "gathered"}, {}, {}, [], {}), **change)
     totals = Totals(0.0, {})
     servers = SimpleNamespace(push=lambda version: report)
     Run.push(cast(Any, SimpleNamespace(log=SimpleNamespace(totals=totals), server_manager=servers)), 3)
@@ -287,7 +286,7 @@ def test_a_push_waits_for_the_only_server_to_come_back(fleet: Fleet, monkeypatch
 
     clock = SimpleNamespace(sleep=rest, monotonic=time.monotonic)  # this module's alone: other threads sleep too
     monkeypatch.setattr(fleet_module, "time", clock)
-    assert fleet.manager.push(1)["transports"] == {B: "gathered"}
+    assert fleet.manager.push(1).transports == {B: "gathered"}
     assert len(rests) == 3
 
 
@@ -326,7 +325,7 @@ def test_on_shared_gpus_a_server_that_fails_the_canary_is_fenced(sharing: Fleet)
     sharing.colocation.mad = {B}
     report = sharing.manager.push(0)
     assert sharing.said.trusted == {A: {0}, B: set()}
-    assert sharing.manager.holding == {A} == set(report["transports"])
+    assert sharing.manager.holding == {A} == set(report.transports)
     assert "sings otherwise" in sharing.said.warnings[-1]
 
 

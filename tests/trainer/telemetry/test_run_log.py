@@ -19,7 +19,7 @@ def config_of(*words: str) -> Config:
 
 
 def batch_of(*lengths: int) -> Batch:
-    """The policy wrote the last two tokens."""
+    """The policy generated the last two tokens."""
     mask = torch.zeros(sum(lengths))
     mask[-2:] = 1
     return Batch(torch.zeros(sum(lengths), dtype=torch.int64), torch.tensor(lengths), {"response_mask": mask})
@@ -46,7 +46,7 @@ def test_utilization_is_the_models_flops_over_those_of_the_data_sheet() -> None:
     assert out["perf/mfu/actor"] == pytest.approx(3 * flops / 2.0 / 989.4e12)
     assert out["perf/mfu/actor_infer"] == pytest.approx(0.75 * flops / 0.5 / 989.4e12)
     assert out["timing_per_token_ms/update_actor"] == pytest.approx(2000 / 150)
-    assert out["timing_per_token_ms/gen"] == pytest.approx(500 / 2), "of what the policy wrote"
+    assert out["timing_per_token_ms/gen"] == pytest.approx(500 / 2), "of what the policy generated"
     assert (out["training/global_step"], out["training/epoch"]) == (6, 2), "5 steps of 4 are two epochs of 10"
     shared = found(6, batch_of(100, 50), {**times, "actor/computed_share": 0.5})
     assert shared["perf/mfu/actor"] == pytest.approx(out["perf/mfu/actor"] / 2), "what is computed once counts once"

@@ -155,11 +155,6 @@ def test_numbers_that_are_not_finite_condemn_only_their_server_and_the_trainers_
     assert set(disagreement(Canary(IDS, tuple(trainer), tolerance=0.1), {"a": [-1.0, -2.0, -3.0]})) == {"a"}
 
 
-def test_a_canary_from_plain_numbers() -> None:
-    assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": [-1], "tolerance": 0.5}) == Canary((1, 2), (-1.0,), 0.5)
-    assert Canary.from_json({"prompt_ids": [1, 2], "log_probs": None}) == Canary((1, 2))
-
-
 ROOT = Path(__file__).parents[3]
 
 

@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from megarl.io.sockets import listen
-from megarl.processes.connection import Connection, ConnectionLost, WireRefused, connect
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import Connection, ConnectionLost, WireRefused, connect
+from megarl.processes.channels.listener import Listener
 from megarl.processes.ranks import OWN_ADDRESS, STORE, STORE_TOKEN
 
 MOST_KEYS = 2**18  # a group of 4,096 ranks has some 100,000
@@ -46,9 +46,9 @@ class StorePlace(NamedTuple):
 
 
 class StoreHost:
-    """Holds the values of a group's store; members connect with `SealedStore`.
+    """Holds the values of a group's store; members connect with `TlsStore`.
 
-    Example: host = StoreHost("127.0.0.1"); SealedStore(host.place); ...; host.shut(); ...; host.close()
+    Example: host = StoreHost("127.0.0.1"); TlsStore(host.place); ...; host.shut(); ...; host.close()
     """
 
     def __init__(self, address: str, token: str | None = None) -> None:
@@ -69,9 +69,9 @@ class StoreHost:
         self._connections: list[Connection] = []
         self._listener = Listener(listener, self.place.token, self._serve, name="store")
 
-    def store(self, num_members: int, timeout_s: float) -> SealedStore:
+    def store(self, num_members: int, timeout_s: float) -> TlsStore:
         """The side of the member that hosts it."""
-        return SealedStore(self.place, timeout_s, num_members)
+        return TlsStore(self.place, timeout_s, num_members)
 
     def shut(self) -> None:
         """Let nobody in any more: the group is made, and its members keep their connections."""
@@ -103,7 +103,7 @@ class StoreHost:
             raise ValueError(f"a store takes fewer than {MOST_KEYS} keys, and at most {LARGEST} bytes in a word")
 
 
-class SealedStore(dist.Store):
+class TlsStore(dist.Store):
     """A member's side: a torch.distributed.Store whose calls go to a StoreHost.  Several threads may use it.
 
     A call that waits holds the others up, as in torch's TCPStore.  Raises DistStoreError for a refusal and where a key
@@ -166,7 +166,7 @@ class SealedStore(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def clone(self) -> SealedStore:
+    def clone(self) -> TlsStore:
         return self
 
 
@@ -183,7 +183,7 @@ def join_world(backend: str, timeout_s: float) -> None:
     `timeout_s`: of the wait for other ranks, and of each collective.
     """
     place = StorePlace(os.environ[STORE], os.environ[STORE_TOKEN])
-    store = SealedStore(place, timeout_s)
+    store = TlsStore(place, timeout_s)
     rank, here, num_ranks = (int(os.environ[name]) for name in ("RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if here < num_ranks and os.environ["LOCAL_RANK"] == "0":
         _reach_all(store, place.token, rank, here, num_ranks)
@@ -191,7 +191,7 @@ def join_world(backend: str, timeout_s: float) -> None:
     keep(dist.distributed_c10d._get_default_group(), store)
 
 
-def _reach_all(store: SealedStore, token: str, rank: int, here: int, num_ranks: int) -> None:
+def _reach_all(store: TlsStore, token: str, rank: int, here: int, num_ranks: int) -> None:
     """Connect to the first rank of each other machine, at any free port, such as gloo and NCCL take.
 
     They would wait in C++ for many minutes.

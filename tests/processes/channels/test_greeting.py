@@ -14,8 +14,8 @@ from tls_between import between, end_of
 
 from megarl.io import callers
 from megarl.io.tls import peer_context, server_certificate
-from megarl.processes.connection import ConnectionLost, WireRefused, connect, greet
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import ConnectionLost, WireRefused, connect, greet
+from megarl.processes.channels.listener import Listener
 
 Door = tuple[str, Callable[[], Future[Any]]]
 

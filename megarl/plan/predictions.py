@@ -1,17 +1,15 @@
-"""What the planner predicts of a run on this machine: its memory on CPUs, and the work that an end may cost."""
+"""Warnings at the start of a run: too little memory for it on CPUs, and how much work an early end may cost."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-import torch
-
+from megarl.arch.gpus import GPUS, find
 from megarl.config import Config, model_config, used_roles
 from megarl.io.free_memory import free_bytes
 from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import GpuBudget
-from megarl.plan.gpus import GPUS, find
 from megarl.plan.host import cpu_budget
 from megarl.plan.predict import step_time
 
@@ -19,20 +17,19 @@ _MOST_LOST_S = 3600.0  # of work, before it is reported
 
 
 def memory_on_cpu(config: Config, command: str) -> GpuBudget:
-    """Part -> bytes of what `megarl COMMAND` takes of this machine, whose CPUs it uses; empty for a run on GPUs.
+    """Part -> bytes of memory that `megarl COMMAND` needs on this machine, if it uses its CPUs and no GPU.
 
-    It is empty too for a run over several machines, and where the config.json of a model is not here.
+    Nothing is predicted for a run on several machines, or if the config.json of a model is not here.
     """
-    trainer = config.trainer
-    is_here = trainer.device == "cpu" or (trainer.device == "auto" and not torch.cuda.is_available())
-    if not is_here or trainer.nnodes > 1 or not all(model_config(config, role) for role in used_roles(config, command)):
+    is_known = all(model_config(config, role) for role in used_roles(config, command))
+    if config.trainer.nnodes > 1 or not is_known:
         return {}
     job = job_of(config, GPUS["h100"], command=command)  # the type of GPU matters to no number that is used
     return cpu_budget(replace(job, num_servers=0) if config.rollout.urls else job)
 
 
 def lacks_memory(budget: GpuBudget) -> str:
-    """A sentence if less is free than the budget takes; "" otherwise."""
+    """A warning if less memory is free than the budget needs; "" otherwise."""
     free, needed = free_bytes(), budget.get("total", 0)
     if needed <= free:
         return ""
@@ -43,14 +40,14 @@ def lacks_memory(budget: GpuBudget) -> str:
 
 
 def lost_at_an_end(config: Config, device: str, num_steps: int) -> str:
-    """What a run that is asked to end loses, as a sentence; "" if that is little, or nothing is predicted.
+    """A warning if a run that is asked to end may lose much work; "" if it loses little, or nothing is predicted.
 
-    A step that takes longer than trainer.term_grace_s does not end, and is not saved, before the run must have ended.
+    A step that takes longer than trainer.term_grace_s cannot finish, and is not saved, before the run must end.
     """
     trainer = config.trainer
     try:
         job = job_of(config, find(device))
-    except ValueError:  # `megarl plan` says why
+    except ValueError:  # `megarl plan` explains it
         return ""
     if job.reads_heads or (step_s := step_time(job)) <= trainer.term_grace_s:  # teachers' heads are not predicted
         return ""

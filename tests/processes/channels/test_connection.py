@@ -10,7 +10,7 @@ import torch
 from tls_between import Between, between, pair
 
 from megarl.io.sockets import use_private_network
-from megarl.processes.connection import _PART, _RECORD, _SIZES, Connection, ConnectionLost
+from megarl.processes.channels.connection import _PART, _RECORD, _SIZES, Connection, ConnectionLost
 
 HEAD = 5  # bytes of a record before its ciphertext
 

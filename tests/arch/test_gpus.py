@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.plan.gpus import GPUS, find, of_memory
+from megarl.arch.gpus import GPUS, find, of_memory
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The store of a group over sealed connections: the words of torch's own, and who may say them."""
+"""The store of a group over TLS: the words of torch's own, and who may say them."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megarl.io import callers
 from megarl.io.sockets import listen
-from megarl.processes import store as store_module
-from megarl.processes.store import SealedStore, StoreHost, StorePlace, Unreachable
+from megarl.processes.channels import store as store_module
+from megarl.processes.channels.store import StoreHost, StorePlace, TlsStore, Unreachable
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def host() -> Iterator[StoreHost]:
 
 
 @pytest.fixture
-def store(host: StoreHost) -> SealedStore:
-    return SealedStore(host.place, 60.0)
+def store(host: StoreHost) -> TlsStore:
+    return TlsStore(host.place, 60.0)
 
 
 def own_of_torch() -> dist.TCPStore:
@@ -53,28 +53,28 @@ def said(store: Any) -> list[Any]:
     return [*answers, store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
 
 
-def test_it_answers_as_torchs_own_store_does_with_and_without_a_prefix(store: SealedStore) -> None:
+def test_it_answers_as_torchs_own_store_does_with_and_without_a_prefix(store: TlsStore) -> None:
     expected = said(own_of_torch())
     assert said(store) == expected
     assert said(dist.PrefixStore("group", store)) == expected, "called by torch's C++"
 
 
-def test_a_wait_ends_when_another_member_says_the_word(host: StoreHost, store: SealedStore) -> None:
+def test_a_wait_ends_when_another_member_says_the_word(host: StoreHost, store: TlsStore) -> None:
     heard: list[bytes] = []
     waits = threading.Thread(target=lambda: heard.append(store.get("late")))
     waits.start()
-    other = SealedStore(host.place)
+    other = TlsStore(host.place)
     other.set("late", b"\0\xff")
     waits.join(60)
     assert heard == [b"\0\xff"]
 
 
-def test_what_nobody_says_is_an_error_after_the_limit(store: SealedStore) -> None:
+def test_what_nobody_says_is_an_error_after_the_limit(store: TlsStore) -> None:
     with pytest.raises(dist.DistStoreError, match="(?i)wait timeout"):
         store.wait(["never"], timedelta(seconds=0.05))
 
 
-def test_a_store_that_is_gone_ends_the_waits_of_its_members(host: StoreHost, store: SealedStore) -> None:
+def test_a_store_that_is_gone_ends_the_waits_of_its_members(host: StoreHost, store: TlsStore) -> None:
     errors: list[BaseException] = []
 
     def wait() -> None:
@@ -91,7 +91,7 @@ def test_a_store_that_is_gone_ends_the_waits_of_its_members(host: StoreHost, sto
     assert "the store of the group is gone" in str(*errors)
 
 
-def test_number_and_size_of_keys_are_limited(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_and_size_of_keys_are_limited(store: TlsStore, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = "a store takes fewer than 3 keys, and at most 100 bytes in a word"
     monkeypatch.setattr(store_module, "LARGEST", 100)
     monkeypatch.setattr(store_module, "MOST_KEYS", 3)
@@ -122,11 +122,11 @@ def test_a_crowd_gets_in_though_few_may_wait_at_the_door(monkeypatch: pytest.Mon
     monkeypatch.setattr(callers, "MOST", 2)
     host = StoreHost("127.0.0.1")
     with ThreadPoolExecutor(40) as threads:
-        assert len({store.add("n", 1) for store in threads.map(lambda _: SealedStore(host.place), range(40))}) == 40
+        assert len({store.add("n", 1) for store in threads.map(lambda _: TlsStore(host.place), range(40))}) == 40
     host.close()
 
 
-def test_it_listens_at_its_address_alone_until_it_is_shut(host: StoreHost, store: SealedStore) -> None:
+def test_it_listens_at_its_address_alone_until_it_is_shut(host: StoreHost, store: TlsStore) -> None:
     def addresses() -> set[str]:
         found = psutil.Process().net_connections("tcp")
         return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == host.port}
@@ -135,16 +135,16 @@ def test_it_listens_at_its_address_alone_until_it_is_shut(host: StoreHost, store
     host.shut()
     assert not addresses()
     with pytest.raises(Unreachable, match=rf"^{host.place.address} cannot be reached from here .*refused.*--peer "):
-        SealedStore(host.place)
+        TlsStore(host.place)
     store.set("a", "still")
     assert store.get("a") == b"still"
     with pytest.raises(Unreachable, match=r"^\[::1\]:9 cannot be reached .*--listen \[::1\]:9` there"):
-        SealedStore(StorePlace("::1:9", "a token"))
+        TlsStore(StorePlace("::1:9", "a token"))
 
 
-def test_strangers_say_nothing_in_a_store(host: StoreHost, store: SealedStore) -> None:
+def test_strangers_say_nothing_in_a_store(host: StoreHost, store: TlsStore) -> None:
     with pytest.raises(Unreachable, match=f"^{host.place.address} has another token$"):
-        SealedStore(StorePlace(host.place.address, "another token"))
+        TlsStore(StorePlace(host.place.address, "another token"))
     with pytest.raises(RuntimeError):
         dist.TCPStore("127.0.0.2", host.port, is_master=False, timeout=timedelta(seconds=1))
     assert host.place.token not in repr(host)

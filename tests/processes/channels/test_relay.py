@@ -7,8 +7,8 @@ import pytest
 import torch
 from tls_between import pair
 
-from megarl.processes.connection import Connection, ConnectionLost, connect
-from megarl.processes.links import Relay, Relayed
+from megarl.processes.channels.connection import Connection, ConnectionLost, connect
+from megarl.processes.channels.links import Relay, Relayed
 
 
 @pytest.fixture

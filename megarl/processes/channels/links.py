@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 from megarl.io.sockets import listen
-from megarl.processes.connection import Connection, ConnectionLost, Tensors, from_bytes, to_bytes
-from megarl.processes.listener import Listener
+from megarl.processes.channels.connection import Connection, ConnectionLost, Tensors, from_bytes, to_bytes
+from megarl.processes.channels.listener import Listener
 
 
 class RankMessage(NamedTuple):

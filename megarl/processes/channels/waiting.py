@@ -1,14 +1,14 @@
-"""Waits that say why, heartbeats, and how often something that fails is tried again."""
+"""Waits that say why, and heartbeats."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
-from megarl.processes.connection import HEARTBEAT_S, Connection, ConnectionLost
+from megarl.processes.channels.connection import Connection, ConnectionLost
 
+HEARTBEAT_S = 2.0  # interval of heartbeats of a process for which others wait
 FIRST_S, EVERY_S = 5.0, 60.0  # the usual wait is shorter than the first
 
 
@@ -19,7 +19,9 @@ class Wait:
     """
 
     def __init__(self, limit_s: float, say: Callable[[str], object]) -> None:
-        self._deadline, self._next, self._say = time.monotonic() + limit_s, time.monotonic() + FIRST_S, say
+        self._deadline = time.monotonic() + limit_s
+        self._next = time.monotonic() + FIRST_S
+        self._say = say
         self._until = time.strftime("%H:%M", time.localtime(time.time() + limit_s))
 
     @property
@@ -39,8 +41,11 @@ class Heartbeat:
     Example: heartbeat = Heartbeat(lambda: [member.connection for member in members]); ...; heartbeat.stop()
     """
 
-    def __init__(self, connections: Callable[[], Iterable[Connection]]) -> None:
-        self._connections, self._stopped = connections, threading.Event()
+    def __init__(
+        self, connections: Callable[[], Iterable[Connection]], on_lost: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_lost`: called in the heartbeat's thread where a peer is gone, which also ends a wait for its messages."""
+        self._connections, self._on_lost, self._stopped = connections, on_lost, threading.Event()
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def stop(self) -> None:
@@ -49,5 +54,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT_S):
             for connection in self._connections():
-                with suppress(ConnectionLost):  # who receives from it finds out
+                try:
                     connection.send({"beat": 1})
+                except ConnectionLost:
+                    self._on_lost()

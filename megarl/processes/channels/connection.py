@@ -21,7 +21,6 @@ from torch import Tensor
 from megarl.io.callers import PROOF_S
 from megarl.io.tls import PEER, PLAIN, peer_context
 
-HEARTBEAT_S = 2.0  # interval of heartbeats of a process for which others wait
 _SIZES = struct.Struct(">IQ")  # bytes of the header, bytes of the payload
 _MAX_HEADER, _MAX_BODY = 64 * 2**20, 2**40  # bytes
 _PART, _RECORD = 2**18, 2**14  # bytes that are encrypted, and decrypted, at once: buffers that fit a processor's cache

@@ -19,6 +19,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptRow, Prompts
 from megarl.data.readers import missing, read_rows
 from megarl.io.terminal import say, sentences
+from megarl.plan.predictions import lacks_memory, memory_on_cpu
 from megarl.plan.report import report
 from megarl.plugins.load import load_plugins, user_function
 from megarl.trainer.algorithm import Algorithm, make_algorithm
@@ -28,8 +29,7 @@ from megarl.trainer.checkpoint.resume import check_is_known
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.checks.rewards import check_reward_model, check_rewards, check_truths, say_chosen
 from megarl.trainer.collectors import check_agents
-from megarl.trainer.predictions import lacks_memory, memory_on_cpu
-from megarl.trainer.servers.colocation import check_shared_gpus
+from megarl.trainer.servers.colocation import check_shared_gpus, uses_gpus
 from megarl.trainer.sft import read_examples, training_steps
 from megarl.trainer.teachers import check_taught, check_teachers
 from megarl.trainer.telemetry.profile import check_profile
@@ -79,7 +79,7 @@ class Check:
                 check_shared_gpus(config)
 
     def _memory(self) -> None:
-        if budget := memory_on_cpu(self.config, self.command):
+        if not uses_gpus(self.config) and (budget := memory_on_cpu(self.config, self.command)):
             parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in budget.items() if name != "total")
             sure = self.config.trainer.device == "cpu"
             where = "on this machine's CPUs" if sure else "if this machine runs it, which has no GPU"

@@ -51,7 +51,7 @@ def find(name: str) -> Gpu:
     for word in words:
         if word in GPUS and not _OTHERS & set(words):
             return GPUS[word]
-    raise ValueError(f"gpu={name}: what it can do is not known here (megarl/plan/gpus.py); expected {', '.join(GPUS)}")
+    raise ValueError(f"gpu={name}: what it can do is not known here (megarl/arch/gpus.py); expected {', '.join(GPUS)}")
 
 
 def of_memory(gigabytes: int) -> Gpu:

@@ -9,10 +9,10 @@ from preset_files import MINIS, NAMES, PUBLISHED, hf_of
 from transformers import AutoModelForCausalLM
 
 import megarl
+from megarl.arch.count import FAMILIES, Parameters, check, layers_of_stage, of_stage, sparse_layers, whole
 from megarl.arch.hf_config import config_of
 from megarl.arch.layout import Layout
 from megarl.mcore.models.families import FAMILIES as BUILT
-from megarl.plan.count import FAMILIES, Parameters, check, layers_of_stage, of_stage, sparse_layers, whole
 
 # The page has the totals of the models' cards and files, without what is no parameter or is not trained: biases of
 # experts, and the layer of a second token, which has an embedding and a head of its own.

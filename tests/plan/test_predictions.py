@@ -1,10 +1,10 @@
 """What a run that is asked to end says that it may lose."""
 
+from megarl.arch.gpus import find
 from megarl.config import Config, load_config
 from megarl.plan.from_config import job_of
-from megarl.plan.gpus import find
 from megarl.plan.predict import step_time
-from megarl.trainer.predictions import lost_at_an_end
+from megarl.plan.predictions import lost_at_an_end
 
 
 def composed(*words: str) -> Config:

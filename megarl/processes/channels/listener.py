@@ -1,4 +1,4 @@
-"""Accepts the callers of a process that know the token, whatever strangers do meanwhile."""
+"""Accepts the callers of a process that know the token, whatever others do meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.io.callers import LOOK_S, PROOF_S, SOON_S, Callers, Peer
-from megarl.processes.connection import Connection, greet
+from megarl.processes.channels.connection import Connection, greet
 
 
 class Listener:
@@ -27,7 +27,10 @@ class Listener:
         name: str = "door",
         greeting_s: float = PROOF_S,
     ) -> None:
-        self._listener, self._token, self._let_in, self._greeting_s = listener, token, let_in, greeting_s
+        self._listener = listener
+        self._token = token
+        self._let_in = let_in
+        self._greeting_s = greeting_s
         self._callers = Callers(name)
         self._closed = threading.Event()
         listener.settimeout(LOOK_S)

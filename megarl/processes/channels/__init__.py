@@ -1,0 +1,1 @@
+"""Connections between a run's processes: who may connect, messages, relays of ranks, heartbeats, the groups' stores."""
