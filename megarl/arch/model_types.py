@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection
+from importlib.metadata import version
 
-_DELTA = "Megatron-Core 0.16.1 has its gated delta net without packed rows, and 0.18.0 is the first with them"
+# Families whose layers Megatron-Core 0.16.1 lacks, or has without packed rows.
+OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_WITH_VISION = "folders with a vision part are not read yet; expected one whose config.json is of the text part alone"
 _SPARSE = "Megatron-Core 0.16.1 has its sparse attention without packed rows, and 0.19.0 is the first with them"
 MISSING = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _DELTA),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _WITH_VISION),
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",
@@ -15,9 +19,17 @@ MISSING = {
 }
 
 
-def refusal(model_type: object, families: Iterable[str]) -> str:
-    """The sentence for a model that is of none of `families`."""
-    said = f"config.json: model_type {model_type!r} is not supported"
+def checked(model_type: object, families: Collection[str]) -> str:
+    """The model_type; ValueError of one sentence if it is none of `families`, or needs a newer Megatron-Core."""
+    said = f"config.json: model_type {model_type!r}"
     if (missing := MISSING.get(str(model_type))) is not None:
-        return f"{said}: {missing}"
-    return f"{said}; expected one of {sorted(families)}"
+        raise ValueError(f"{said} is not supported: {missing}")
+    if model_type not in families:
+        raise ValueError(f"{said} is not supported; expected one of {sorted(families)}")
+    if model_type in OF_0_19 and (installed := version("megatron-core")) < "0.19":
+        raise ValueError(
+            f"{said} needs Megatron-Core 0.19.2, which wants Python 3.12, and Python {sys.version_info.major}."
+            f"{sys.version_info.minor} has {installed}; expected an environment made by `PYTHON=python3.12 bash "
+            "launch/environment.sh`"
+        )
+    return str(model_type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.arch.model_types import refusal
+from megarl.arch.model_types import checked
 from megarl.arch.settings.experts import shared_and_routed_experts, sigmoid_experts, softmax_experts
 from megarl.arch.settings.gated_delta import gated_delta, gated_shared_expert
 from megarl.arch.settings.hf import (
@@ -34,10 +34,7 @@ def settings_of(hf: HFConfig) -> Settings:
 
     Raises ValueError of one sentence for a family or mathematics that the trainer does not have.
     """
-    model_type = hf.get("model_type")
-    if model_type not in SETTINGS:
-        raise ValueError(refusal(model_type, SETTINGS))
-    return SETTINGS[model_type](hf)
+    return SETTINGS[checked(hf.get("model_type"), SETTINGS)](hf)
 
 
 def dense(hf: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Settings:

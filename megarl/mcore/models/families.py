@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megarl.arch.model_types import refusal
+from megarl.arch.model_types import checked
 from megarl.arch.settings.families import SETTINGS
 from megarl.arch.settings.hf import HFConfig, Settings
 from megarl.mcore.models.layers import LayerSpec, local_layer
@@ -154,10 +154,7 @@ def _hybrid_layer(config: TransformerConfig, number: int) -> ModuleSpec:
 
 def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is not in FAMILIES."""
-    model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(refusal(model_type, FAMILIES))
-    return FAMILIES[model_type]
+    return FAMILIES[checked(hf.get("model_type"), FAMILIES)]
 
 
 FAMILIES: dict[str, Family] = {kind: Family(settings) for kind, settings in SETTINGS.items()} | {

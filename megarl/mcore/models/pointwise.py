@@ -22,7 +22,7 @@ class Norm:
         kind = {"RMSNorm": RMSNorm, "LayerNorm": nn.LayerNorm}[config.normalization]
         norm = ZeroCentredNorm(hidden_size, eps) if config.layernorm_zero_centered_gamma else kind(hidden_size, eps=eps)
         for param in norm.parameters():
-            param.sequence_parallel = config.sequence_parallel
+            param.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
         return norm
 
 
