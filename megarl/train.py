@@ -51,9 +51,9 @@ def train(config: Config) -> dict[str, Any]:
         watchdog.watch(config.trainer.driver_silence_s),
         Infrastructure(config) as infrastructure,
     ):
-        plan = preflight(config, began)
         if not uses_gpus(config) and (sentence := lacks_memory(memory_on_cpu(config, "train"))):
             warn(sentence)
+        plan = preflight(config, began)
         begin_anew(plan)
         opened = partial(open_run, infrastructure=infrastructure, signals=signals)
         return to_the_end(plan, opened, train_loop, signals, infrastructure)

@@ -31,6 +31,7 @@ def test_the_startup_is_no_part_of_the_first_step(command: str, monkeypatch: pyt
     run.push.side_effect = run._evaluate.side_effect = partial(wait, 600.0)
     if command == "train":
         monkeypatch.setattr(train_module, "train_step", step)
+        monkeypatch.setattr(train_module, "lost_at_an_end", lambda *_: "")
         monkeypatch.setattr(train_module, "profiled", lambda *_: nullcontext())
         monkeypatch.setattr(train_module, "evaluate_if_due", lambda *_: Evaluation([]))
         monkeypatch.setattr(train_module, "finish", MagicMock())

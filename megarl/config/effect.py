@@ -12,11 +12,12 @@ refused.  The conditions are those of the schema (`If`):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import yaml
 
 from megarl.config import names
-from megarl.config.keys import EMPTY, general, schema_keys
+from megarl.config.keys import general, schema_keys
 from megarl.config.old_log_probs import why_own_pass
 from megarl.config.resolve import data_parallel_size, layout_of
 from megarl.config.schema import Config
@@ -27,7 +28,8 @@ from megarl.config.validate.models import group_of, has_folder
 from megarl.config.validate.rewards import names_of, trained_names
 from megarl.config.validate.values import is_there, value_of
 
-OFF = (*EMPTY, False, None, -1, "off", "none", "never")  # and 0 of numbers from 0 on
+# Also 0 of numbers from 0 on, and "" where it is the default.
+OFF: tuple[Any, ...] = ([], {}, False, None, -1, "off", "none", "never")
 COMMANDS_THAT_RUN_NOTHING = ("doctor", "node", "serve")
 
 
@@ -37,8 +39,9 @@ def without_effect(config: Config, typed: Iterable[Setting], command: str) -> It
         return
     for setting in (setting for setting in typed if is_there(config, setting.key)):
         known = schema_keys()[general(setting.key)]
-        zero_is_off = known.range is NOT_NEGATIVE and setting.value == 0
-        if zero_is_off or any(type(setting.value) is type(off) and setting.value == off for off in OFF):
+        is_off = known.range is NOT_NEGATIVE and setting.value == 0
+        is_off |= setting.value == known.default == ""
+        if is_off or any(type(setting.value) is type(off) and setting.value == off for off in OFF):
             continue
         reasons = (why_not(config, setting.key, condition) for condition in known.only_if)
         if command in ALL and command not in known.commands:

@@ -280,7 +280,7 @@ def _switched(key: str, value: Any) -> tuple[Any, int]:
 def _add_word(words: dict[str, str], text: str, key: str, value: object) -> None:
     if key == PRESET:
         key = "model"
-        if value == "":  # the default, in every saved configuration without a preset
+        if value in ("", None):  # "" is the default, in every saved configuration without a preset
             return
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{text}: expected {WORDS[key]}")

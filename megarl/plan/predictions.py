@@ -17,7 +17,7 @@ _MOST_LOST_S = 3600.0  # of work, before it is reported
 
 
 def memory_on_cpu(config: Config, command: str) -> GpuBudget:
-    """Part -> bytes of memory that `megarl COMMAND` needs on this machine, if it uses its CPUs and no GPU.
+    """Part -> bytes of memory that `megarl COMMAND` needs on this machine, for a run that uses its CPUs and no GPU.
 
     Nothing is predicted for a run on several machines, or if the config.json of a model is not here.
     """

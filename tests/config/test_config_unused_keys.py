@@ -135,7 +135,7 @@ def test_every_condition_of_a_key_can_be_asked() -> None:
             assert isinstance(why_not(config, key.replace(".NAME.", ".any."), condition), str)
 
 
-NEEDED = {"data.train_files", "model.path", "model.preset"}  # the last names a file below the others
+NEEDED = {"data.train_files", "model.path"}
 OFF = "trainer.test_freq=-1 actor.kl_importance=false trainer.critic_warmup=0 reward.per_minute=null rollout.tls=never"
 
 

@@ -78,6 +78,7 @@ trainer.n_gpus_per_node=4 hybrid_engine=False rollout.nnodes=1 rollout.n_gpus_pe
 trainer.n_gpus_per_node=4 --config-name=one_step_off_ppo_trainer rollout.n_gpus_per_node=4 \
 rollout.tensor_model_parallel_size=1 | rollout.num_servers | 4
 hybrid_engine=True rollout.nnodes=0 rollout.n_gpus_per_node=8 | rollout.placement | shared
+rollout.nnodes=0 rollout.n_gpus_per_node=0 | rollout.placement | shared
 # tokens of a micro-batch are those of whole sequences
 actor.use_dynamic_bsz=True actor.ulysses_sequence_parallel_size=2 actor.ppo_max_token_len_per_gpu=2816 | \
 actor.ppo_max_token_len_per_gpu | 5632
@@ -333,8 +334,9 @@ algorithm.rollout_correction.bypass_mode=maybe | expected true or false
 actor.use_dynamic_bsz=2 | expected true or false
 async_training.staleness_threshold=inf | expected a number
 async_training.staleness_threshold=true | expected a number
-async_training.require_batches=two | expected a number
-async_training.trigger_parameter_sync_step=[4] | expected a number
+async_training.require_batches=two | expected a whole number
+async_training.require_batches=null | expected a whole number
+async_training.trigger_parameter_sync_step=2.5 | expected a whole number
 actor.optim.min_lr_ratio=[1] | expected a number
 actor.optim.lr_warmup_steps_ratio='1' trainer.total_training_steps=50 | expected a number
 rollout.update_weights_bucket_megabytes=text | expected a number
@@ -342,7 +344,8 @@ rollout.checkpoint_engine.update_weights_bucket_megabytes=[1] | expected a numbe
 actor.ppo_micro_batch_size=true | expected a number
 
 with hybrid_engine=False
-rollout.n_gpus_per_node=two | expected a number
+rollout.n_gpus_per_node=two | expected a whole number
+rollout.n_gpus_per_node=0 | expected at least 1
 trainer.n_gpus_per_node=two | expected an integer
 rollout.tensor_model_parallel_size=0 | expected at least 1
 

@@ -99,7 +99,9 @@ def _min_lr_ratio(key: str, value: Any, command: Command) -> Taken:
     ours = f"{role}.optim.min_lr"
     if not value and command.get(ours):
         return Taken(note=f"{ours} counts")
-    return Taken(((ours, (value or 0.0) * float(command.get(f"{role}.optim.lr", DEFAULT_LR[role]))),))
+    lr = command.get(f"{role}.optim.lr")
+    lr = lr if type(lr) in (int, float) else DEFAULT_LR[role]  # that of another type has its own fault
+    return Taken(((ours, (value or 0.0) * lr),))
 
 
 def _min_lr(key: str, value: Any, command: Command) -> Taken:

@@ -14,6 +14,7 @@ from megarl.config.verl.taken import (
     each,
     named,
     nothing,
+    of_count,
     of_number,
     of_switch,
     plain,
@@ -74,6 +75,8 @@ def _own_gpus(key: str, value: Any, command: Command) -> Taken:  # noqa: ARG001
     """GPUs that only servers have."""
     if not nodes_of_servers(command):
         return Taken(note="servers are on the trainer's machines")
+    if not value and key.endswith("n_gpus_per_node"):
+        return Taken(refusal="expected at least 1 for servers on GPUs of their own")
     if not command.is_whole or not (servers := servers_apart(command)):
         return Taken(refusal=_ELSEWHERE)
     where = "on the GPUs of this machine after the trainer's; one that has fewer needs `megarl serve` on another"
@@ -234,14 +237,14 @@ RULES: dict[str, Rule] = {
         (None,), "agent.max_turns ends an episode", named("agent.max_turns")
     ),
     **counts_if(_may_have_turns, "completions are plain", _OF_TURNS),
-    "rollout.nnodes": of_number(_own_gpus),
-    "rollout.n_gpus_per_node": of_number(_own_gpus, least=1),
+    "rollout.nnodes": of_count(_own_gpus, least=0),
+    "rollout.n_gpus_per_node": of_count(_own_gpus, least=0),
     "rollout.total_epochs": named("trainer.total_epochs"),
     "rollout.test_freq": named("trainer.test_freq"),
     "rollout.total_rollout_steps": of_number(_total_steps),
     "data.train_batch_size": _train_batch,
-    _SYNC: of_number(nothing("so many optimizer steps are an iteration, after which weights are pushed"), least=1),
-    _BATCHES: of_number(nothing("it multiplies data.train_batch_size, the prompts between two pushes"), least=1),
+    _SYNC: of_count(nothing("so many optimizer steps are an iteration, after which weights are pushed")),
+    _BATCHES: of_count(nothing("it multiplies data.train_batch_size, the prompts between two pushes")),
     "async_training.staleness_threshold": of_number(_staleness),
     "async_training.partial_rollout": of_switch(named("rollout.update", {True: "in_place", False: "drain"})),
     **each("async_training actor", "use_rollout_log_probs", of_switch(named(f"{CORRECTION}.bypass"))),

@@ -134,6 +134,16 @@ def of_number(rule: Rule, least: int = 0) -> Rule:
     return chosen
 
 
+def of_count(rule: Rule, least: int = 1) -> Rule:
+    """The rule gets a whole number of at least `least`; any other value, null too, is refused."""
+
+    def chosen(key: str, value: Any, command: Command) -> Taken:
+        fits = type(value) is int and value >= least
+        return rule(key, value, command) if fits else Taken(refusal=f"expected a whole number of at least {least}")
+
+    return chosen
+
+
 def switch(on: Rule, off: Rule) -> Rule:
     """One rule for true, one for false and null; any other value is refused."""
     return of_switch(lambda key, value, command: (on if value else off)(key, value, command))

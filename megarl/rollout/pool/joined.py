@@ -92,7 +92,7 @@ class Joined:
         except Exception as error:
             prompts = _by_prompt(parts)
             if isinstance(error, _OF_ONE) and len(prompts) > 1:
-                self.num_failed += 1
+                self.num_failed += not isinstance(error, Refused)  # as of a prompt that is sent alone
                 logger.warning(
                     "%s: %d prompts of one request are asked for again, each alone: %s", url, len(prompts), error
                 )
