@@ -281,12 +281,18 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
                 return
 
 
-def can_share_prefixes(layout: Layout, *, router_replay: bool, transformer_engine: bool) -> bool:
+def has_states(hf: Mapping[str, Any]) -> bool:
+    """Whether some layers of a config.json carry a state along a sequence in place of keys and values."""
+    return "linear_attention" in (hf.get("layer_types") or ())
+
+
+def can_share_prefixes(hf: Mapping[str, Any], layout: Layout, *, router_replay: bool, transformer_engine: bool) -> bool:
     """Whether ranks in this layout can compute once what rows begin with in common.
 
-    `transformer_engine`: layers are Transformer-Engine's, whose attention takes no trees of prefixes.
+    Not layers with states, whose rows have no trees.  `transformer_engine`: layers are Transformer-Engine's, whose
+    attention takes no trees either.
     """
-    return layout.cp == 1 and not router_replay and not transformer_engine
+    return layout.cp == 1 and not router_replay and not transformer_engine and not has_states(hf)
 
 
 def shares_prefixes(asked: str, role: str, device: str, *, can_share: bool) -> bool:

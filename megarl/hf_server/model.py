@@ -3,7 +3,9 @@
 It uses transformers' modelling code, so that it is a check of the weights that shares no code with the trainer.
 Supported are models whose layers all use full causal attention or the same sliding window, and whose logits are the
 output embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3, GLM-4.5, MiniMax-M2 and
-their relatives), and gpt-oss, only some of whose layers have a window.  Other models are refused at the start.
+their relatives), and gpt-oss, only some of whose layers have a window.  Models whose layers have a state instead of
+keys and values (Qwen3-Next, Qwen3.5) are served without a cache: each pass computes whole sequences again, which is
+slow.  Other models are refused at the start.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from megarl.weights.verify.digests import Kind, digest
 _DEFAULT_CACHE_BYTES = 2 << 30
 _WITH_SINKS = ("gpt_oss",)  # families that transformers has no sdpa for; some of their layers have a window
 _KINDS = {"full_attention", "sliding_attention"}
+_WITH_STATE = {"linear_attention"}  # kinds of layers that keep no keys and values
 
 
 class ChosenExperts:
@@ -92,6 +95,8 @@ class HFModel:
         self._has_float32_logits = self._head.bias is None and devices.has_float32_product(self._head.weight)
         self.vocab_size: int = self._head.weight.shape[0]
         self.context_length: int = self.config.max_position_embeddings
+        self._kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        self._recomputes = bool(self._kinds & _WITH_STATE)
         self._window: int | None = getattr(self.config, "sliding_window", None)  # in tokens, including the current one
         self.eos_ids = _eos_ids(folder, self._model)
         self.memory = devices.Storages(self.weights.values())
@@ -108,6 +113,8 @@ class HFModel:
         if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches what all heads share
             heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
         routes = (len(self.routes.layers), self.routes.chosen) if self.routes else None
+        if self._recomputes:  # in place of keys and values it holds the tokens' ids
+            return KVSlots(1, 1, 1, torch.int64, max_tokens, self.device, routes)
         return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device, routes)
 
     def most_tokens(self, memory_fraction: float | None) -> int:
@@ -165,12 +172,24 @@ class HFModel:
     ) -> Tensor:
         if self._chosen:
             self._chosen.begin()
+        if self._recomputes:
+            return self._hidden_of_whole(tokens, positions, cache)
         out = self._body(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
         if self._chosen:
             cache.store_routes(self._chosen.take().unflatten(0, tokens.shape))
         return out.last_hidden_state
+
+    def _hidden_of_whole(self, tokens: Tensor, positions: Tensor, cache: Prefill | Decode) -> Tensor:
+        """The same by a pass over whole sequences; what is behind their ends no token of theirs sees."""
+        ids, _ = cache.update(tokens[:, None, :, None], tokens[:, None, :, None], 0)
+        ids = ids[:, 0, :, 0]
+        hidden: Tensor = self._body(input_ids=ids, use_cache=False).last_hidden_state
+        if self._chosen:
+            routes = self._chosen.take().unflatten(0, ids.shape)
+            cache.store_routes(routes.take_along_dim(positions[:, :, None, None], 1))
+        return hidden.take_along_dim(positions[:, :, None], 1)
 
     # ---- weights
 
@@ -247,9 +266,11 @@ class HFModel:
 
     def _check_served(self) -> None:
         """Raises ValueError for a model whose forward pass differs from `_hidden` and `logits`."""
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if not kinds <= (_KINDS if self.config.model_type in _WITH_SINKS else {"full_attention"}):
-            raise ValueError(f"{self.folder}: the hf engine serves full_attention layers only, found {sorted(kinds)}")
+        served = _KINDS if self.config.model_type in _WITH_SINKS else {"full_attention"} | _WITH_STATE
+        if not self._kinds <= served:
+            raise ValueError(
+                f"{self.folder}: the hf engine serves {sorted(served)} layers, found {sorted(self._kinds)}"
+            )
         rope = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):  # their angles depend on the longest sequence in the batch
             raise ValueError(f"{self.folder}: rope_type={rope!r}: expected one of default, linear, llama3, yarn")

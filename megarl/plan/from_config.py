@@ -126,12 +126,11 @@ def role_of(config: Config, name: str) -> Role:
     layout, device = layout_of(megatron), "cpu" if config.trainer.device == "cpu" else "cuda"
     replays = name == "actor" and config.actor.router_replay != "off"
     asked, impl = config.trainer.share_prefixes, megatron.transformer_impl
-    can_share = can_share_prefixes(
-        layout, router_replay=replays, transformer_engine=impl == "transformer_engine" and device == "cuda"
-    )
+    hf, has_te = numbers_of_model(config, name), impl == "transformer_engine" and device == "cuda"
+    can_share = can_share_prefixes(hf, layout, router_replay=replays, transformer_engine=has_te)
     return Role(
         name=name,
-        hf=numbers_of_model(config, name),
+        hf=hf,
         layout=layout,
         num_ranks=node.num_ranks,
         first_rank=node.first_rank,

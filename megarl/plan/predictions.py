@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from megarl.arch.count import FAMILIES
 from megarl.arch.gpus import GPUS, find
 from megarl.config import Config, model_config, used_roles
 from megarl.io.free_memory import free_bytes
@@ -19,10 +20,11 @@ _MOST_LOST_S = 3600.0  # of work, before it is reported
 def memory_on_cpu(config: Config, command: str) -> GpuBudget:
     """Part -> bytes of memory that `megarl COMMAND` needs on this machine, for a run that uses its CPUs and no GPU.
 
-    Nothing is predicted for a run on several machines, or if the config.json of a model is not here.
+    Nothing is predicted for a run on several machines, and of a model whose config.json is not here, or of a family
+    that the planner does not know.
     """
-    is_known = all(model_config(config, role) for role in used_roles(config, command))
-    if config.trainer.nnodes > 1 or not is_known:
+    models = [model_config(config, role) for role in used_roles(config, command)]
+    if config.trainer.nnodes > 1 or not all(hf.get("model_type") in FAMILIES for hf in models):
         return {}
     job = job_of(config, GPUS["h100"], command=command)  # the type of GPU matters to no number that is used
     return cpu_budget(replace(job, num_servers=0) if config.rollout.urls else job)

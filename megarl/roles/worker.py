@@ -126,7 +126,9 @@ class Worker:
         self.roles[message.role] = role
         role.offload(by_default=True)
         has_te, lacks_te = role.engine.uses_transformer_engine, role.engine.lacks_transformer_engine
-        sharing = can_share_prefixes(self.layout, router_replay=settings.router_replay, transformer_engine=has_te)
+        sharing = can_share_prefixes(
+            role.hf, self.layout, router_replay=settings.router_replay, transformer_engine=has_te
+        )
         return asdict(messages.Loaded(role.hf["hidden_size"], sharing, self.device.type, lacks_te)), {}
 
     def load_heads(self, message: messages.LoadHeads, _: Tensors) -> Answer:

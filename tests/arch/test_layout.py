@@ -117,10 +117,12 @@ def test_on_gpus_windows_and_sinks_leave_each_context_parallel_rank_whole_heads(
 
 def test_prefixes_can_be_shared_by_local_layers_over_whole_sequences_whose_experts_are_not_given() -> None:
     whole = Layout(tp=2, sequence_parallel=True, pp=2, vpp=2, ep=2)
-    assert can_share_prefixes(whole, router_replay=False, transformer_engine=False)
-    assert not can_share_prefixes(whole, router_replay=False, transformer_engine=True)
-    assert not can_share_prefixes(whole, router_replay=True, transformer_engine=False)
-    assert not can_share_prefixes(Layout(cp=2), router_replay=False, transformer_engine=False)
+    assert can_share_prefixes({}, whole, router_replay=False, transformer_engine=False)
+    assert not can_share_prefixes({}, whole, router_replay=False, transformer_engine=True)
+    assert not can_share_prefixes({}, whole, router_replay=True, transformer_engine=False)
+    assert not can_share_prefixes({}, Layout(cp=2), router_replay=False, transformer_engine=False)
+    hybrid = {"layer_types": ["linear_attention", "full_attention"]}
+    assert not can_share_prefixes(hybrid, whole, router_replay=False, transformer_engine=False)
 
 
 @pytest.mark.parametrize(

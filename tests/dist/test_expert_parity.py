@@ -1,6 +1,7 @@
 """Optimizer steps of models with experts under every way of laying these out: the same loss, gradient and weights.
 
-Families with the same experts, and attention of their own, under some of these ways.
+Families with the same experts, and attention of their own, under some of these ways; those with gated delta nets too,
+one of which has no experts.
 """
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from parity_cases import Case, Found, Table
 from parity_compare import GRADIENT_TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
 from safetensors.torch import load_file
-from tiny_models import write_model
+from tiny_models import FAMILIES, write_model
 
 from megarl.arch.layout import Layout
 
@@ -44,7 +45,26 @@ LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
     "glm4_moe": {2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1)}},
     "minimax_m2": {2: {"tp2+sp": Layout(**SP), "cp2 ep2": Layout(cp=2, ep=2)}},
     "gpt_oss": {2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1), "pp2": Layout(pp=2), "cp2": Layout(cp=2)}},
+    "qwen3_next": {
+        2: {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "ep2": Layout(ep=2)},
+        4: {
+            "tp2+sp cp2 ep2": Layout(**SP, cp=2, ep=2),
+            "tp2+sp ep4 etp1": Layout(**SP, ep=4, etp=1),
+            "pp2 vpp2 ep2": Layout(pp=2, vpp=2, ep=2),
+        },
+    },
+    "qwen3_5_text": {
+        2: {
+            "tp2": Layout(tp=2),
+            "tp2+sp": Layout(**SP),
+            "pp2 vpp2": Layout(pp=2, vpp=2),
+            "cp2": Layout(cp=2),
+        },
+        4: {"tp2+sp cp2": Layout(**SP, cp=2)},
+    },
+    "qwen3_5_moe_text": {2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1), "cp2": Layout(cp=2)}},
 }
+LAYOUTS = {family: sizes for family, sizes in LAYOUTS.items() if family in FAMILIES}
 CRITICS = ("qwen3_moe/ep2", "qwen3_moe/pp2 vpp2 ep2")
 NAMES = [f"{family}/{name}" for family, sizes in LAYOUTS.items() for layouts in sizes.values() for name in layouts]
 HEADS = ("", "tied ")  # whether the head has weights of its own, as in models of this size, or those of the embedding
@@ -53,7 +73,10 @@ SHARDED = {
     "qwen3_moe": (4, Layout(pp=2, vpp=2, ep=2, use_distributed_optimizer=True)),
     "deepseek_v3": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
     "gpt_oss": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
+    "qwen3_next": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
+    "qwen3_5_text": (2, Layout(use_distributed_optimizer=True)),
 }
+SHARDED = {family: case for family, case in SHARDED.items() if family in FAMILIES}
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,11 @@ from transformers import (
     MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.utils import logging
 
@@ -100,6 +103,20 @@ _GPT_OSS = {
     },
 }
 
+_QWEN3_5 = {
+    "full_attention_interval": 2,  # the first layer is a gated delta net, the second gated attention, and so on
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_QWEN3_NEXT = _QWEN3_5 | {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+}
+
 # The config class of each family, and its settings in addition to the common sizes.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
@@ -115,6 +132,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "glm4_moe": (Glm4MoeConfig, _GLM4_MOE),
     "minimax_m2": (MiniMaxM2Config, _MINIMAX_M2),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
+    "qwen3_next": (Qwen3NextConfig, _QWEN3_NEXT),
+    "qwen3_5_text": (Qwen3_5TextConfig, _QWEN3_5),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _QWEN3_NEXT),
     "kimi_k2": (DeepseekV3Config, _DEEPSEEK_V3 | {"rope_parameters": _DEEPSEEK_V3["rope_parameters"] | _KIMI_ROPE}),
 }
 
