@@ -23,8 +23,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from packaging.markers import Marker
+
 from megarl.commands.doctor.versions import PYTHONS
 
+OUR_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "launch/constraints.txt"
 UV = (sys.executable, "-m", "uv")
@@ -117,10 +120,15 @@ def declared() -> dict[str, Any]:
     return dict(setup.call_args.kwargs)
 
 
-def pins_of(file: Path) -> tuple[str, ...]:
-    """Example: ("trl==1.16.0", "torch==2.13.0"); without the hashes of a lock."""
-    lines = (re.split(r"#|\\|--hash", line)[0].strip() for line in file.read_text().splitlines())
-    return tuple(line for line in lines if line)
+def pins_of(file: Path, python: str = OUR_PYTHON) -> tuple[str, ...]:
+    """The pins for a version of Python: ("trl==1.16.0", "torch==2.13.0"); without the hashes of a lock."""
+    lines = (re.split(r"#|\\|--hash", line)[0].partition(";") for line in file.read_text().splitlines())
+    known = ((pin.strip(), marker.strip()) for pin, _, marker in lines)
+    return tuple(pin for pin, marker in known if pin and (not marker or _holds(marker, python)))
+
+
+def _holds(marker: str, python: str) -> bool:
+    return Marker(marker).evaluate({"python_version": python})
 
 
 def compile_pins(
@@ -141,15 +149,15 @@ def resolve(asked: Installation, python: str) -> str | None:
     options = ["--no-header", "--no-annotate", *([] if asked.dependencies else ["--no-deps"])]
     found = compile_pins(asked.requirements, python, asked.glibc, asked.constraints, *options)
     if found.returncode == 0:
-        return unlocked(asked, found.stdout) if asked.locked else None
+        return unlocked(asked, python, found.stdout) if asked.locked else None
     said = [line for line in found.stderr.splitlines() if not line.startswith("warning:")]
     return "\n".join(said).strip() or f"the resolver ended with exit code {found.returncode}"
 
 
-def unlocked(asked: Installation, pins: str) -> str | None:
+def unlocked(asked: Installation, python: str, pins: str) -> str | None:
     """What is wrong with a lock that was asked for; `pins`: all that its requirements take under it."""
     (lock,) = asked.constraints
-    held, taken = set(pins_of(lock)), set(pins.split())
+    held, taken = set(pins_of(lock, python)), set(pins.split())
     if held == taken:
         return None
     return f"it lacks {sorted(taken - held)} and has {sorted(held - taken)} too much: run python launch/gpu_locks.py"

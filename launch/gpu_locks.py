@@ -5,7 +5,8 @@
 
 uv resolves by metadata, from the package index alone; nothing is downloaded or installed.  The server's packages come
 first; the trainer then takes the same torch, CUDA and NCCL, and otherwise the versions of launch/constraints.txt.  One
-lock serves both versions of Python: versions are those that the older one takes, hashes those of the wheels for both.
+lock serves both versions of Python: versions are those that the older one takes, unless the constraints name another
+for each, and hashes those of the wheels for both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,29 @@ HEADER = """\
 """
 
 
-def lock(asked: Installation, constraints: Iterable[str]) -> str:
-    """The text of a lock.  ValueError in the resolver's words if these requirements do not fit together."""
-    pythons = [".".join(map(str, pair)) for pair in PYTHONS]
-    pins, hashes = list(constraints), dict[str, set[str]]()
-    for python in pythons:
-        packages = resolved(asked, python, pins)
+def lock(asked: Installation, constraints: Callable[[str], Sequence[str]]) -> str:
+    """The text of a lock; `constraints`: the pins for a version of Python, as "3.12".
+
+    ValueError in the resolver's words if these requirements do not fit together.
+    """
+    hashes, pythons_of = dict[str, set[str]](), dict[str, list[str]]()
+    for python in (".".join(map(str, pair)) for pair in PYTHONS):
+        named = constraints(python)
+        own = set(map(name_of, named))
+        packages = resolved(asked, python, [*named, *(pin for pin in hashes if name_of(pin) not in own)])
         for pin, of_files in packages.items():
             hashes.setdefault(pin, set()).update(of_files)
-        pins = sorted(hashes)
-    names = [pin.partition("==")[0] for pin in pins]
-    assert len(names) == len(set(names)), "the second version of Python takes what the first one took"
-    lines = (" \\\n    ".join([pin, *(f"--hash=sha256:{one}" for one in sorted(hashes[pin]))]) for pin in pins)
-    return HEADER + "".join(f"{line}\n" for line in lines)
+            pythons_of.setdefault(pin, []).append(python)
+    names = Counter(map(name_of, hashes))
+    text = HEADER
+    for pin in sorted(hashes):
+        marker = f" ; python_version == '{pythons_of[pin][0]}'" if names[name_of(pin)] > 1 else ""
+        text += " \\\n    ".join([pin + marker, *(f"--hash=sha256:{one}" for one in sorted(hashes[pin]))]) + "\n"
+    return text
+
+
+def name_of(pin: str) -> str:
+    return pin.partition("==")[0]
 
 
 def resolved(asked: Installation, python: str, pins: Iterable[str]) -> dict[str, list[str]]:
@@ -64,16 +76,17 @@ def hashes_of(package: Mapping[str, Any]) -> list[str]:
     return [file["hashes"]["sha256"] for file in files]
 
 
+def trainers_constraints(python: str) -> list[str]:
+    """The server's CUDA, and otherwise launch/constraints.txt."""
+    served = [pin for pin in pins_of(SERVER_LOCK, python) if CUDA_PACKAGES.match(pin)]
+    return served + [pin for pin in pins_of(CONSTRAINTS, python) if not CUDA_PACKAGES.match(pin)]
+
+
 def main() -> int:
     for asked in gpu_installations():
         (file,) = asked.constraints
-        constraints: list[str] = []
-        if file == TRAINER_LOCK:
-            served = [pin for pin in pins_of(SERVER_LOCK) if CUDA_PACKAGES.match(pin)]
-            own = [pin for pin in pins_of(CONSTRAINTS) if not CUDA_PACKAGES.match(pin)]
-            constraints = served + own
         try:
-            file.write_text(lock(asked, constraints))
+            file.write_text(lock(asked, trainers_constraints if file == TRAINER_LOCK else lambda _: ()))
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

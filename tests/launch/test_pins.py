@@ -77,7 +77,7 @@ def test_pins_that_do_not_fit_are_named_with_the_reason_and_those_that_fit_are_c
     """The resolver finds a fault with Python 3.12 in what is installed under launch/constraints.txt."""
     fault = "if '3.12' in words and 'constraints.txt' in words: sys.exit('torch wants triton==3.7.1')"
     monkeypatch.setattr(check_pins, "UV", stand_in(tmp_path, f"import sys\nwords = str(sys.argv)\n{fault}"))
-    monkeypatch.setattr(check_pins, "unlocked", lambda asked, pins: None)
+    monkeypatch.setattr(check_pins, "unlocked", lambda *_: None)
     assert check_pins.main() == 1
     said = capsys.readouterr().out
     assert "launch/constraints.txt: megarl[dev], Python 3.12: does not resolve:\ntorch wants triton==3.7.1\n" in said
@@ -89,7 +89,10 @@ def test_pins_that_do_not_fit_are_named_with_the_reason_and_those_that_fit_are_c
     code = """
 import re, sys
 files = [word.partition('=')[2] for word in sys.argv if word.startswith('--constraint=')]
-print(*(pin for file in files for pin in re.findall(r'^[\\w.-]+==[^ ]+', open(file).read(), re.M)))
+python = next(word.partition('=')[2] for word in sys.argv if word.startswith('--python-version='))
+line = r"^([\\w.-]+==[^ ;\\n]+)(?: ; python_version == '([\\d.]+)')?"
+pins = (pin for file in files for pin in re.findall(line, open(file).read(), re.M))
+print(*(pin for pin, only in pins if only in ('', python)))
 """
     monkeypatch.setattr(check_pins, "UV", stand_in(tmp_path, code))
     assert check_pins.main() == 0
@@ -128,19 +131,20 @@ def test_every_part_of_transformer_engine_has_the_version_of_the_extra() -> None
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda file: file.name)
 def test_a_lock_has_a_hash_for_each_package_and_names_no_host(lock: Path) -> None:
-    pins = check_pins.pins_of(lock)
-    for pin in pins:
-        (hashes,) = re.findall(
-            rf"^{re.escape(pin)}((?: \\\n    --hash=sha256:[0-9a-f]{{64}})+)$", lock.read_text(), re.M
-        )
-        assert hashes
+    marker, one_hash = r"(?: ; python_version == '3.1[12]')?", r" \\\n    --hash=sha256:[0-9a-f]{64}"
+    for pin in check_pins.pins_of(lock):
+        assert len(re.findall(rf"^{re.escape(pin)}{marker}(?:{one_hash})+$", lock.read_text(), re.M)) == 1
     assert "://" not in lock.read_text() and "index" not in lock.read_text()
 
 
 def test_a_lock_serves_both_versions_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.12 has to take what 3.11 took; the hashes are those of the files for either."""
-    asked = check_pins.Installation("file", "what", ("one", "two"))
-    files = {"3.11": {"one==1": ["b"], "two==1": ["c"]}, "3.12": {"one==1": ["a"], "two==1": ["c"]}}
+    """Python 3.12 has to take what 3.11 took, unless the constraints name another version for it."""
+    asked = check_pins.Installation("file", "what", ("one", "two", "core"))
+    named = {"3.11": ["core==1"], "3.12": ["core==2"]}
+    files = {
+        "3.11": {"one==1": ["b"], "two==1": ["c"], "core==1": ["d"]},
+        "3.12": {"one==1": ["a"], "two==1": ["c"], "core==2": ["e"]},
+    }
     under = []
 
     def resolved(_: object, python: str, pins: list[str]) -> dict[str, list[str]]:
@@ -148,9 +152,16 @@ def test_a_lock_serves_both_versions_of_python(monkeypatch: pytest.MonkeyPatch) 
         return files[python]
 
     monkeypatch.setattr(gpu_locks, "resolved", resolved)
-    lines = gpu_locks.lock(asked, ["one<2"]).removeprefix(gpu_locks.HEADER).splitlines()
-    assert lines == ["one==1 \\", "    --hash=sha256:a \\", "    --hash=sha256:b", "two==1 \\", "    --hash=sha256:c"]
-    assert under == [["one<2"], ["one==1", "two==1"]]
+    text = gpu_locks.lock(asked, lambda python: named[python])
+    assert text.removeprefix(gpu_locks.HEADER).split(" \\\n    --hash=sha256:") == [
+        "core==1 ; python_version == '3.11'",
+        "d\ncore==2 ; python_version == '3.12'",
+        "e\none==1",
+        "a",
+        "b\ntwo==1",
+        "c\n",
+    ]
+    assert under == [["core==1"], ["core==2", "one==1", "two==1"]]
 
 
 def test_a_package_without_a_wheel_has_the_hash_of_its_source() -> None:
@@ -161,8 +172,9 @@ def test_a_package_without_a_wheel_has_the_hash_of_its_source() -> None:
 
 def test_a_lock_that_lacks_a_package_is_told_apart(tmp_path: Path) -> None:
     lock = tmp_path / "lock.txt"
-    lock.write_text("one==1 \\\n    --hash=sha256:a\ntwo==1 \\\n    --hash=sha256:c\n")
+    of_each = ("one==2 ; python_version == '3.11'", "one==1 ; python_version == '3.12'", "two==1")
+    lock.write_text("".join(f"{pin} \\\n    --hash=sha256:a\n" for pin in of_each))
     asked = check_pins.Installation("file", "what", ("one",), (lock,), locked=True)
-    assert check_pins.unlocked(asked, "one==1\ntwo==1\n") is None
+    assert check_pins.unlocked(asked, "3.12", "one==1\ntwo==1\n") is None
     fault = "it lacks ['three==1'] and has ['two==1'] too much: run python launch/gpu_locks.py"
-    assert check_pins.unlocked(asked, "one==1\nthree==1\n") == fault
+    assert check_pins.unlocked(asked, "3.12", "one==1\nthree==1\n") == fault

@@ -19,7 +19,7 @@ from megarl.config import Config
 # The tested versions.  Another version is a note; another megatron-core is a failure, because its internals are used.
 TESTED = {
     "torch": "2.13.0",
-    "megatron-core": "0.16.1",
+    "megatron-core": "0.19.2" if sys.version_info >= (3, 12) else "0.16.1",
     "transformers": "5.23.0",
     "tokenizers": "0.23.3",
     "safetensors": "0.8.0",
