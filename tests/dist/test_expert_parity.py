@@ -127,12 +127,12 @@ def test_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name:
     expected = trained(one[0])
     still = [name for name, gradient in expected.items() if not gradient.any()]
     assert all(".experts." in name for name in still) and len(still) < 0.2 * len(expected), "of experts without tokens"
-    assert_same_gradient(trained(other[0]), expected)
+    # Of gated delta nets the gradient is up to 48 long, and an expert's is off by 2.4e-5 of its largest entry: 4e-5 from
+    # that of transformers, and 1e-14 in float64.  Steps of 0.05 along it carry this into the next gradients' norms.
+    has_delta_nets = "qwen3_next" in name or "qwen3_5" in name
+    assert_same_gradient(trained(other[0]), expected, (2.5 if has_delta_nets else 1.0) * GRADIENT_TOLERANCE)
     assert_same_stats(other, one)
-    # Of gated delta nets the gradient is up to 48 long: steps of 0.05 along it carry roundings of the first step into
-    # the third gradient's norm, 3.4e-5 of it.
-    of_norms = 1e-4 if "qwen3_next" in name or "qwen3_5" in name else 1e-5
-    assert_same_after(other[0], one[0], GRADIENT_TOLERANCE, of_norms=of_norms * LOOSER)
+    assert_same_after(other[0], one[0], GRADIENT_TOLERANCE, of_norms=(1e-4 if has_delta_nets else 1e-5) * LOOSER)
 
 
 @pytest.mark.parametrize("family", [head + family for head in HEADS for family in SHARDED])
