@@ -99,6 +99,7 @@ class ModelNumbers:
     num_experts_per_tok: int | None = None
     expert_intermediate_size: int | None = None  # of one expert
     shared_intermediate_size: int | None = None  # of all shared experts together
+    linear_num_key_heads: int | None = None  # of gated delta nets, each of which serves as many heads of values
     q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
@@ -122,7 +123,9 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         num_experts=experts,
         num_experts_per_tok=hf.get("num_experts_per_tok") if experts else None,
         expert_intermediate_size=expert_size,
-        shared_intermediate_size=expert_size * shared if expert_size and shared else None,
+        shared_intermediate_size=hf.get("shared_expert_intermediate_size")
+        or (expert_size * shared if expert_size and shared else None),
+        linear_num_key_heads=hf.get("linear_num_key_heads"),
         q_lora_rank=hf.get("q_lora_rank"),
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=dense_layers(hf) if experts else (),
@@ -187,6 +190,10 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
         if whole is not None and whole % size:
             field = ("tp" if layout.etp is None else "etp") if axis == "expert_tp" else axis
             yield Misfit(field, f"{KEYS[field]}={size} does not divide the model's {called}={whole}")
+    linear, size = numbers.linear_num_key_heads, layout.tp * layout.cp
+    if linear is not None and linear % size:
+        said = f"{KEYS['tp']}={layout.tp} times {KEYS['cp']}={layout.cp}"
+        yield Misfit("tp", f"{said} does not divide the model's linear_num_key_heads={linear}")
     if numbers.has_biased_experts and layout.expert_tp > 1:
         whole = "Megatron-Core does not cut experts with biases"
         yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {whole}; expected 1")

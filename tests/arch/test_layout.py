@@ -184,6 +184,13 @@ def test_experts_and_latents_are_divided_too() -> None:
         assert sentence.startswith(f"{size} does not divide the model's ") and sentence.endswith(divided)
 
 
+def test_heads_of_gated_delta_nets_are_dealt_over_tensor_and_context_parallel_ranks() -> None:
+    hybrid = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "linear_num_key_heads": 4}
+    assert not told(hybrid, Layout(tp=2, cp=2, sequence_parallel=True))
+    (sentence,) = told(hybrid, Layout(tp=4, cp=2, sequence_parallel=True))
+    assert sentence.endswith("context_parallel_size=2 does not divide the model's linear_num_key_heads=4")
+
+
 def test_experts_with_biases_are_not_cut() -> None:
     oss = {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 8, "intermediate_size": 16}
     assert not told(oss, Layout(tp=2, ep=2, etp=1))

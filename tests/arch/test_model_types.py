@@ -2,6 +2,7 @@
 
 import pytest
 
+from megarl.arch import model_types
 from megarl.arch.count import check
 from megarl.arch.model_types import MISSING
 from megarl.mcore.models.families import FAMILIES, family_of
@@ -13,9 +14,19 @@ def test_a_sentence_says_what_is_missing(model_type: str) -> None:
         with pytest.raises(ValueError) as caught:
             refuse({"model_type": model_type})
         said = str(caught.value)
-        assert said.startswith(f"config.json: model_type '{model_type}' is not supported: Megatron-Core ")
+        assert said.startswith(f"config.json: model_type '{model_type}' is not supported: ")
         assert "\n" not in said and "expected one of" not in said
     assert model_type not in FAMILIES
+
+
+def test_a_model_that_needs_a_newer_megatron_core_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_types, "version", lambda _: "0.16.1")
+    with pytest.raises(
+        ValueError, match=r"^config.json: model_type 'qwen3_next' needs Megatron-Core 0.19.2, .* has 0.16"
+    ):
+        family_of({"model_type": "qwen3_next"})
+    monkeypatch.setattr(model_types, "version", lambda _: "0.19.2+70e7b2f6")
+    family_of({"model_type": "qwen3_next"})
 
 
 def test_other_models_are_told_what_there_is() -> None:

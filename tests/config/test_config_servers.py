@@ -114,6 +114,9 @@ rollout.router=true | it may send a request to a server that does not hold the a
 with rollout.engine=sglang trainer.device=cpu @dense model.config.model_type=gpt_oss model.config.num_local_experts=8
 rollout.engine=sglang | without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf
 
+with rollout.engine=sglang @dense model.config.model_type=qwen3_5_text
+rollout.engine=sglang | SGLang's parameters of qwen3_5_text, by which a push is verified, are not known here yet
+
 with rollout.engine=sglang trainer.n_gpus_per_node=8 rollout.tensor_model_parallel_size=2
 with @dense model.config.model_type=gpt_oss model.config.num_local_experts=8
 rollout.expert_parallel_size=2 | SGLang 0.5.23 does not distribute unquantized experts with biases; expected 1

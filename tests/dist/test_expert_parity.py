@@ -127,8 +127,8 @@ def test_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name:
     expected = trained(one[0])
     still = [name for name, gradient in expected.items() if not gradient.any()]
     assert all(".experts." in name for name in still) and len(still) < 0.2 * len(expected), "of experts without tokens"
-    # Of gated delta nets the gradient is up to 48 long, and an expert's is off by 2.4e-5 of its largest entry: 4e-5 from
-    # that of transformers, and 1e-14 in float64.  Steps of 0.05 along it carry this into the next gradients' norms.
+    # Of gated delta nets the gradient is up to 48 long, and an expert's is off by 2.4e-5 of its largest entry; steps of
+    # 0.05 along it carry this into the norms of the next gradients.
     has_delta_nets = "qwen3_next" in name or "qwen3_5" in name
     assert_same_gradient(trained(other[0]), expected, (2.5 if has_delta_nets else 1.0) * GRADIENT_TOLERANCE)
     assert_same_stats(other, one)

@@ -25,6 +25,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from megarl.arch.model_types import OF_0_19
+
 SIZES: dict[str, Any] = {
     "vocab_size": 45,  # padded to 48: rank 1 of two holds 21 rows and 3 of padding
     "hidden_size": 32,
@@ -202,10 +204,11 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_5_text": (Qwen3_5TextConfig, _DELTA),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _DELTA_SPARSE),
 }
-ZERO_CENTRED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their norms multiply by 1 + weight
-if package_info.__version__.startswith("0.16.1"):
-    for family in ZERO_CENTRED:
-        del FAMILIES[family]
+ZERO_CENTRED = OF_0_19  # their norms multiply by 1 + weight
+# Those that the installed Megatron-Core lacks.
+LACKING = OF_0_19 if package_info.__version__.startswith("0.16.1") else ()
+for family in LACKING:
+    del FAMILIES[family]
 
 
 def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from megarl.arch import sglang_options as tried
 from megarl.arch.layout import ModelNumbers
+from megarl.arch.model_types import OF_0_19
 from megarl.config.placement import placements
 from megarl.config.schema import Config
 from megarl.config.validate import models
@@ -101,6 +102,9 @@ def _model(config: Config, command: str) -> Iterator[str]:
         method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
         wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
         yield f"model.path={path}: its config.json says that its weights are in {method}, and {what}; {wanted}"
+    if found.get("model_type") in OF_0_19 and rollout.engine == "sglang":
+        known = f"SGLang's parameters of {found['model_type']}, by which a push is verified, are not known here yet"
+        yield f"rollout.engine=sglang: {known}; expected hf"
     if found.get("model_type") == "gpt_oss" and rollout.engine == "sglang" and config.trainer.device == "cpu":
         yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
 

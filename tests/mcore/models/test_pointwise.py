@@ -13,7 +13,7 @@ from megarl.arch.layout import Layout
 from megarl.mcore.models import pointwise
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import transformer_config
-from megarl.mcore.models.pointwise import Gate, Norm, RMSNorm
+from megarl.mcore.models.pointwise import Gate, Norm, RMSNorm, ZeroCentredNorm
 
 EPS = 1e-6
 
@@ -27,12 +27,26 @@ def with_gradients(function: Any, *inputs: Tensor) -> list[Tensor]:
 
 
 def test_norms_are_marked_for_sequence_parallelism() -> None:
+    common = {"layernorm_zero_centered_gamma": False}
     for sequence_parallel in (True, False):
-        norm = Norm(SimpleNamespace(normalization="RMSNorm", sequence_parallel=sequence_parallel), 16, eps=EPS)
+        config = SimpleNamespace(normalization="RMSNorm", sequence_parallel=sequence_parallel, **common)
+        norm = Norm(config, 16, eps=EPS)
         assert isinstance(norm, nn.RMSNorm)
         assert norm.eps == EPS
         assert norm.weight.sequence_parallel is sequence_parallel
-    assert isinstance(Norm(SimpleNamespace(normalization="LayerNorm", sequence_parallel=False), 16), nn.LayerNorm)
+    config = SimpleNamespace(normalization="LayerNorm", sequence_parallel=False, **common)
+    assert isinstance(Norm(config, 16), nn.LayerNorm)
+
+
+def test_a_zero_centred_norm_multiplies_by_one_more_than_its_weight() -> None:
+    x, weight = torch.randn(5, 16), torch.randn(16)
+    norm = ZeroCentredNorm(16, EPS)
+    assert not norm.weight.any()
+    norm.weight.data = weight
+    torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (16,), 1 + weight, EPS))
+    rounded = norm.bfloat16()(x.bfloat16())  # 1 + weight is never rounded
+    wide = nn.functional.rms_norm(x.bfloat16().float(), (16,), 1 + weight.bfloat16().float(), EPS)
+    assert torch.equal(rounded, wide.bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(7, 1, 6), (5, 1, 3, 8), (1, 4), (0, 1, 4)])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shards import to_megatron
 
-from megarl.weights.mapping.names import QKV, GateUp, Op, Piece, Rename, ValueHead, Vocab
+from megarl.weights.mapping.names import QKV, ByHeads, GatedQKV, GateUp, HeadRows, Op, Piece, Rename, ValueHead, Vocab
 
 
 def numbered(op: Op) -> dict[str, torch.Tensor]:
@@ -44,6 +44,17 @@ BY_HAND = {
         QKV("qkv", "q", "k", "v", 2, 1, 2, None),
         {name: whole[:, 0] for name, whole in QKV_PARTS.items()},
         {(0, 1): [0, 1, 2, 3, 10, 11, 20, 21], (1, 2): [10, 11, 20, 21]},
+    ),
+    "the gates of a group's heads follow its queries": (
+        GatedQKV("qkv", "q", "k", "v", 4, 2, 1, 1),
+        {**QKV_PARTS, "q": column(0, 100, 1, 101, 2, 102, 3, 103)},
+        {(0, 1): [0, 1, 100, 101, 10, 20, 2, 3, 102, 103, 11, 21], (1, 2): [2, 3, 102, 103, 11, 21]},
+    ),
+    # Of each of 2 heads two rows of one part and one row of another; a rank has all parts of its own heads.
+    "parts of heads follow each other": (
+        ByHeads("in_proj", (HeadRows("x", 2, 2, 3, 0), HeadRows("x", 2, 1, 3, 2)), (("x", (6, 1)),), (1,)),
+        {"x": column(0, 1, 10, 2, 3, 11)},
+        {(0, 1): [0, 1, 2, 3, 10, 11], (0, 2): [0, 1, 10], (1, 2): [2, 3, 11]},
     ),
     "gate above up on every rank": (
         GateUp("fc1", "gate", "up", 4, 1),
