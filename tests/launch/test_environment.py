@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NOISE = "WARNING: a mirror has not got it"
 
-# `FAILS`: a word of the installation that fails.
+# `FAILS`: a word of the installation that fails.  `MINOR`: the version that it says it is.
 PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
     --version) echo Python 3.12.0 ;;
+    *version_info.minor*) echo "${{MINOR:-}}" ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/bin/activate" ;;
     "-m pip install "*)
         echo "{NOISE}" >&2
@@ -40,6 +41,7 @@ def make(repository: Path, command: str, fails: str = "") -> subprocess.Complete
 
 COMMANDS = {
     ".venv": ". launch/environment.sh; make_environment",
+    ".venv-3.12": "MINOR=12 bash launch/environment.sh",
     ".venv-te": ". launch/environment.sh; make_te_python",
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
@@ -61,6 +63,15 @@ def test_an_installation_that_works_shows_no_word_of_pip(repository: Path, folde
     again = make(repository, command, fails="install")
     assert again.returncode == 0
     assert f"{folder} is ready" in again.stdout
+
+
+def test_a_python_that_cannot_be_used_is_not_replaced_by_another(repository: Path) -> None:
+    (repository / "python").write_text("#!/bin/sh\nexit 1\n")
+    done = make(repository, COMMANDS[".venv"])
+    assert done.returncode != 0 and not (repository / ".venv").exists()
+    assert done.stderr.splitlines()[-1].startswith(
+        f"launch: {repository}/python: expected Python 3.11 or 3.12 with venv"
+    )
 
 
 @pytest.mark.parametrize(
