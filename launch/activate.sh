@@ -1,12 +1,15 @@
 # shellcheck shell=bash
 # Sourced by the scripts that start runs: finds the environment and the run's token; changes no folder.
-# The environment is .venv of this repository (launch/quickstart.sh makes it) or, where there is none, the active one.
+# The environment is .venv or .venv-3.12 of this repository (launch/quickstart.sh makes it), the active one if it is one
+# of them, or, where there is none, the active one.
 
 find_environment() {
     local root=$1
-    if [ -f "$root/.venv/bin/activate" ]; then
+    local own=$root/.venv
+    if [ "${VIRTUAL_ENV:-}" = "$root/.venv-3.12" ] || [ ! -d "$own" ]; then own=$root/.venv-3.12; fi
+    if [ -f "$own/bin/activate" ]; then
         # shellcheck disable=SC1091
-        . "$root/.venv/bin/activate"
+        . "$own/bin/activate"
     elif ! python -c 'import megarl' 2>/dev/null; then
         echo "$0: no $root/.venv and no Python with megarl; make one with launch/quickstart.sh, or activate yours" >&2
         return 2

@@ -76,7 +76,13 @@ install_megarl() {
 
 # The environment of megarl: .venv, or .venv-3.12 where PYTHON asks for Python 3.12.
 environment_folder() {
-    case ${PYTHON:+$("$(find_python)" -c 'import sys; print(sys.version_info.minor)')} in
+    local python
+    if [ -z "${PYTHON:-}" ]; then
+        echo .venv
+        return
+    fi
+    python=$(find_python) || return
+    case $("$python" -c 'import sys; print(sys.version_info.minor)') in
         12) echo .venv-3.12 ;;
         *) echo .venv ;;
     esac
@@ -84,7 +90,7 @@ environment_folder() {
 
 make_environment() {
     local folder
-    folder=$(environment_folder)
+    folder=$(environment_folder) || return
     if ! grep -qs "^$GPU_MARK" "$folder/.complete"; then
         once_in "$folder" "$(cat setup.py launch/constraints.txt | cksum)" "a few minutes" install_megarl || return
     fi
@@ -113,7 +119,7 @@ run_ladder() {
     python=$(command -v "${PYTHON:-$PWD/.venv/bin/python}" || true)
     if ! "$python" -c 'import torch, megatron.core' 2>/dev/null; then
         make_environment || return
-        python=$PWD/.venv/bin/python
+        python=$VIRTUAL_ENV/bin/python
     fi
     if [ -z "${MEGARL_SGLANG_PYTHON:-}" ] && "$python" -c 'import sglang' 2>/dev/null; then
         export MEGARL_SGLANG_PYTHON=$python

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megarl.arch.layout import Layout, dense_layers, padded_vocab_size
-from megarl.arch.model_types import checked
+from megarl.arch.model_types import OF_0_19, checked
 
 HFConfig = Mapping[str, Any]
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -52,7 +52,9 @@ class Parameters(NamedTuple):
 
 def check(hf: HFConfig) -> None:
     """Raises: ValueError of one sentence for a config.json of another family or without a needed number."""
-    kind = checked(hf.get("model_type"), FAMILIES)
+    kind = checked(hf.get("model_type"), (*FAMILIES, *OF_0_19))
+    if kind in OF_0_19:
+        raise ValueError(f"config.json: the planner does not know model_type {kind!r} yet; expected one of {FAMILIES}")
     missing = [name for name in (*NEEDED, *NEEDED_MORE[kind]) if hf.get(name) is None]
     if NEEDED_MORE[kind] and num_experts(hf) is None:
         missing.append("num_experts")

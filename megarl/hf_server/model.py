@@ -11,7 +11,7 @@ slow.  Other models are refused at the start.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from megarl.weights.verify.digests import Kind, digest
 _DEFAULT_CACHE_BYTES = 2 << 30
 _WITH_SINKS = ("gpt_oss",)  # families that transformers has no sdpa for; some of their layers have a window
 _KINDS = {"full_attention", "sliding_attention"}
+_MOST_RECOMPUTED = 1 << 14  # tokens of a pass over whole sequences
 _WITH_STATE = {"linear_attention"}  # kinds of layers that keep no keys and values
 
 
@@ -184,12 +185,22 @@ class HFModel:
     def _hidden_of_whole(self, tokens: Tensor, positions: Tensor, cache: Prefill | Decode) -> Tensor:
         """The same by a pass over whole sequences; what is behind their ends no token of theirs sees."""
         ids, _ = cache.update(tokens[:, None, :, None], tokens[:, None, :, None], 0)
-        ids = ids[:, 0, :, 0]
-        hidden: Tensor = self._body(input_ids=ids, use_cache=False).last_hidden_state
+        hidden, routes = [], []
+        for rows, at in self._at_once(ids[:, 0, :, 0], positions):
+            whole: Tensor = self._body(input_ids=rows, use_cache=False).last_hidden_state
+            hidden.append(whole.take_along_dim(at[:, :, None], 1))
+            if self._chosen:
+                chosen = self._chosen.take().unflatten(0, rows.shape)
+                routes.append(chosen.take_along_dim(at[:, :, None, None], 1))
+                self._chosen.begin()
         if self._chosen:
-            routes = self._chosen.take().unflatten(0, ids.shape)
-            cache.store_routes(routes.take_along_dim(positions[:, :, None, None], 1))
-        return hidden.take_along_dim(positions[:, :, None], 1)
+            cache.store_routes(torch.cat(routes))
+        return torch.cat(hidden)
+
+    def _at_once(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Rows of [R, length] and others [R, ...] in groups whose activations fit in memory."""
+        rows = max(1, _MOST_RECOMPUTED // tensors[0].size(1))
+        return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
     # ---- weights
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megarl.arch.count import whole
 from megarl.arch.gpus import GPUS
+from megarl.arch.model_types import OF_0_19
 from megarl.config import Config, model_config, used_roles
 from megarl.config.validate.models import group_of, model_of
 from megarl.io.terminal import sentences
@@ -46,6 +47,10 @@ def report(config: Config, console: Console | None = None, command: str = "train
         where = f"{group_of(name)}.path={model_of(config, name).path}"
         line = f"{where}: its config.json is not on this machine; layout and memory were not planned"
         print_line(console, f"{line} (model=PRESET has the sizes of known models)")
+        return
+    models = {str(model_config(config, name).get("model_type")) for name in names}
+    if unknown := sorted(models.intersection(OF_0_19)):
+        print_line(console, f"the planner does not know {unknown[0]} yet; layout and memory were not planned")
         return
     roles = [role_of(config, name) for name in names]
     job = job_of(config, GPUS["h100"], command=command)

@@ -52,12 +52,23 @@ def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str,
 
 
 def test_a_model_that_megatron_cannot_compute_is_refused_before_the_start_but_can_be_evaluated(tmp_path: Path) -> None:
-    there = folder(tmp_path / "m", model_type="qwen3_next")
+    there = folder(tmp_path / "m", model_type="qwen3_5")
     for command, words in (("train", ()), ("sft", ("sft.train_files=[c.jsonl]",))):
         said = refusal(f"model.path={there}", *words, command=command)
-        assert said.startswith(f"model.path={there}: it is of model_type qwen3_next, and Megatron-Core 0.16.1 has its ")
-        assert said.endswith("0.18.0 is the first with them")
+        assert said.startswith(
+            f"model.path={there}: it is of model_type qwen3_5, and folders with a vision part are not "
+        )
     load(f"model.path={there}", "data.val_files=[b.jsonl]", "rollout.engine=sglang", command="evaluate")
+
+
+@pytest.mark.parametrize(
+    "word", ["actor.optim.name=muon", "actor.strategy=fsdp", "actor.lora.rank=4", "actor.router_replay=rollout"]
+)
+def test_what_gated_delta_nets_are_not_made_for_is_refused(tmp_path: Path, word: str) -> None:
+    numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
+    there = folder(tmp_path / "m", model_type="qwen3_next", num_experts=4, **numbers)
+    said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", word)
+    assert f"{word}: qwen3_next has layers for which it is not made; expected " in said
 
 
 def test_another_path_is_another_model(tmp_path: Path) -> None:

@@ -13,14 +13,17 @@ def gated_delta(attention: Settings, hf: HFConfig) -> Settings:
     kinds = need(hf, "layer_types")
     if other := sorted(set(kinds) - {LINEAR, FULL}):
         raise ValueError(f"config.json: layer_types holds {other[0]}; expected {LINEAR} and {FULL} only")
+    keys, values = at_least(1, hf, "linear_num_key_heads"), at_least(1, hf, "linear_num_value_heads")
+    if values % keys:
+        raise ValueError(f"config.json: linear_num_key_heads={keys} does not divide linear_num_value_heads={values}")
     return attention | {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(kind == LINEAR) for kind in kinds],
         "linear_conv_kernel_dim": at_least(1, hf, "linear_conv_kernel_dim"),
         "linear_key_head_dim": at_least(1, hf, "linear_key_head_dim"),
         "linear_value_head_dim": at_least(1, hf, "linear_value_head_dim"),
-        "linear_num_key_heads": at_least(1, hf, "linear_num_key_heads"),
-        "linear_num_value_heads": at_least(1, hf, "linear_num_value_heads"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": values,
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
     }
@@ -29,6 +32,6 @@ def gated_delta(attention: Settings, hf: HFConfig) -> Settings:
 def gated_shared_expert(hf: HFConfig, *, renormalised: bool, layers: int | list[int] = 1) -> Settings:
     """Routed experts, and a shared one whose output is scaled by a gate of its own."""
     return softmax_experts(hf, ffn=need(hf, "moe_intermediate_size"), renormalised=renormalised, layers=layers) | {
-        "moe_shared_expert_intermediate_size": need(hf, "shared_expert_intermediate_size"),
+        "moe_shared_expert_intermediate_size": at_least(1, hf, "shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.arch.hf_config import completed
 from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
-from megarl.arch.model_types import MISSING
+from megarl.arch.model_types import MISSING, OF_0_19
 from megarl.config.schema import Config
 from megarl.config.schema.record import Range
 from megarl.config.settings import ConfigError, show
@@ -145,6 +145,21 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
             yield f"{place}: it is of model_type {hf['model_type']}, and {missing}"
         if sentence := more_than_text(hf):
             yield f"{place}: {sentence}"
+        if roles and role in ("actor", "critic") and hf.get("model_type") in OF_0_19:
+            yield from _of_delta_nets(config, role, hf["model_type"])
+
+
+def _of_delta_nets(config: Config, role: str, model_type: str) -> Iterator[str]:
+    """What would be wrong, or was not proved, for models with gated delta nets."""
+    node, layers = config.role(role), f"{model_type} has layers for which it is not made; expected"
+    if node.optim.name == "muon":
+        yield f"{role}.optim.name=muon: {layers} adamw"
+    if node.strategy == "fsdp":
+        yield f"{role}.strategy=fsdp: {layers} megatron"
+    if role == "actor" and config.actor.lora.rank:
+        yield f"actor.lora.rank={config.actor.lora.rank}: {layers} 0"
+    if role == "actor" and config.actor.router_replay != "off":
+        yield f"actor.router_replay={config.actor.router_replay}: {layers} off"
 
 
 def more_than_text(hf: dict[str, Any]) -> str:

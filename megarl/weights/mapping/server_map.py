@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
+from megarl.arch.model_types import OF_0_19
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import FAMILIES, stacks_for, table_for
 from megarl.weights.mapping.names import GateUp, Op, Rename, Shape, ShardCoordinate
@@ -37,7 +38,12 @@ _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
 
 
 def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
-    """Every parameter of the server's model, under the server's names, in the order of the trainer's export."""
+    """Every parameter of the server's model, under the server's names, in the order of the trainer's export.
+
+    Raises: ValueError for a family whose parameters in SGLang are not known here.
+    """
+    if engine == "sglang" and hf_config["model_type"] in OF_0_19:
+        raise ValueError(f"SGLang's parameters of {hf_config['model_type']} are not known here; expected the hf engine")
     shapes = {name: shape for op in table_for(hf_config) for name, shape in op.hf_shapes.items()}
     if stacks := stacks_for(hf_config):  # of these no server's parameters are known here but by their HF names
         sizes = joined_sizes({name: (shape, None) for name, shape in shapes.items()}, stacks)
