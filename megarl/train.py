@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from megarl.algo.advantages.estimate import estimate
 from megarl.algo.correction import correct, leave_out_old
@@ -20,7 +20,7 @@ from megarl.metrics.computing.timer import Timer
 from megarl.metrics.trackers.console import warn
 from megarl.plan.predictions import lacks_memory, lost_at_an_end, memory_on_cpu
 from megarl.processes import watchdog
-from megarl.processes.signals import NO_STEP, Signals
+from megarl.processes.signals import Signals
 from megarl.samples.batch import Batch, Stat, Stats
 from megarl.samples.sample import Sample
 from megarl.trainer.algorithm import Algorithm
@@ -105,18 +105,8 @@ def evaluate_if_due(step: int, run: Run) -> Evaluation:
     elif is_due:
         evaluation = run.evaluations.measure(step, run.signals)
     if run.signals.ends:
-        save_and_end(step, run)
+        run.save_and_end(step)
     return evaluation
-
-
-def save_and_end(step: int, run: Run) -> NoReturn:
-    """Save the state after `step` steps, unless that was done, and end the run."""
-    if step == 0:
-        run.signals.end(NO_STEP)
-    if run.times.last < step:  # the signal came after the last moment to save in the step itself
-        run.save(step)
-    run.log.trackers.stage("saving")
-    run.end(step)
 
 
 def train_step(step: int, run: Run) -> None:

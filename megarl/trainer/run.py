@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.arch.layout import Layout
 from megarl.config import Config
@@ -24,7 +24,7 @@ from megarl.metrics.computing.tokens import TokenLog
 from megarl.metrics.reading.jsonl import ROLLBACKS, SAMPLES, TIMELINE, TOKENS, VISITS, drop_after
 from megarl.metrics.trackers.console import warn
 from megarl.metrics.trackers.trackers import Trackers
-from megarl.processes.signals import Signals
+from megarl.processes.signals import NO_STEP, Signals
 from megarl.roles.handles import Actor
 from megarl.rollout.collector.collector_client import Collectors
 from megarl.rollout.prefetch import Prefetcher, PrefetchSettings
@@ -89,6 +89,15 @@ class Run(Attempt):
         with training_phase(self.roles, self.server_manager, self.log.timer):
             self.saver.start(step)
         self.describe_save()
+
+    def save_and_end(self, step: int) -> NoReturn:
+        """Save the state after `step` steps, unless that was done, and end the run."""
+        if step == 0:
+            self.signals.end(NO_STEP)
+        if self.times.last < step:  # the signal came after the last moment to save in the step itself
+            self.save(step)
+        self.log.trackers.stage("saving")
+        self.end(step)
 
     def describe_save(self) -> None:
         """Complete the checkpoint that `saver` has started, before the next iteration is begun.
