@@ -120,6 +120,13 @@ def test_a_full_disk_is_a_sentence_though_the_report_cannot_be_written(train, tm
     assert not report.exists()
 
 
+@pytest.mark.parametrize("error", [UnicodeEncodeError("ascii", "é", 0, 1, "no such sign"), MemoryError("1 TiB")])
+def test_no_memory_and_a_console_without_a_sign_are_no_mistakes_of_the_user(train, tmp_path, monkeypatch, error):
+    monkeypatch.chdir(tmp_path)
+    train.result = error
+    assert call("train", "recipe=quickstart") == 1
+
+
 def test_what_the_runs_folder_cannot_hold_goes_to_another(train, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
