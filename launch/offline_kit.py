@@ -64,7 +64,7 @@ def requirements(extras: Iterable[str]) -> list[str]:
 def resolve(asked: Sequence[str], python: str, have: Iterable[str]) -> dict[str, str]:
     """What that machine lacks of these requirements: name -> pin.  ValueError in the resolver's words."""
     there = {canonical(name) for name in have}
-    pins = [pin for pin in pins_of(CONSTRAINTS) if canonical(pin.partition("==")[0]) not in there]
+    pins = [pin for pin in pins_of(CONSTRAINTS, python) if canonical(pin.partition("==")[0]) not in there]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write("\n".join(pins))
         constraints.flush()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# Of 0.19.2, which Python 3.11 has not.
+OF_A_NEWER_MEGATRON = () if sys.version_info >= (3, 12) else ("megarl/mcore/models/gated_delta.py",)
 NOT_OURS = ("sglang_cpu", "verifiers_worker", "fork_server")  # modules of other environments, or of a fork server
 IMPORT_ALL = """
 import importlib, sys
@@ -42,6 +44,7 @@ def test_every_module_is_imported_from_the_wheel(tmp_path: Path) -> None:
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in sorted(package)
         if name.endswith(".py") and not any(theirs in name for theirs in NOT_OURS) and not name.endswith("__main__.py")
+        if name not in OF_A_NEWER_MEGATRON
     ]
     place = str(tmp_path / "installed")
     env = {**os.environ, "PYTHONPATH": place, "PYTHONWARNINGS": "ignore"}
