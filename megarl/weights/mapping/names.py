@@ -244,7 +244,7 @@ class GatedQKV(QKV):
 
 
 class HeadRows(NamedTuple):
-    """Rows of an HF tensor that belong to heads: `rows` of each of `heads`, `step` rows apart, from row `first` on."""
+    """Rows of an HF tensor that belong to heads (a plain tuple, once it was sent as JSON): `rows` of each of `heads`, `step` rows apart, from row `first` on."""
 
     name: str
     heads: int
@@ -270,7 +270,7 @@ class ByHeads(Op):
         return dict(self.shapes)
 
     def shard_shape(self, tp_size: int) -> Shape:
-        return (sum(self._share(part.heads, tp_size) * part.rows for part in self.parts), *self.rest)
+        return (sum(self._share(heads, tp_size) * rows for _, heads, rows, *_ in self.parts), *self.rest)
 
     def pieces(self, tp_rank: int, tp_size: int) -> list[Piece]:
         found, at = list[Piece](), 0
