@@ -244,7 +244,10 @@ class GatedQKV(QKV):
 
 
 class HeadRows(NamedTuple):
-    """Rows of an HF tensor that belong to heads (a plain tuple, once it was sent as JSON): `rows` of each of `heads`, `step` rows apart, from row `first` on."""
+    """Rows of an HF tensor that belong to heads: `rows` of each of `heads`, `step` rows apart, from row `first` on.
+
+    A plain tuple, once it was sent as JSON.
+    """
 
     name: str
     heads: int
