@@ -21,6 +21,8 @@ SUPPORTED = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"),
     *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
+# Families whose folders have a vision part -> that of their text part, which is what is trained and served.
+TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 # Families whose class is code in their repositories -> the family of transformers whose model they are.
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 # Bounded, as transformers and the tables of names make a list of as many; files tell whether other sizes are true.
@@ -48,12 +50,41 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     return config_of(_read(folder))
 
 
+def has_vision_part(hf: Mapping[str, Any]) -> bool:
+    return hf.get("model_type") in TEXT_OF
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The numbers of the text part alone, of a config.json that has a vision part too; of another one all.
+
+    Raises ValueError of one sentence for a text part that is missing or of another family, and for tied embeddings on
+    which the two parts differ: transformers takes either, depending on the class that it loads.
+    """
+    if not has_vision_part(hf):
+        return hf
+    kind = TEXT_OF[hf["model_type"]]
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", kind) != kind:
+        raise ValueError(
+            f"config.json: model_type={hf['model_type']!r} without a text_config of {kind!r}; expected one"
+        )
+    own, outer = (bool(part.get("tie_word_embeddings")) for part in (text, hf))
+    if own != outer:
+        raise ValueError(
+            f"config.json: tie_word_embeddings is {json.dumps(outer)}, and in text_config {json.dumps(own)}; expected "
+            "the same in both"
+        )
+    return {**text, "model_type": kind}
+
+
 def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
     """What the class of its family makes of a config.json: all keys that the class has, and those that it ignores.
 
-    That of a family which cannot be trained stays as it is.  Raises ValueError of one sentence for a file that the
-    class refuses, and for two descriptions of the rotary embedding that differ.
+    Of a model with a vision part, what that of its text part makes of this part.  The file of a family which cannot be
+    trained stays as it is.  Raises ValueError of one sentence for a file that the class refuses, and for two
+    descriptions of the rotary embedding that differ.
     """
+    hf = text_part(hf)
     if hf.get("model_type") not in SUPPORTED:
         return dict(hf)
     config = config_of(hf)
@@ -64,6 +95,7 @@ def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_of(hf: Mapping[str, Any]) -> PretrainedConfig:
     """Of the numbers of a config.json.  Raises as `completed` does, also for a family that transformers lacks."""
+    hf = text_part(hf)
     for name, most in _MOST.items():
         if isinstance(number := hf.get(name), int) and number > most:
             raise ValueError(f"config.json: {name}={number}; expected at most {most}")

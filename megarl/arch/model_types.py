@@ -8,10 +8,8 @@ from importlib.metadata import version
 
 # Families whose layers Megatron-Core 0.16.1 lacks, or has without packed rows.
 OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_WITH_VISION = "folders with a vision part are not read yet; expected one whose config.json is of the text part alone"
 _SPARSE = "Megatron-Core 0.16.1 has its sparse attention without packed rows, and 0.19.0 is the first with them"
 MISSING = {
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _WITH_VISION),
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",

@@ -34,7 +34,7 @@ from megarl.trainer.sft import read_examples, training_steps
 from megarl.trainer.teachers import check_taught, check_teachers
 from megarl.trainer.telemetry.profile import check_profile
 from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index
-from megarl.weights.hf.named import check_complete, check_folder, check_for_sglang, check_tied, open_for
+from megarl.weights.hf.named import check_complete, check_folder, check_for_sglang, check_tied, open_for, untrained_in
 from megarl.weights.mapping.blocks import Role as Kind
 from megarl.weights.mapping.families import table_for, tied
 from megarl.weights.mapping.names import ShardCoordinate
@@ -279,6 +279,9 @@ def check_model(config: Config, role: str, folder: str, *, trains: bool, serves:
         for name in names:
             held.read(name, 0, 0, held.shapes[name][0])  # raises for numbers that are not finite
         rest = "" if len(names) == len(held.shapes) else f", of which the norms and biases, {len(names):,}, were read"
+    with untrained_in(Path(folder), hf, kind) as others:
+        if others.shapes:
+            rest += f"; {len(others.shapes):,} (as {next(iter(others.shapes))}) are not trained, and exports copy them"
     return f"{group_of(role)}.path={model_of(config, role).path}: {num_tensors:,} tensors{rest}"
 
 

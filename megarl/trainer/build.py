@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megarl.arch.hf_config import text_part
 from megarl.arch.layout import Layout
 from megarl.arch.megatron_fields import OVERRIDES
 from megarl.arch.routed_experts import RoutedExperts
@@ -278,7 +279,7 @@ def read_prompts(config: Config, files: Sequence[str], *, max_rows: int | None =
 def stop_ids(folder: str) -> list[int]:
     """The tokens at which servers end a completion of a folder's model, besides the tokenizer's."""
     files = [Path(folder) / name for name in ("config.json", "generation_config.json")]
-    given = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.exists()]
+    given = [text_part(json.loads(file.read_text())).get("eos_token_id") for file in files if file.exists()]
     return [token for ids in given if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
 
 

@@ -25,8 +25,8 @@ from megarl.mcore.checkpoint.checkpoint import adapters_in, weights_in
 from megarl.mcore.checkpoint.torch_dist import METADATA, sizes_in
 from megarl.trainer.build import model_folder
 from megarl.trainer.checkpoint.checkpoint import FILES_OF_RANKS, MANIFEST, faults_in, read_manifest, write_manifest
-from megarl.weights.hf.folder import CONFIG, copy_tokenizer
-from megarl.weights.hf.named import open_for
+from megarl.weights.hf.folder import CONFIG, copy_tokenizer, write_tensors
+from megarl.weights.hf.named import open_for, untrained_in
 from megarl.weights.mapping.blocks import Role
 from megarl.weights.mapping.names import num_bytes
 
@@ -183,10 +183,13 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def finish_megatron(folder: Path, hf_folder: Path, manifest: dict[str, Any]) -> None:
-    """Add config, tokenizer and manifest to a folder of shards; the manifest is written last."""
-    (folder / HF_PART).mkdir()
-    shutil.copyfile(hf_folder / CONFIG, folder / HF_PART / CONFIG)
-    copy_tokenizer(hf_folder, folder / HF_PART)
+    """Add config, tokenizer, what is not trained, and the manifest to a folder of shards; the manifest comes last."""
+    part = folder / HF_PART
+    part.mkdir()
+    shutil.copyfile(hf_folder / CONFIG, part / CONFIG)
+    copy_tokenizer(hf_folder, part)
+    with untrained_in(hf_folder, read_hf_config(hf_folder), manifest["role"]) as rest:
+        write_tensors(part, {}, (), rest)
     write_manifest(folder, {**manifest, "files": facts_under(folder, "")})
 
 

@@ -8,7 +8,7 @@ from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
-from megarl.arch.hf_config import completed
+from megarl.arch.hf_config import completed, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 from megarl.arch.model_types import MISSING, OF_0_19
 from megarl.config.schema import Config
@@ -53,7 +53,7 @@ def config_of_folder(path: str) -> dict[str, Any]:
 def _numbers_in(file: Path, place: str) -> dict[str, Any]:
     """A config.json completed by its family's class, unless `invalid_numbers` has something to say about it."""
     try:
-        found = read_object(file)
+        found = dict(text_part(read_object(file)))
         return found if any(invalid_fields(found)) else completed(found)
     except ValueError as error:
         raise ConfigError(f"{place}: {error}") from None

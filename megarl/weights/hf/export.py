@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.arch.hf_config import of_transformers
+from megarl.arch.hf_config import has_vision_part, of_transformers, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS
 from megarl.io.durable_files import WEIGHTS, write_sums
 from megarl.mcore.models.model import Model
 from megarl.weights.clock import Clock
-from megarl.weights.hf.folder import CONFIG, HFWriter, clear_weights, copy_tokenizer, write_whole
+from megarl.weights.hf.folder import CONFIG, SHARD_BYTES, clear_weights, copy_tokenizer, write_tensors, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, to_its_end, whole_tensors
+from megarl.weights.hf.named import untrained_in
 from megarl.weights.mapping.blocks import HFConfig, Role
-from megarl.weights.mapping.families import LAYERS_OF_FURTHER_TOKENS, stacks_for, table_for
-from megarl.weights.mapping.names import Sizes, num_bytes
+from megarl.weights.mapping.families import (
+    LAYERS_OF_FURTHER_TOKENS,
+    name_beside_vision,
+    plain_stacks,
+    stacks_for,
+    table_for,
+)
+from megarl.weights.mapping.names import Sizes
 from megarl.weights.mapping.stacks import joined, joined_sizes
 
 BUFFER_BYTES = 64 << 20
-SHARD_BYTES = 4 << 30
 
 
 def hf_tensors(
@@ -76,38 +82,45 @@ def save_hf(
     """Write an HF folder from world rank 0: weights, tokenizer files of `source_folder`, and config.json last.
 
     Every rank of rank 0's copy of the model must call it, so let all ranks call it.  A folder without config.json is
-    not finished.  A critic is written as a sequence classifier with one label, which `transformers` loads too.
+    not finished.  What the source holds and the model does not train (vision parts, layers that predict further
+    tokens) is copied, and beside a vision part the names are those of the source.  A critic is written as a sequence
+    classifier of text with one label, which `transformers` loads too, without these parts.
     """
-    sizes = hf_sizes(model, hf_config, role=role, dtype=dtype)
+    source, sizes = Path(source_folder), hf_sizes(model, hf_config, role=role, dtype=dtype)
     with to_its_end(hf_tensors(model, hf_config, role=role, dtype=dtype)) as stream:
-        if dist.get_rank() == 0:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            clear_weights(Path(folder))
-            whole = {name: num_bytes(shape, dtype) for name, (shape, dtype) in sizes.items()}
-            writer = HFWriter(Path(folder), whole, shard_bytes)
-            for name, tensor in stream:
-                writer.add(name, tensor)
-            writer.finish()
-            finish_folder(Path(folder), Path(source_folder), role, next(d for _, d in sizes.values()))
+        if dist.get_rank() > 0:
+            return
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        clear_weights(Path(folder))
+        is_beside_vision = role == "actor" and has_vision_part(json.loads((source / CONFIG).read_text()))
+        stacks = plain_stacks(table_for(hf_config)) if is_beside_vision else []
+        stored = partial(name_beside_vision, hf_config) if is_beside_vision else str
+        own = {stored(name): size for name, size in joined_sizes(sizes, stacks).items()}
+        tensors = ((stored(name), tensor) for name, tensor in joined(stream, stacks))
+        with untrained_in(source, hf_config, role) as rest:
+            write_tensors(Path(folder), own, tensors, rest, shard_bytes)
+        finish_folder(Path(folder), source, role, next(d for _, d in sizes.values()), has_rest=bool(rest.shapes))
 
 
-def finish_folder(folder: Path, source_folder: Path, role: Role, dtype: torch.dtype) -> None:
-    """Add digests and the tokenizer's files to the weights, then config.json, which marks the folder as complete."""
-    config = _config_to_write(source_folder, role, dtype)
-    write_sums(folder, WEIGHTS)
-    copy_tokenizer(source_folder, folder)
-    write_whole(folder / CONFIG, lambda p: p.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))
+def finish_folder(folder: Path, source: Path, role: Role, dtype: torch.dtype, *, has_rest: bool = False) -> None:
+    """Add digests and the tokenizer's files to the weights, then config.json, which marks the folder as complete.
 
-
-def _config_to_write(source_folder: Path, role: Role, dtype: torch.dtype) -> dict[str, Any]:
-    config = json.loads((source_folder / CONFIG).read_text())
-    config.pop("torch_dtype", None)  # the older name of "dtype"
+    `has_rest`: it has the layers of the source that predict further tokens, if there are any.
+    """
+    config = json.loads((source / CONFIG).read_text())
+    config = dict(text_part(config)) if role == "critic" else config
+    for part in (config, *filter(None, [config.get("text_config")])):
+        part.pop("torch_dtype", None)  # the older name of "dtype"
+        part["dtype"] = str(dtype).removeprefix("torch.")
     config.pop(RANDOM_WEIGHTS, None)  # now there are weights
     config.pop("quantization_config", None)  # which are not quantized
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    for key in LAYERS_OF_FURTHER_TOKENS:
+    for key in () if has_rest else LAYERS_OF_FURTHER_TOKENS:
         if config.get(key):
-            config[key] = 0  # the model has none: see families.ignorable
+            config[key] = 0
     if role == "critic":
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return of_transformers(config, "ForSequenceClassification" if role == "critic" else "ForCausalLM")
+    if not has_vision_part(config):
+        config = of_transformers(config, "ForSequenceClassification" if role == "critic" else "ForCausalLM")
+    write_sums(folder, WEIGHTS)
+    copy_tokenizer(source, folder)
+    write_whole(folder / CONFIG, lambda p: p.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n"))

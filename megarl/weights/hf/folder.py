@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -18,17 +18,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.io.durable_files import SUMS, inside
+from megarl.weights.mapping.names import Sizes, num_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
+SHARD_BYTES = 4 << 30
 ADAPTER = "adapter_config.json"  # of PEFT
 # What an export takes over from the model that it began with, besides config.json; any other file stays behind.
 COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("tekken.json", "tiktoken.model", "qwen.tiktoken", "chat_template.jinja", "chat_template.json"),
-    "generation_config.json",
+    *("generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
 
 
@@ -93,8 +95,13 @@ class HFFolder:
 
     def read_hub(self, name: str) -> Tensor:
         """A whole tensor by its name in `hub_shapes`."""
+        return self.checked(name, self.read_stored(name))
+
+    def read_stored(self, name: str) -> Tensor:
+        """A whole tensor of the files, whatever numbers it holds."""
         path, stored = self._place_of[name]
-        return self.checked(name, self._files[path].get_tensor(stored))
+        tensor: Tensor = self._files[path].get_tensor(stored)
+        return tensor
 
 
 def check_finite(tensor: Tensor, name: str, place: object) -> None:
@@ -203,7 +210,7 @@ class HFWriter:
     def finish(self) -> None:
         """Write the index if there is more than one file."""
         assert not self._left, f"tensors that never came: {self._left}"
-        if set(self._file_of.values()) == {SINGLE}:
+        if set(self._file_of.values()) <= {SINGLE}:
             return
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": self._file_of}
         write_whole(self.folder / INDEX, lambda p: p.write_text(json.dumps(index, indent=2)))
@@ -220,6 +227,19 @@ def _assign_files(sizes: dict[str, int], shard_bytes: int) -> dict[str, str]:
     if number == 1:
         return dict.fromkeys(sizes, SINGLE)
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+
+
+def write_tensors(
+    folder: Path, sizes: Sizes, stream: Iterable[tuple[str, Tensor]], rest: HFFolder, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the stream of these sizes, then all tensors of another folder as they are."""
+    whole = dict(sizes) | {name: (shape, rest.dtype(name)) for name, shape in rest.shapes.items()}
+    writer = HFWriter(folder, {name: num_bytes(*size) for name, size in whole.items()}, shard_bytes)
+    for name, tensor in stream:
+        writer.add(name, tensor)
+    for name in rest.shapes:
+        writer.add(name, rest.read_stored(name))
+    writer.finish()
 
 
 def write_whole(path: Path, write: Any) -> None:

@@ -17,7 +17,16 @@ from megarl.arch.settings.families import settings_of
 from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index, open_hf
 from megarl.weights.hf.unstacked import Unstacked
 from megarl.weights.mapping.blocks import HFConfig, Role
-from megarl.weights.mapping.families import FAMILIES, ignorable, plain_stacks, stacks_for, table_for, tied
+from megarl.weights.mapping.families import (
+    FAMILIES,
+    ignorable,
+    name_beside_vision,
+    plain_stacks,
+    stacks_for,
+    table_for,
+    tied,
+    untrained,
+)
 from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
 
 
@@ -31,31 +40,33 @@ def open_for(folder: str | Path, hf_config: HFConfig) -> Iterator[HFFolder]:
         table = table_for(hf_config)
         plain = plain_stacks(table)
         names = [*(name for op in table for name in op.hf_shapes), *(stack.hf_name for stack in plain)]
-        _refuse_twins(held, names)
-        held.rename(dict(_renamed(names, held.shapes, tied(hf_config))))
+        _refuse_twins(held, names, hf_config)
+        held.rename(dict(_renamed(names, held.shapes, hf_config)))
         stacks = stacks_for(hf_config) or [stack for stack in plain if stack.hf_name in held.shapes]
         yield Unstacked(held, stacks) if stacks else held
 
 
-def _renamed(names: Sequence[str], held: Container[str], copies: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _renamed(names: Sequence[str], held: Container[str], hf_config: HFConfig) -> Iterator[tuple[str, str]]:
     """Names that a folder does not hold -> those under which transformers finds the tensors."""
-    of_copies = {original: copy for copy, original in copies.items()}
+    of_copies = {original: copy for copy, original in tied(hf_config).items()}
     for name in names:
-        others = (*_other_names(name), of_copies.get(name))
+        others = (*_other_names(name, hf_config), of_copies.get(name))
         if name not in held and (found := next((other for other in others if other in held), None)):
             yield name, found
 
 
-def _other_names(name: str) -> list[str]:
-    """Under which transformers finds a tensor, too: of a bare decoder, and of experts in its own modules."""
-    others = (name.replace(".block_sparse_moe.", ".mlp."), name.removeprefix("model."))
+def _other_names(name: str, hf_config: HFConfig) -> list[str]:
+    """Under which transformers finds a tensor, too: of a bare decoder, beside a vision part, and of experts in its own
+    modules."""
+    beside_vision = name_beside_vision(hf_config, name)
+    others = (beside_vision, name.replace(".block_sparse_moe.", ".mlp."), name.removeprefix("model."))
     return [other for other in others if other != name]
 
 
-def _refuse_twins(folder: HFFolder, names: Sequence[str]) -> None:
+def _refuse_twins(folder: HFFolder, names: Sequence[str], hf_config: HFConfig) -> None:
     """Raise ValueError for a tensor under two names, of which readers take different ones."""
     for name in names:
-        for other in _other_names(name) if name in folder.shapes else ():
+        for other in _other_names(name, hf_config) if name in folder.shapes else ():
             if other in folder.shapes:
                 raise ValueError(f"{folder.folder} holds both {name} and {other}; expected one name of a tensor")
 
@@ -148,3 +159,15 @@ def check_tied(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], 
                     f"{folder.folder}: {name} differs from {original} though config.json says "
                     "tie_word_embeddings=true; expected equal tensors, or false"
                 )
+
+
+@contextmanager
+def untrained_in(source: Path, hf_config: HFConfig, role: Role) -> Iterator[HFFolder]:
+    """The tensors of a folder that its model holds and does not train, under their names; a critic has none."""
+    prefixes = untrained(hf_config) if role == "actor" else ()
+    if not prefixes or not any(source.glob("*.safetensors")):
+        yield HFFolder(source, {})
+        return
+    with open_hf(source) as held:
+        held.shapes = {name: shape for name, shape in held.shapes.items() if name.startswith(prefixes)}
+        yield held

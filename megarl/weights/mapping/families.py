@@ -76,6 +76,12 @@ def plain_stacks(table: Iterable[Op]) -> list[PlainStack]:
     return found
 
 
+def name_beside_vision(hf_config: HFConfig, name: str) -> str:
+    """The HF name of a tensor of the table in a folder with a vision part, where the family has such."""
+    prefix = FAMILIES[hf_config["model_type"]].beside_vision
+    return name if prefix is None else re.sub(r"^model\.", prefix, name)
+
+
 def tied(hf_config: HFConfig) -> dict[str, str]:
     """HF names that a folder or a server may hold in addition to the table's -> the tensor that each is tied to."""
     return {"lm_head.weight": "model.embed_tokens.weight"} if is_tied(hf_config) else {}
@@ -94,17 +100,18 @@ class Ignorable(Container[str]):
 def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
     """HF names that a folder may hold although this model does not have them.
 
-    These are a critic's output rows, output rows that are tied, multi-token-prediction layers after the last layer, and
-    frequencies of the rotary embedding.
+    These are a critic's output rows, output rows that are tied, what is `untrained`, and frequencies of the rotary
+    embedding.
     """
     names = {"lm_head.weight"} if role == "critic" else set(tied(hf_config))
-    return Ignorable(frozenset(names), _layers_of_further_tokens(hf_config))
+    return Ignorable(frozenset(names), untrained(hf_config))
 
 
-def _layers_of_further_tokens(c: HFConfig) -> tuple[str, ...]:
-    """Prefixes of HF names of multi-token-prediction layers, which are neither trained nor served here."""
+def untrained(c: HFConfig) -> tuple[str, ...]:
+    """Prefixes of HF names of what is neither trained nor served here: multi-token-prediction layers, vision parts."""
     first, count = c["num_hidden_layers"], next((c[key] for key in LAYERS_OF_FURTHER_TOKENS if c.get(key)), 0)
-    return tuple(f"model.layers.{i}." for i in range(first, first + count))
+    layers = tuple(f"model.layers.{i}." for i in range(first, first + count))
+    return (*layers, *FAMILIES[c["model_type"]].untrained)
 
 
 def _dense(c: HFConfig, layer: int, *, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:
@@ -187,12 +194,16 @@ class Family:
 
     `float32_in_sglang`: endings of the HF names of weights that SGLang holds in float32 whatever the model's type.
     `stacks`: tensors outside in place of those of single experts in the table.
+    `untrained`: prefixes of names of parts that are not in the table.
+    `beside_vision`: what stands before the layers' names, in place of `model.`, in a folder with a vision part.
     """
 
     layer: Layers
     router_biases: Callable[[HFConfig], Iterator[Op]] = _none
     float32_in_sglang: tuple[str, ...] = ()
     stacks: Callable[[HFConfig], Iterable[Stack]] = _none
+    untrained: tuple[str, ...] = ()
+    beside_vision: str | None = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -207,7 +218,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
-    "qwen3_next": Family(hybrid_layer),
-    "qwen3_5_text": Family(hybrid_layer),
-    "qwen3_5_moe_text": Family(hybrid_layer),
+    "qwen3_next": Family(hybrid_layer, untrained=("mtp.",)),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        Family(hybrid_layer, untrained=("mtp.", "model.visual."), beside_vision="model.language_model."),
+    ),
 }
