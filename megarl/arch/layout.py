@@ -104,6 +104,7 @@ class ModelNumbers:
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
     has_biased_experts: bool = False
+    has_norms_of_all_heads: bool = False  # each tensor-parallel rank has the weights of its own heads
     exchanges_heads: bool = False  # under context parallelism: see `exchange_misfits`
 
 
@@ -129,6 +130,7 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         q_lora_rank=hf.get("q_lora_rank"),
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=dense_layers(hf) if experts else (),
+        has_norms_of_all_heads=hf.get("model_type") == "minimax_m2",
         has_biased_experts=hf.get("model_type") == "gpt_oss",
         exchanges_heads=hf.get("model_type") in ("gpt_oss", "mistral") and hf.get("sliding_window") is not None,
     )
@@ -168,7 +170,6 @@ class Misfit(NamedTuple):
 # (field of the layout, field of the numbers that it must divide, what config.json calls it)
 _DIVIDES = (
     ("tp", "num_attention_heads", "num_attention_heads"),
-    ("tp", "num_key_value_heads", "num_key_value_heads"),
     ("tp", "intermediate_size", "intermediate_size"),
     ("tp", "q_lora_rank", "q_lora_rank"),
     ("tp", "kv_latent_size", "kv_lora_rank + qk_rope_head_dim"),
@@ -190,6 +191,11 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
         if whole is not None and whole % size:
             field = ("tp" if layout.etp is None else "etp") if axis == "expert_tp" else axis
             yield Misfit(field, f"{KEYS[field]}={size} does not divide the model's {called}={whole}")
+    heads = numbers.num_key_value_heads
+    if heads is not None and heads % layout.tp and (layout.tp % heads or numbers.has_norms_of_all_heads):
+        shared = "" if numbers.has_norms_of_all_heads else ", nor is a multiple of it"
+        neither = "does not divide" if numbers.has_norms_of_all_heads else "neither divides"
+        yield Misfit("tp", f"{KEYS['tp']}={layout.tp} {neither} the model's num_key_value_heads={heads}{shared}")
     linear, size = numbers.linear_num_key_heads, layout.tp * layout.cp
     if linear is not None and linear % size:
         said = f"{KEYS['tp']}={layout.tp} times {KEYS['cp']}={layout.cp}"
@@ -232,9 +238,9 @@ def exchange_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
     Context-parallel ranks then exchange heads (cp_comm_type=a2a): each attends with some of them over whole rows.
     """
     heads = numbers.num_key_value_heads
-    if numbers.exchanges_heads and heads is not None and heads // layout.tp % layout.cp:
+    if numbers.exchanges_heads and heads is not None and (own := max(1, heads // layout.tp)) % layout.cp:
         cut = "windows and attention sinks are computed for whole rows of some heads"
-        held = f"a tensor-parallel rank has {heads // layout.tp} of keys and values"
+        held = f"a tensor-parallel rank has {own} of keys and values"
         yield Misfit("cp", f"{KEYS['cp']}={layout.cp}: on GPUs {cut}, and {held}; expected a divisor of them")
 
 

@@ -163,7 +163,6 @@ VPP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
         (Layout(last_stage_layers=2), f"{LAST}=2: there is one pipeline rank", "above 1, or null"),
         (Layout(tp=0), "tensor_model_parallel_size=0: ", "expected at least 1"),
         (Layout(sequence_parallel=True), "sequence_parallel=true: ", "tensor_model_parallel_size above 1, or false"),
-        (Layout(tp=8), "tensor_model_parallel_size=8 does not divide", "num_key_value_heads=4"),
         (Layout(ep=2), "expert_model_parallel_size=2: the model has no experts", "expected 1"),
         (Layout(tp=2, etp=1), f"{ETP}=1: the model has no experts", "expected 2, as tensor_model_parallel_size"),
     ],
@@ -171,6 +170,21 @@ VPP, ETP = "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"
 def test_what_a_dense_model_cannot_is_told(layout: Layout, said: str, expected: str) -> None:
     (sentence,) = told(QWEN, layout)
     assert sentence.startswith(said) and expected in sentence
+
+
+def test_ranks_share_key_value_heads_where_each_has_heads_of_one() -> None:
+    assert not told(QWEN, Layout(tp=8)), "two ranks have the queries of one head of keys and values"
+    twelve = QWEN | {"num_attention_heads": 12}
+    (sentence,) = told(twelve, Layout(tp=6))
+    assert (
+        sentence
+        == "tensor_model_parallel_size=6 neither divides the model's num_key_value_heads=4, nor is a multiple of it"
+    )
+    minimax = QWEN | {"model_type": "minimax_m2"}
+    assert told(minimax, Layout(tp=8)) == [
+        "tensor_model_parallel_size=8 does not divide the model's num_key_value_heads=4"
+    ]
+    assert list(exchange_misfits(numbers_of(QWEN | {"model_type": "mistral", "sliding_window": 8}), Layout(tp=8, cp=2)))
 
 
 def test_experts_and_latents_are_divided_too() -> None:

@@ -54,7 +54,6 @@ def named(sentence: str) -> list[list[str]]:
 
 # Words and sentences have the short names, and no actor.megatron.
 IMPOSSIBLE = """
-@dense tp=8 | tp=8 does not divide the model's num_key_value_heads=4; nearest: tp=4, or tp=2, or tp=1
 @dense tp=3 | tp=3 does not divide the model's num_attention_heads=8; nearest: tp=4, or tp=2, or tp=1
 @dense pp=8 | pp=8 does not divide the model's num_hidden_layers=12; nearest: pp=4, or last=5, or
 @dense pp=4 vpp=2 | vpp=2 does not divide the 3 layers of a pipeline rank
@@ -218,8 +217,9 @@ def divides(numbers: dict[str, int], config: Config) -> None:
     etp = layout.expert_tensor_parallel_size or tp
     assert num_ranks % (tp * pp * cp) == num_ranks % (ep * etp * pp) == 0
     assert config.data.train_batch_size >= num_ranks // (tp * pp * cp)
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in ("num_attention_heads", "intermediate_size"):
         assert numbers[name] % tp == 0
+    assert numbers["num_key_value_heads"] % tp == 0 or tp % numbers["num_key_value_heads"] == 0
     if "num_experts" in numbers:
         assert numbers["num_experts"] % ep == numbers["moe_intermediate_size"] % etp == 0
         assert tp == 1 or layout.sequence_parallel

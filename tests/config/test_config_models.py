@@ -52,11 +52,11 @@ def test_a_model_of_more_than_text_is_refused(tmp_path: Path, numbers: dict[str,
 
 
 def test_a_model_that_megatron_cannot_compute_is_refused_before_the_start_but_can_be_evaluated(tmp_path: Path) -> None:
-    there = folder(tmp_path / "m", model_type="qwen3_5")
+    there = folder(tmp_path / "m", model_type="kimi_linear")
     for command, words in (("train", ()), ("sft", ("sft.train_files=[c.jsonl]",))):
         said = refusal(f"model.path={there}", *words, command=command)
         assert said.startswith(
-            f"model.path={there}: it is of model_type qwen3_5, and folders with a vision part are not "
+            f"model.path={there}: it is of model_type kimi_linear, and Megatron-Core has no Kimi delta "
         )
     load(f"model.path={there}", "data.val_files=[b.jsonl]", "rollout.engine=sglang", command="evaluate")
 
@@ -178,9 +178,9 @@ def test_critic_and_reference_must_know_the_actors_tokens(tmp_path: Path) -> Non
 
 
 TP = "tensor_model_parallel_size"
-TP_16 = [
-    f"actor.megatron.{TP}=16",
-    "trainer.n_gpus_per_node=16",
+TP_24 = [
+    f"actor.megatron.{TP}=24",
+    "trainer.n_gpus_per_node=24",
     "rollout.placement=shared",
     "data.train_files=[rows.jsonl]",
 ]
@@ -188,14 +188,14 @@ TP_16 = [
 
 def test_a_hub_name_that_is_not_here_has_the_numbers_of_its_preset():
     with pytest.raises(ConfigError) as caught:
-        load_config(["model.path=Qwen/Qwen3-8B", *TP_16])
+        load_config(["model.path=Qwen/Qwen3-8B", *TP_24])
     assert str(caught.value).startswith(
-        f"actor.megatron.{TP}=16 does not divide the model's num_key_value_heads=8; nearest: actor.megatron.{TP}=8"
+        f"actor.megatron.{TP}=24 does not divide the model's num_attention_heads=32; nearest: actor.megatron.{TP}=16"
     )
     config, warnings = load_config(["model.path=Qwen/Qwen3-8B", "data.train_files=[rows.jsonl]"])
     assert config.model.config["num_hidden_layers"] == config.critic.model.config["num_hidden_layers"] == 36
     assert "Qwen/Qwen3-8B: its config.json is not here; model=qwen3_8b has its numbers" in warnings
-    assert load_config(["model.path=nobody/nothing", *TP_16])[0].model.config == {}
+    assert load_config(["model.path=nobody/nothing", *TP_24])[0].model.config == {}
 
 
 def test_a_hub_name_that_was_downloaded_before_has_the_numbers_of_its_config_json(
@@ -205,7 +205,7 @@ def test_a_hub_name_that_was_downloaded_before_has_the_numbers_of_its_config_jso
     snapshot.mkdir(parents=True)
     (tmp_path / "models--nobody--nothing" / "refs").mkdir()
     (tmp_path / "models--nobody--nothing" / "refs" / "main").write_text("abc")
-    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_key_value_heads": 4}))
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_attention_heads": 28}))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"{TP}=16 does not divide the model's num_key_value_heads=4"):
-        load_config(["model.path=nobody/nothing", *TP_16])
+    with pytest.raises(ConfigError, match=f"{TP}=24 does not divide the model's num_attention_heads=28"):
+        load_config(["model.path=nobody/nothing", *TP_24])

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.full, pytest.mark.dist]
 
 BIAS = "e_score_correction_bias"
 SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+SP4 = SP | {"tp": 4}  # two ranks share each of two heads of keys and values
 # Of Qwen3-MoE every kind of parallelism beside experts.  DeepSeek-V3 has queries from latents, groups of experts and
 # YaRN; the plain one has none of them.
 LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
@@ -44,7 +45,10 @@ LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
     "deepseek_v3_plain": {2: {"tp2+sp": Layout(**SP)}},
     "glm4_moe": {2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1)}},
     "minimax_m2": {2: {"tp2+sp": Layout(**SP), "cp2 ep2": Layout(cp=2, ep=2)}},
-    "gpt_oss": {2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1), "pp2": Layout(pp=2), "cp2": Layout(cp=2)}},
+    "gpt_oss": {
+        2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1), "pp2": Layout(pp=2), "cp2": Layout(cp=2)},
+        4: {"tp4+sp ep4 etp1": Layout(**SP4, ep=4, etp=1)},
+    },
     "qwen3_next": {
         2: {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "ep2": Layout(ep=2)},
         4: {
@@ -60,7 +64,7 @@ LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
             "pp2 vpp2": Layout(pp=2, vpp=2),
             "cp2": Layout(cp=2),
         },
-        4: {"tp2+sp cp2": Layout(**SP, cp=2)},
+        4: {"tp2+sp cp2": Layout(**SP, cp=2), "tp4": Layout(tp=4), "tp4+sp": Layout(**SP4)},
     },
     "qwen3_5_moe_text": {2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1), "cp2": Layout(cp=2)}},
 }

@@ -105,6 +105,7 @@ OF_DENSE = {
 }
 DENSE = {
     "tp2pp2": Layout(tp=2, pp=2),
+    "tp4": Layout(tp=4),  # two ranks share each of two heads of keys and values
     "tp2cp2+sp": Layout(tp=2, cp=2, sequence_parallel=True),
     "pp2dp2 vpp2": Layout(pp=2, vpp=2),
 }
@@ -113,6 +114,7 @@ SPARSE = {
     "tp2pp2 ep2 etp1": Layout(tp=2, pp=2, ep=2, etp=1),
     "pp2dp2 ep2": Layout(pp=2, ep=2),
     "dp4 ep4": Layout(ep=4),
+    "tp4 ep4 etp1": Layout(tp=4, ep=4, etp=1),
     "dp4 ep2 etp2": Layout(ep=2, etp=2),
     "tp2dp2 ep4 etp1": Layout(tp=2, ep=4, etp=1),
     "tp2cp2+sp ep2": Layout(tp=2, cp=2, ep=2, sequence_parallel=True),
@@ -129,11 +131,11 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen3_moe_plain", "deepseek_v3_plain"), ("pp2dp2 ep2",)),
     "kimi_k2": ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2"),
     "glm4_moe_air": ("dp4 ep2 etp2",),
-    "qwen3_next": SOME_SPARSE,
+    "qwen3_next": (*SOME_SPARSE, "tp4 ep4 etp1"),
     "qwen3_5_moe_text": ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2"),
     "qwen3_5": ("tp2pp2",),
     "qwen3_5_moe": ("tp2cp2+sp ep2",),
-    "gpt_oss": ("tp2pp2 ep2 etp1", "dp4 ep4", "pp2dp2 vpp2 ep2", "tp2cp2+sp ep2 etp1"),
+    "gpt_oss": ("tp2pp2 ep2 etp1", "tp4 ep4 etp1", "dp4 ep4", "pp2dp2 vpp2 ep2", "tp2cp2+sp ep2 etp1"),
 }
 ON: dict[int, dict[tuple[str, str], Layout]] = {
     1: {(family, "one"): Layout() for family in NEW},

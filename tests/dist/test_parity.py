@@ -37,6 +37,7 @@ SHALLOW: dict[int, dict[str, Layout]] = {
         "pp2 vpp2 dp2": Layout(pp=2, vpp=2),
         "cp2 pp2 vpp2": Layout(cp=2, pp=2, vpp=2),
         "cp2 dp2": Layout(cp=2),
+        "tp4": Layout(tp=4),  # two ranks share each head of keys and values
     },
 }
 # Of a model with twice the layers.

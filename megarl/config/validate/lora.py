@@ -29,6 +29,10 @@ def contradictions(config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"actor.{error}"
         return
+    heads, tp = numbers_of(hf).num_key_value_heads, config.actor.megatron.tensor_model_parallel_size
+    if heads is not None and heads < tp:
+        shared = f"adapters of num_key_value_heads={heads} that ranks share are not made"
+        yield f"actor.megatron.tensor_model_parallel_size={tp}: {shared}; expected at most {heads}, or lora.rank=0"
     on_cpu = config.trainer.device == "cpu" and not config.rollout.urls
     if lora.push == "adapter" and (reason := refused_by_sglang(hf, set(targets), on_cpu=on_cpu)):
         yield f"{ADAPTER}: {reason}; expected push=merged"

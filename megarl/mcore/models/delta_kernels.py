@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens; the time is the same from 16 to 64
+CHUNK = 64  # tokens at most; the time of long sequences is the same from 16 to 64
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
@@ -67,7 +67,7 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta = (chunks.split(_wide(x[0])) for x in (q, k, v, g, beta))
     q = q * (q.size(-1) ** -0.5 if scale is None else scale)
     faded = g.cumsum(-1)
-    below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    below = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).tril()
     decay = (faded[..., :, None] - faded[..., None, :]).masked_fill(~below, float("-inf")).exp()
     keys = k * beta[..., None]
     wanted = torch.cat([v * beta[..., None], keys * faded.exp()[..., None]], -1)
@@ -97,27 +97,29 @@ class Chunks:
 
     places: Tensor  # [T] the place of each token among the places of all chunks
     rounds: tuple[int, ...]  # chunks of each round
+    size: int  # tokens of a chunk
 
     @classmethod
     def of(cls, ends: Tensor) -> Chunks:
         """`ends` [S + 1]: 0 and the ends of the sequences."""
         lengths = ends.diff()
-        counts = -(-lengths // CHUNK)
+        size = min(CHUNK, int(lengths.max()))  # short sequences are not padded to a whole chunk
+        counts = -(-lengths // size)
         rounds = (counts[None] > torch.arange(int(counts.max()), device=ends.device)[:, None]).sum(1)
         rank = lengths.argsort(descending=True, stable=True).argsort()
         sequence = torch.repeat_interleave(lengths)
         position = torch.arange(len(sequence), device=ends.device) - ends[sequence]
         first = rounds.cumsum(0) - rounds
-        places = (first[position // CHUNK] + rank[sequence]) * CHUNK + position % CHUNK
-        return cls(places, tuple(rounds.tolist()))
+        places = (first[position // size] + rank[sequence]) * size + position % size
+        return cls(places, tuple(rounds.tolist()), size)
 
     def split(self, x: Tensor) -> Tensor:
-        """[T, H, ...] -> [chunks, H, CHUNK, ...], with zeros behind a sequence's end."""
-        padded = x.new_zeros(sum(self.rounds) * CHUNK, *x.shape[1:]).index_copy(0, self.places, x)
-        return padded.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        """[T, H, ...] -> [chunks, H, size, ...], with zeros behind a sequence's end."""
+        padded = x.new_zeros(sum(self.rounds) * self.size, *x.shape[1:]).index_copy(0, self.places, x)
+        return padded.unflatten(0, (-1, self.size)).transpose(1, 2)
 
     def join(self, x: Tensor) -> Tensor:
-        """[chunks, H, CHUNK, ...] -> [T, H, ...]."""
+        """[chunks, H, size, ...] -> [T, H, ...]."""
         return x.transpose(1, 2).flatten(0, 1)[self.places]
 
 

@@ -23,6 +23,7 @@ def cold_start(
     model: TinySizes,
     tokens: Sequence[str] = (),
     role: str = "actor",
+    family: str = "qwen3",
 ) -> None:
     """Make the folder of a role's model in `config`, by a training on the actor's ranks in its layout.
 
@@ -32,6 +33,7 @@ def cold_start(
         model: the sizes of the model that is trained.
         tokens: words that are tokens of their own in its tokenizer.
         role: "actor", of model.path, or "teachers.NAME".
+        family: the model_type of its config.json.
     Raises: ValueError if the role's path is not the folder that this training writes.
     """
     layout = config.actor.megatron
@@ -53,6 +55,6 @@ def cold_start(
     write_data(data)
     if not (start / "config.json").exists():
         console.print(f"a tiny model with random weights: {start}")
-        write_tiny_model(start, model, words=tokens)
+        write_tiny_model(start, model, words=tokens, family=family)
     console.print(f"its cold start: {training.trainer.run_dir}")
     sft(training)
