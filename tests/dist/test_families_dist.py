@@ -154,19 +154,22 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(root: Path, size: int) -> list[Any]:
-    for family in {model for model, _ in ON[size]} - {file.name for file in root.iterdir()}:
+def run(root: Path, cases: dict[tuple[str, str], Layout], size: int) -> list[Any]:
+    for family in {model for model, _ in cases} - {file.name for file in root.iterdir()}:
         if family in WITH_VISION:
             write_vision_folder(root / family, family)
         else:
             write_model(root / family, family, tied=family == "llama3")
-    return run_ranks(size, run_cases, str(root), ON[size], timeout_s=240)
+    return run_ranks(size, run_cases, str(root), cases, timeout_s=240)
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> Answers:
-    """(model, layout) -> what each rank saw."""
-    return Answers(*((cases, partial(run, root, size)) for size, cases in ON.items()))
+def found(root: Path, request: pytest.FixtureRequest) -> Answers:
+    """(model, layout) -> what each rank saw, of the models that this session's tests are about."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    models = {own["model"] for own in params if "model" in own}
+    worlds = {size: {case: how for case, how in cases.items() if case[0] in models} for size, cases in ON.items()}
+    return Answers(*((cases, partial(run, root, cases, size)) for size, cases in worlds.items()))
 
 
 def hf_weights(folder: Path) -> dict[str, torch.Tensor]:
