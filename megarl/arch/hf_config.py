@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Families, by model_type, that can be trained; each has the settings, modules and tables that are named after it.
 SUPPORTED = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"),
-    *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v32", "glm_moe_dsa"),
 )
 # Families whose folders have a vision part -> that of their text part, which is what is trained and served.
 TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -30,10 +30,11 @@ _MOST = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000),
 }
-# Names by which a model is told to have experts or latents; in a family without them they mean nothing.
+# Names by which a model is told to have experts, latents or an indexer; in a family without them they mean nothing.
 _TELLING = {
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
     *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "kv_lora_rank", "q_lora_rank"),
+    *("mlp_layer_types", "index_topk", "indexer_types"),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 # A key of config.json; if true, the folder has no weights, and models keep Megatron's random initialisation from the
@@ -103,6 +104,8 @@ class ModelNumbers:
     q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
+    layers_that_share: tuple[int, ...] = ()  # the keys which the layer before them chose, from 0
+    has_indexers: bool = False  # layers choose the keys to which a token attends
     has_biased_experts: bool = False
     has_norms_of_all_heads: bool = False  # each tensor-parallel rank has the weights of its own heads
     exchanges_heads: bool = False  # under context parallelism: see `exchange_misfits`
@@ -130,6 +133,8 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         q_lora_rank=hf.get("q_lora_rank"),
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=dense_layers(hf) if experts else (),
+        layers_that_share=layers_that_share(hf),
+        has_indexers=hf.get("index_topk") is not None,
         has_norms_of_all_heads=hf.get("model_type") == "minimax_m2",
         has_biased_experts=hf.get("model_type") == "gpt_oss",
         exchanges_heads=hf.get("model_type") in ("gpt_oss", "mistral") and hf.get("sliding_window") is not None,
@@ -137,10 +142,19 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
 
 
 def dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: the first of DeepSeek-V3, and Qwen3-MoE's mlp_only_layers and decoder_sparse_step."""
+    """Layers without experts: those that are said to be dense, the first of DeepSeek-V3, and Qwen3-MoE's
+    mlp_only_layers and decoder_sparse_step."""
+    if kinds := hf.get("mlp_layer_types"):
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     named, layers = hf.get("mlp_only_layers") or (), range(hf.get("num_hidden_layers") or 0)
     return tuple(i for i in layers if i < first or (i + 1) % step or i in named)
+
+
+def layers_that_share(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers that take over the keys which the layer before them chose: GLM-5's without an indexer."""
+    kinds = (hf.get("indexer_types") or ())[: hf.get("num_hidden_layers")]
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
 
 
 def _longest(hf: Mapping[str, Any]) -> int | None:
@@ -203,8 +217,13 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
     if numbers.has_biased_experts and layout.expert_tp > 1:
         whole = "Megatron-Core does not cut experts with biases"
         yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {whole}; expected 1")
+    if numbers.has_indexers and layout.tp > 1 and not layout.sequence_parallel:
+        whole = "Megatron-Core's sparse attention needs parts of sequences"
+        with_tp = f"{whole} with {KEYS['tp']}={layout.tp}"
+        yield Misfit("sequence_parallel", f"sequence_parallel=false: {with_tp}; expected true")
     if numbers.num_hidden_layers is not None:
-        yield from _layer_misfits(layout, numbers.num_hidden_layers)
+        wrong = list(_layer_misfits(layout, numbers.num_hidden_layers))
+        yield from wrong or _sharing_misfits(layout, numbers.num_hidden_layers, numbers.layers_that_share)
 
 
 def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
@@ -294,16 +313,27 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
                 return
 
 
+def _sharing_misfits(layout: Layout, num_layers: int, sharing: tuple[int, ...]) -> Iterator[Misfit]:
+    """Of layers that take over chosen keys, which they get inside a chunk only: each chunk begins with another."""
+    if not sharing:
+        return
+    starts = [0, *accumulate(layout.layers_per_chunk(num_layers))][:-1]
+    if wrong := sorted(set(starts).intersection(sharing)):
+        held = f"a chunk would begin with layer {wrong[0] + 1} of {num_layers}, which takes over the keys chosen before"
+        field = "vpp" if layout.vpp > 1 else "pp"
+        yield Misfit(field, f"{KEYS[field]}={getattr(layout, field)}: {held} it; expected one that chooses its own")
+
+
 def has_states(hf: Mapping[str, Any]) -> bool:
-    """Whether some layers of a config.json carry a state along a sequence in place of keys and values."""
-    return "linear_attention" in (hf.get("layer_types") or ())
+    """Whether some layers of a config.json carry a state along a sequence, or choose keys in it by an indexer."""
+    return not {"linear_attention", "indexed_attention"}.isdisjoint(hf.get("layer_types") or ())
 
 
 def can_share_prefixes(hf: Mapping[str, Any], layout: Layout, *, router_replay: bool, transformer_engine: bool) -> bool:
     """Whether ranks in this layout can compute once what rows begin with in common.
 
-    Not layers with states, whose rows have no trees.  `transformer_engine`: layers are Transformer-Engine's, whose
-    attention takes no trees either.
+    Not layers with states or indexers, whose rows have no trees.  `transformer_engine`: layers are
+    Transformer-Engine's, whose attention takes no trees either.
     """
     return layout.cp == 1 and not router_replay and not transformer_engine and not has_states(hf)
 

@@ -7,11 +7,9 @@ from collections.abc import Collection
 from importlib.metadata import version
 
 # Families whose layers Megatron-Core 0.16.1 lacks, or has without packed rows.
-OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SPARSE = "Megatron-Core 0.16.1 has its sparse attention without packed rows, and 0.19.0 is the first with them"
+SPARSE_LATENT = ("deepseek_v32", "glm_moe_dsa")  # attention over the keys that an indexer chooses
+OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *SPARSE_LATENT)
 MISSING = {
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",
     "minimax": "Megatron-Core has no lightning attention, up to 0.19.2",
 }

@@ -14,7 +14,15 @@ from megarl.config import Config, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
 from megarl.config.validate.algorithms import idle
-from megarl.config.validate.models import MINI_PLACE, group_of, missing_folder, model_of, to_prepare, with_own_models
+from megarl.config.validate.models import (
+    MINI_PLACE,
+    group_of,
+    missing_folder,
+    model_of,
+    of_long_rows,
+    to_prepare,
+    with_own_models,
+)
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptRow, Prompts
 from megarl.data.readers import missing, read_rows
@@ -68,9 +76,11 @@ class Check:
 
     def layout(self) -> None:
         """Roles, ranks and their memory."""
-        config = self.config
-        if used_roles(config, self.command):
+        config, roles = self.config, used_roles(self.config, self.command)
+        if roles:
             with self.faults.collect():
+                for line in of_long_rows(config, roles):
+                    _say(line)
                 report(config, sentences(), self.command)
             with self.faults.collect():
                 self._memory()

@@ -4,8 +4,8 @@ It uses transformers' modelling code, so that it is a check of the weights that 
 Supported are models whose layers all use full causal attention or the same sliding window, and whose logits are the
 output embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3, GLM-4.5, MiniMax-M2 and
 their relatives), and gpt-oss, only some of whose layers have a window.  Models whose layers have a state instead of
-keys and values (Qwen3-Next, Qwen3.5) are served without a cache: each pass computes whole sequences again, which is
-slow.  Other models are refused at the start.
+keys and values (Qwen3-Next, Qwen3.5), or an indexer that chooses keys (DeepSeek-V3.2, GLM-5), are served without a
+cache: each pass computes whole sequences again, which is slow.  Other models are refused at the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _DEFAULT_CACHE_BYTES = 2 << 30
 _WITH_SINKS = ("gpt_oss",)  # families that transformers has no sdpa for; some of their layers have a window
 _KINDS = {"full_attention", "sliding_attention"}
 _MOST_RECOMPUTED = 1 << 14  # tokens of a pass over whole sequences
-_WITH_STATE = {"linear_attention"}  # kinds of layers that keep no keys and values
+# Kinds of layers that keep a state in place of keys and values, or an indexer's keys beside them.
+_WITHOUT_CACHE = {"linear_attention", "indexed_attention"}
 
 
 class ChosenExperts:
@@ -97,7 +98,7 @@ class HFModel:
         self.vocab_size: int = self._head.weight.shape[0]
         self.context_length: int = self.config.max_position_embeddings
         self._kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        self._recomputes = bool(self._kinds & _WITH_STATE)
+        self._recomputes = bool(self._kinds & _WITHOUT_CACHE)
         self._window: int | None = getattr(self.config, "sliding_window", None)  # in tokens, including the current one
         self.eos_ids = _eos_ids(folder, self._model)
         self.memory = devices.Storages(self.weights.values())
@@ -277,7 +278,7 @@ class HFModel:
 
     def _check_served(self) -> None:
         """Raises ValueError for a model whose forward pass differs from `_hidden` and `logits`."""
-        served = _KINDS if self.config.model_type in _WITH_SINKS else {"full_attention"} | _WITH_STATE
+        served = _KINDS if self.config.model_type in _WITH_SINKS else {"full_attention"} | _WITHOUT_CACHE
         if not self._kinds <= served:
             raise ValueError(
                 f"{self.folder}: the hf engine serves {sorted(served)} layers, found {sorted(self._kinds)}"

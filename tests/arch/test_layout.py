@@ -121,8 +121,35 @@ def test_prefixes_can_be_shared_by_local_layers_over_whole_sequences_whose_exper
     assert not can_share_prefixes({}, whole, router_replay=False, transformer_engine=True)
     assert not can_share_prefixes({}, whole, router_replay=True, transformer_engine=False)
     assert not can_share_prefixes({}, Layout(cp=2), router_replay=False, transformer_engine=False)
-    hybrid = {"layer_types": ["linear_attention", "full_attention"]}
-    assert not can_share_prefixes(hybrid, whole, router_replay=False, transformer_engine=False)
+    for kind in ("linear_attention", "indexed_attention"):
+        hybrid = {"layer_types": [kind, "full_attention"]}
+        assert not can_share_prefixes(hybrid, whole, router_replay=False, transformer_engine=False)
+
+
+def test_chunks_begin_with_layers_that_choose_their_own_keys() -> None:
+    """GLM-5's rhythm over 78 layers, of which 1, 2, 6, 10, .. choose."""
+    kinds = ["shared" if max(layer - 1, 0) % 4 else "full" for layer in range(78)]
+    glm = numbers_of({"num_hidden_layers": 78, "index_topk": 2048, "indexer_types": kinds})
+    for fits in (Layout(pp=2, first_stage_layers=37), Layout(pp=4, first_stage_layers=17, last_stage_layers=21)):
+        assert not list(misfits(glm, fits))
+    for wrong, said in (
+        (Layout(pp=2), "pipeline_model_parallel_size=2: a chunk would begin with layer 40 of 78"),
+        (Layout(pp=2, vpp=3), "virtual_pipeline_model_parallel_size=3: a chunk would begin with layer 27 of 78"),
+    ):
+        (misfit,) = misfits(glm, wrong)
+        assert misfit.sentence == (
+            f"{said}, which takes over the keys chosen before it; expected one that chooses its own"
+        )
+
+
+def test_sparse_attention_is_over_tensor_parallel_ranks_with_parts_of_sequences_alone() -> None:
+    numbers = numbers_of({"num_hidden_layers": 4, "index_topk": 4})
+    (misfit,) = misfits(numbers, Layout(tp=2))
+    assert misfit.sentence == (
+        "sequence_parallel=false: Megatron-Core's sparse attention needs parts of sequences with "
+        "tensor_model_parallel_size=2; expected true"
+    )
+    assert not list(misfits(numbers, Layout(tp=2, sequence_parallel=True)))
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ def test_a_sentence_says_what_is_missing(model_type: str) -> None:
     assert model_type not in FAMILIES
 
 
-def test_a_model_that_needs_a_newer_megatron_core_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa"])
+def test_a_model_that_needs_a_newer_megatron_core_says_so(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(model_types, "version", lambda _: "0.16.1")
-    with pytest.raises(
-        ValueError, match=r"^config.json: model_type 'qwen3_next' needs Megatron-Core 0.19.2, .* has 0.16"
-    ):
-        family_of({"model_type": "qwen3_next"})
+    with pytest.raises(ValueError, match=rf"^config.json: model_type '{kind}' needs Megatron-Core 0.19.2, .* has 0.16"):
+        family_of({"model_type": kind})
     monkeypatch.setattr(model_types, "version", lambda _: "0.19.2+70e7b2f6")
-    family_of({"model_type": "qwen3_next"})
+    family_of({"model_type": kind})
 
 
 def test_other_models_are_told_what_there_is() -> None:

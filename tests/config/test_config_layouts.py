@@ -52,6 +52,9 @@ def named(sentence: str) -> list[list[str]]:
     return [near.split() for near in tail.split(", or ")] if found else []
 
 
+# Layers 1, 2, 6 and 10 of 12 choose their keys.
+KINDS = ",".join("shared" if max(layer - 1, 0) % 4 else "full" for layer in range(12))
+GLM = f"model.config={{num_hidden_layers:12,index_topk:8,indexer_types:[{KINDS}]}}"
 # Words and sentences have the short names, and no actor.megatron.
 IMPOSSIBLE = """
 @dense tp=3 | tp=3 does not divide the model's num_attention_heads=8; nearest: tp=4, or tp=2, or tp=1
@@ -74,6 +77,9 @@ data.train_batch_size=3 | actor.ppo_mini_batch_size=3: 6 sequences cannot keep 8
 busy; expected at least 4; nearest: tp=2, or
 @dense pp=4 recompute_granularity=full recompute_method=uniform recompute_num_layers=2 | recompute_num_layers=2: \
 recompute_method=uniform cuts the 3 layers of a stage; expected 3 or 1
+@glm pp=2 | pp=2: a chunk would begin with layer 7 of 12, which takes over the keys chosen before it; expected one \
+that chooses its own; nearest: pp=1, or first=5, or first=9
+@glm pp=4 | pp=4: a chunk would begin with layer 4 of 12
 pp=2 actor.strategy=fsdp | pp=2: actor.strategy=fsdp has no pipeline; expected 1; nearest: pp=1
 @experts ep=8 actor.strategy=fsdp | ep=8: actor.strategy=fsdp needs two ranks that share each expert; nearest: ep=4
 """
@@ -81,7 +87,7 @@ pp=2 actor.strategy=fsdp | pp=2: actor.strategy=fsdp has no pipeline; expected 1
 
 @pytest.mark.parametrize("row", IMPOSSIBLE.strip().splitlines())
 def test_a_layout_that_cannot_be_is_told_with_the_nearest_that_can(row: str) -> None:
-    typed, told = row.replace("@dense", DENSE).replace("@experts", EXPERTS).split(" | ")
+    typed, told = row.replace("@dense", DENSE).replace("@experts", EXPERTS).replace("@glm", GLM).split(" | ")
     base = [*ON_8, *words(typed)]
     sentence = refusal(*base)
     assert told in short(sentence).replace(f"{ACTOR}.", "")

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tiny_models import FAMILIES, write_model
 
 from megarl.arch.layout import Layout
+from megarl.arch.model_types import SPARSE_LATENT
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
 
@@ -49,6 +50,22 @@ LAYOUTS: dict[str, dict[int, dict[str, Layout]]] = {
         2: {"tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1), "pp2": Layout(pp=2), "cp2": Layout(cp=2)},
         4: {"tp4+sp ep4 etp1": Layout(**SP4, ep=4, etp=1)},
     },
+    "deepseek_v32": {
+        2: {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "ep2": Layout(ep=2)},
+        4: {
+            "tp2+sp cp2 ep2": Layout(**SP, cp=2, ep=2),
+            "tp2+sp ep4 etp1": Layout(**SP, ep=4, etp=1),
+            "pp2 vpp2 ep2": Layout(pp=2, vpp=2, ep=2),
+        },
+    },
+    "glm_moe_dsa": {
+        2: {
+            "tp2+sp ep2 etp1": Layout(**SP, ep=2, etp=1),
+            "pp2 uneven": Layout(pp=2, first_stage_layers=3),  # its third layer cannot begin a stage
+            "cp2": Layout(cp=2),
+        },
+        4: {"tp2+sp cp2": Layout(**SP, cp=2)},
+    },
     "qwen3_next": {
         2: {"tp2+sp": Layout(**SP), "pp2": Layout(pp=2), "cp2": Layout(cp=2), "ep2": Layout(ep=2)},
         4: {
@@ -77,6 +94,8 @@ SHARDED = {
     "qwen3_moe": (4, Layout(pp=2, vpp=2, ep=2, use_distributed_optimizer=True)),
     "deepseek_v3": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
     "gpt_oss": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
+    "deepseek_v32": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
+    "glm_moe_dsa": (2, Layout(use_distributed_optimizer=True)),
     "qwen3_next": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
     "qwen3_5_text": (2, Layout(use_distributed_optimizer=True)),
 }
@@ -119,8 +138,8 @@ def with_both_heads(table: Table) -> Table:
 
 
 def trained(case: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The gradient without the routers' biases, which have none: exported in its place is the bias itself."""
-    return {name: t for name, t in case["gradient"].items() if not name.endswith(BIAS)}
+    """The gradient without routers' biases and indexers, which have none: exported in a bias's place is the bias."""
+    return {name: t for name, t in case["gradient"].items() if not name.endswith(BIAS) and ".indexer." not in name}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +162,18 @@ def test_loss_gradient_and_steps_do_not_depend_on_the_layout(found: Found, name:
 def test_steps_of_a_sharded_optimizer_do_not_depend_on_the_layout(found: Found, family: str) -> None:
     sharded, whole = found[f"{family}/sharded"][0], found[f"{family}/adam"][0]
     assert_same_after(sharded, whole, GRADIENT_TOLERANCE, of_norms=1e-4 * LOOSER)
+
+
+@pytest.mark.parametrize("case", ["one", "sharded", "adam"])
+@pytest.mark.parametrize("family", [family for family in SPARSE_LATENT if family in FAMILIES])
+def test_steps_leave_indexers_as_they_are(found: Found, root: Path, family: str, case: str) -> None:
+    """Bit for bit: no loss has a gradient for them, and weight decay does not reach what is not trained."""
+    before, after = load_file(root / family / "model.safetensors"), found[f"{family}/{case}"][0]["after"]
+    indexers = [name for name in before if ".indexer." in name]
+    assert len(indexers) == 5 * {"deepseek_v32": 4, "glm_moe_dsa": 3}[family]
+    assert not [name for name in indexers if not torch.equal(after[name], before[name])]
+    others = [name for name in before if ".self_attn." in name and name not in indexers]
+    assert not [name for name in others if torch.equal(after[name], before[name])]
 
 
 @pytest.mark.parametrize("case", ["one", "sharded", "pp2 vpp2 ep2"])

@@ -120,6 +120,7 @@ SPARSE = {
     "tp2cp2+sp ep2": Layout(tp=2, cp=2, ep=2, sequence_parallel=True),
     "tp2cp2+sp ep2 etp1": Layout(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True),
     "pp2dp2 vpp2 ep2": Layout(pp=2, vpp=2, ep=2),
+    "pp2dp2 uneven ep2": Layout(pp=2, ep=2, first_stage_layers=3),
 }
 SOME_SPARSE = ("tp2pp2 ep2 etp1", "dp4 ep2 etp2", "tp2cp2+sp ep2", "pp2dp2 vpp2 ep2")
 WITH_VISION = () if LACKING else tuple(KINDS)
@@ -136,6 +137,8 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     "qwen3_5": ("tp2pp2",),
     "qwen3_5_moe": ("tp2cp2+sp ep2",),
     "gpt_oss": ("tp2pp2 ep2 etp1", "tp4 ep4 etp1", "dp4 ep4", "pp2dp2 vpp2 ep2", "tp2cp2+sp ep2 etp1"),
+    "deepseek_v32": ("tp2cp2+sp ep2", "dp4 ep2 etp2", "pp2dp2 vpp2 ep2"),
+    "glm_moe_dsa": ("tp2cp2+sp ep2 etp1", "pp2dp2 uneven ep2"),  # its third layer cannot begin a stage
 }
 ON: dict[int, dict[tuple[str, str], Layout]] = {
     1: {(family, "one"): Layout() for family in NEW},

@@ -14,11 +14,12 @@ from parity_compare import TOLERANCE, assert_same_gradient
 from rank_answers import Answers
 from replay_cases import TEMPERATURE, Replayed, make_batch, run_replayed, whole_column
 from spawn import Ranks, run_ranks
-from tiny_models import read_config, write_model
+from tiny_models import LACKING, read_config, write_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megarl.arch.layout import Layout
+from megarl.arch.model_types import SPARSE_LATENT
 from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.hf_server.model import hub_tensors
 from megarl.mcore.models.execution import ExecutionOptions
@@ -54,6 +55,7 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("one", "ep2", "cp2"),
     **dict.fromkeys(("qwen3_moe_plain", "mixtral", "glm4_moe", "minimax_m2"), ("one", "tp2+sp")),
     MANY: ("one", "tp2+sp", "cp2"),
+    **{family: ("one", "tp2+sp", "cp2", "ep2") for family in SPARSE_LATENT if family not in LACKING},
 }
 FAMILIES = tuple(OF_FAMILY)
 EVERYWHERE = ("qwen3_moe_plain", "mixtral", "minimax_m2", "gpt_oss")  # experts in all layers
@@ -68,7 +70,7 @@ WIDE = "one micro-batch"
 
 def scores_of(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """(logits [T, E], experts [T, K]) -> the weights of given experts [T, K]: their scores, as a family normalises."""
-    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2", *SPARSE_LATENT):
         factor = getattr(config, "routed_scaling_factor", 1.0)
 
         def sigmoid(logits: Tensor, experts: Tensor) -> Tensor:

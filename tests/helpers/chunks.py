@@ -49,7 +49,8 @@ def gradients(model: Model, hf: dict[str, Any], role: Role) -> dict[str, Tensor]
 
 
 def _gradient(param: Any) -> nn.Parameter:
-    """As a parameter that is laid out as its own is."""
-    made = nn.Parameter(param.main_grad.clone(), requires_grad=False)
+    """As a parameter that is laid out as its own is; of a frozen one zeros."""
+    gradient = param.main_grad.clone() if param.requires_grad else torch.zeros_like(param)
+    made = nn.Parameter(gradient, requires_grad=False)
     vars(made).update(vars(param))
     return made

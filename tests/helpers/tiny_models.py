@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -75,6 +77,18 @@ _DELTA_SPARSE: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 16,
+}
+_INDEXED: dict[str, Any] = {
+    **{key: value for key, value in _DEEPSEEK.items() if key != "num_nextn_predict_layers"},
+    "q_lora_rank": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "index_topk": 4,
+    "index_head_dim": 8,
+    "index_n_heads": 16,  # so many that hardly a key has a score of 0, by which it would tie with others
 }
 # Sizes at which what sets a family apart shows: windows shorter than sequences, contexts shorter than slow rope pairs.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -200,11 +214,35 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
             "rms_norm_eps": 1e-2,
         },
     ),
+    "deepseek_v32": (
+        DeepseekV32Config,
+        {
+            **_INDEXED,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "glm_moe_dsa": (
+        GlmMoeDsaConfig,
+        {
+            **_INDEXED,
+            "indexer_types": ["full", "full", "shared", "full"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
     "qwen3_next": (Qwen3NextConfig, _DELTA_SPARSE),
     "qwen3_5_text": (Qwen3_5TextConfig, _DELTA),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _DELTA_SPARSE),
 }
-ZERO_CENTRED = OF_0_19  # their norms multiply by 1 + weight
+ZERO_CENTRED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their norms multiply by 1 + weight
 # Those that the installed Megatron-Core lacks.
 LACKING = OF_0_19 if package_info.__version__.startswith("0.16.1") else ()
 for family in LACKING:

@@ -24,6 +24,7 @@ from megarl.arch.settings.hf import (
     window,
 )
 from megarl.arch.settings.rope import make_rope, rope_settings
+from megarl.arch.settings.sparse_latent import sparse_latent
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SWIGLU_ALPHA = 1.702  # of gpt-oss; Megatron's quick_gelu has no other
@@ -214,6 +215,13 @@ def deepseek_v3(hf: HFConfig) -> Settings:
     return base(hf) | latents | _rope(hf) | shared_and_routed_experts(hf)
 
 
+def _sparse_latent(hf: HFConfig) -> Settings:
+    """Its class says of each layer whether it has experts, and gives head_dim no meaning of its own."""
+    dense = need(hf, "mlp_layer_types").count("dense")
+    plain = {key: value for key, value in hf.items() if key != "layer_types"} | {"first_k_dense_replace": dense}
+    return sparse_latent(deepseek_v3(plain), hf)
+
+
 def _rope(hf: HFConfig) -> Settings:
     """Megatron's multi-latent attention makes its own rope: plain, or YaRN, whose factor also scales the softmax."""
     settings = rope_settings(hf)
@@ -256,6 +264,8 @@ SETTINGS: dict[str, Callable[[HFConfig], Settings]] = {
     "mixtral": _mixtral,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": deepseek_v3,
+    "deepseek_v32": _sparse_latent,
+    "glm_moe_dsa": _sparse_latent,  # GLM-5
     "glm4_moe": _glm4_moe,  # GLM-4.5 and its Air, GLM-4.6
     "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,

@@ -278,6 +278,7 @@ def _with(layout: Layout, changes: dict[str, int | bool | None]) -> Layout:
 def _options(layout: Layout, numbers: ModelNumbers, num_ranks: int) -> dict[str, list[int] | list[bool] | list]:
     sizes = divisors(num_ranks)
     layers = numbers.num_hidden_layers
+    even = (layers or 0) / max(1, layout.pp)
     return {
         "tp": sizes,
         "pp": [size for size in sizes if layers is None or size <= layers],
@@ -285,10 +286,22 @@ def _options(layout: Layout, numbers: ModelNumbers, num_ranks: int) -> dict[str,
         "ep": sizes,
         "etp": [None, *sizes],
         "vpp": [size for size in (divisors(layers) if layers else [1]) if size <= max(layout.vpp, 8)],
-        "first_stage_layers": [None],
-        "last_stage_layers": [None, *_last_stages(layout, layers)],
+        "first_stage_layers": [None, *_starts(numbers, even)],
+        "last_stage_layers": [
+            None,
+            *_last_stages(layout, layers),
+            *((layers or 0) - start for start in _starts(numbers, (layers or 0) - even)),
+        ],
         "sequence_parallel": [False, True],
     }
+
+
+def _starts(numbers: ModelNumbers, near: float) -> list[int]:
+    """Of a model some of whose layers cannot begin a stage: the two nearest to layer `near`, from 0, that can."""
+    if not numbers.layers_that_share:
+        return []
+    can = set(range(1, numbers.num_hidden_layers or 0)).difference(numbers.layers_that_share)
+    return sorted(can, key=lambda layer: (abs(layer - near), layer))[:2]
 
 
 def _last_stages(layout: Layout, layers: int | None) -> list[int]:

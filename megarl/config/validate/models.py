@@ -162,6 +162,14 @@ def _of_delta_nets(config: Config, role: str, model_type: str) -> Iterator[str]:
         yield f"actor.router_replay={config.actor.router_replay}: {layers} off"
 
 
+def of_long_rows(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """A line on the models that Megatron-Core computes by comparing all tokens of a row with each other."""
+    for role in with_own_models(config, roles):
+        if model_config(config, role).get("index_topk"):
+            grow = "time and memory of its sparse attention grow with the square of a micro-batch's tokens"
+            yield f"{group_of(role)}.path={model_of(config, role).path}: {grow}; keep ppo_max_token_len_per_gpu small"
+
+
 def more_than_text(hf: dict[str, Any]) -> str:
     """Why a model is none of text alone, by its config.json; "" if it is one."""
     parts = [name for name in _OTHER_PARTS if hf.get(name)]

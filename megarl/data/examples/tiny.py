@@ -19,8 +19,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     GenerationConfig,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -39,7 +41,6 @@ from transformers.utils import logging
 from megarl.data.examples.sizes import TinySizes
 
 _DEEPSEEK_V3: dict[str, Any] = {
-    "num_key_value_heads": None,  # as many as heads
     "q_lora_rank": 64,
     "kv_lora_rank": 48,
     "qk_nope_head_dim": 32,
@@ -117,6 +118,17 @@ _QWEN3_NEXT = _QWEN3_5 | {
     "shared_expert_intermediate_size": 96,
 }
 
+_SPARSE_LATENT = _DEEPSEEK_V3 | {
+    "index_topk": 32,
+    "index_head_dim": 32,
+    "index_n_heads": 16,
+}
+_GLM5 = {
+    "index_topk_freq": 2,
+    "index_skip_topk_offset": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
 # The config class of each family, and its settings in addition to the common sizes.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
@@ -135,6 +147,8 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_next": (Qwen3NextConfig, _QWEN3_NEXT),
     "qwen3_5_text": (Qwen3_5TextConfig, _QWEN3_5),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _QWEN3_NEXT),
+    "deepseek_v32": (DeepseekV32Config, _SPARSE_LATENT),
+    "glm_moe_dsa": (GlmMoeDsaConfig, _SPARSE_LATENT | _GLM5),
     "kimi_k2": (DeepseekV3Config, _DEEPSEEK_V3 | {"rope_parameters": _DEEPSEEK_V3["rope_parameters"] | _KIMI_ROPE}),
 }
 
@@ -208,7 +222,7 @@ def write_tiny_model(
         "hidden_size": sizes.hidden,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
+        "num_key_value_heads": sizes.heads if "kv_lora_rank" in own else sizes.kv_heads,
         "head_dim": sizes.head_dim,
         "intermediate_size": sizes.ffn,
         "max_position_embeddings": sizes.max_positions,

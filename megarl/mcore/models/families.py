@@ -12,16 +12,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as ps
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -30,9 +26,8 @@ from torch import Tensor, nn
 from megarl.arch.model_types import checked
 from megarl.arch.settings.families import SETTINGS
 from megarl.arch.settings.hf import HFConfig, Settings
+from megarl.mcore.models.latent import latent_layer
 from megarl.mcore.models.layers import LayerSpec, local_layer
-
-LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors; independent of rms_norm_eps, which the other norms use
 
 
 @dataclass(frozen=True)
@@ -42,43 +37,6 @@ class Family:
     settings: Callable[[HFConfig], Settings]  # fields of `config`; ValueError of one sentence if not supported
     config: type[TransformerConfig] = TransformerConfig
     layer: LayerSpec = local_layer
-
-
-class LatentAttention(MLASelfAttention):
-    """Multi-latent attention of DeepSeek-V3 and Kimi-K2 (arXiv:2412.19437): Megatron's, with the norms of the model's
-    own code, and the complete gradient of the keys' rotary part.
-
-    Every tensor-parallel rank rotates the shared part of the keys for its own heads, so its gradient is the sum over
-    ranks.  Megatron 0.16.1 gathers the columns of the projection that computes this part, and then never takes the sum
-    (multi_latent_attention:602-612).  With sequence parallelism it does take the sum if the projection's output is
-    whole on every rank, so a hook makes it whole.  Models with experts need sequence parallelism for tensor parallelism
-    anyway (`check_trainable`).
-    """
-
-    def __init__(self, *args: Any, latent_norm: Any = None, **kwargs: Any) -> None:
-        """`latent_norm`: the norm of keys and values where queries have none, for which Megatron has no setting."""
-        super().__init__(*args, **kwargs)
-        if latent_norm is not None:
-            self.kv_layernorm = latent_norm(self.config, self.config.kv_lora_rank)
-        self.kv_layernorm.eps = LATENT_NORM_EPS
-        if self.config.q_lora_rank is not None:
-            self.q_layernorm.eps = LATENT_NORM_EPS
-        if self.config.sequence_parallel and self.tp_group.size() > 1:
-            self.linear_kv_down_proj.register_forward_hook(_all_columns)
-
-
-def _all_columns(linear: nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:  # noqa: ARG001
-    """Forward hook: a rank's columns for all tokens -> all columns for its tokens."""
-    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output[0])), None
-
-
-def latent_layer(config: TransformerConfig, number: int) -> ModuleSpec:
-    """Layer `number`, dense or with experts."""
-    spec = local_layer(config, number)
-    spec.submodules.self_attention.module = LatentAttention
-    if config.q_lora_rank is None:
-        spec.submodules.self_attention.params["latent_norm"] = gpt_layer_specs.LocalSpecProvider().layer_norm()
-    return spec
 
 
 class NormOfAllHeads(nn.Module):
@@ -152,6 +110,12 @@ def _hybrid_layer(config: TransformerConfig, number: int) -> ModuleSpec:
     return hybrid_layer(config, number)
 
 
+def _sparse_layer(config: TransformerConfig, number: int) -> ModuleSpec:
+    from megarl.mcore.models.sparse_latent import sparse_layer  # the same
+
+    return sparse_layer(config, number)
+
+
 def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is not in FAMILIES."""
     return FAMILIES[checked(hf.get("model_type"), FAMILIES)]
@@ -164,5 +128,7 @@ FAMILIES: dict[str, Family] = {kind: Family(settings) for kind, settings in SETT
     "qwen3_next": Family(SETTINGS["qwen3_next"], layer=_hybrid_layer),
     "qwen3_5_text": Family(SETTINGS["qwen3_5_text"], layer=_hybrid_layer),
     "qwen3_5_moe_text": Family(SETTINGS["qwen3_5_moe_text"], layer=_hybrid_layer),
+    "deepseek_v32": Family(SETTINGS["deepseek_v32"], MLATransformerConfig, _sparse_layer),
+    "glm_moe_dsa": Family(SETTINGS["glm_moe_dsa"], MLATransformerConfig, _sparse_layer),
     "gpt_oss": Family(_gpt_oss),
 }

@@ -44,7 +44,8 @@ def transformer_config(
     """Megatron's config of this model: its family's settings, its layout, and the settings for packed RL training."""
     check_layout(hf, layout)
     family = family_of(hf)
-    settings, numbers = family.settings(hf), numbers_of(hf)
+    numbers = numbers_of(hf)
+    settings = {"cp_comm_type": "a2a" if numbers.exchanges_heads else None} | family.settings(hf)
     if torch.cuda.is_available():
         for misfit in exchange_misfits(numbers, layout):
             raise ValueError(misfit.sentence)
@@ -68,7 +69,6 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tp,
         context_parallel_size=layout.cp,
-        cp_comm_type="a2a" if numbers.exchanges_heads else None,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,

@@ -127,6 +127,19 @@ def latent_attention(c: HFConfig, layer: int) -> list[Op]:
     ]
 
 
+def indexer(c: HFConfig, layer: int) -> list[Op]:
+    """What chooses the keys of latent attention; the same on every tensor-parallel rank."""
+    hidden, heads, size = c["hidden_size"], c["index_n_heads"], c["index_head_dim"]
+    mg, hf = f"decoder.layers.{layer}.self_attention.core_attention.indexer", f"model.layers.{layer}.self_attn.indexer"
+    return [
+        Rename(f"{mg}.linear_wq_b.weight", f"{hf}.wq_b.weight", (heads * size, c["q_lora_rank"])),
+        Rename(f"{mg}.linear_wk.weight", f"{hf}.wk.weight", (size, hidden)),
+        Rename(f"{mg}.k_norm.weight", f"{hf}.k_norm.weight", (size,)),
+        Rename(f"{mg}.k_norm.bias", f"{hf}.k_norm.bias", (size,)),
+        Rename(f"{mg}.linear_weights_proj.weight", f"{hf}.weights_proj.weight", (heads, hidden)),
+    ]
+
+
 def norm_of_mlp(c: HFConfig, layer: int) -> Op:
     name = f"model.layers.{layer}.post_attention_layernorm.weight"
     return Rename(f"decoder.layers.{layer}.pre_mlp_layernorm.weight", name, (c["hidden_size"],))

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from megarl.arch.layout import dense_layers, layers_that_share
 from megarl.weights.mapping.blocks import (
     HFConfig,
     QKNorm,
@@ -21,6 +22,7 @@ from megarl.weights.mapping.blocks import (
     decoder,
     experts,
     feed_forward,
+    indexer,
     is_tied,
     latent_attention,
     router_bias,
@@ -142,9 +144,15 @@ def _deepseek_v3(c: HFConfig, layer: int) -> list[Op]:
     return [*latent_attention(c, layer), *_shared_and_routed(c, layer)]
 
 
+def _sparse_latent(c: HFConfig, layer: int) -> list[Op]:
+    """DeepSeek-V3's layers, with an indexer in those that do not take over the choice of another."""
+    chooser = [] if layer in layers_that_share(c) else indexer(c, layer)
+    return [*latent_attention(c, layer), *chooser, *_shared_and_routed(c, layer)]
+
+
 def _shared_and_routed(c: HFConfig, layer: int) -> list[Op]:
     """The feed-forward of DeepSeek-V3's layers: the first are dense, the others have shared and routed experts."""
-    if layer < (c.get("first_k_dense_replace") or 0):
+    if layer in dense_layers(c):
         return feed_forward(c, layer)
     mlp = f"model.layers.{layer}.mlp"
     routed = experts(c, layer, mlp, c["n_routed_experts"], c["moe_intermediate_size"])
@@ -179,7 +187,8 @@ def _stacks_of_gpt_oss(c: HFConfig) -> list[Stack]:
 
 
 def _biases_of_gates(c: HFConfig) -> Iterator[Op]:
-    for layer in range(c.get("first_k_dense_replace") or 0, c["num_hidden_layers"]):
+    dense = dense_layers(c)
+    for layer in (layer for layer in range(c["num_hidden_layers"]) if layer not in dense):
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         yield router_bias(layer, name, c["n_routed_experts"])
 
@@ -215,6 +224,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(_mixtral),
     "deepseek_v3": Family(_deepseek_v3, _biases_of_gates),
     "kimi_k2": Family(_deepseek_v3, _biases_of_gates),
+    "deepseek_v32": Family(_sparse_latent, _biases_of_gates),
+    "glm_moe_dsa": Family(_sparse_latent, _biases_of_gates),
     "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),

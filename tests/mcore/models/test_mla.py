@@ -12,7 +12,7 @@ from spawn import run_ranks
 
 from megarl.arch.layout import Layout
 from megarl.mcore.models.biases import router_biases
-from megarl.mcore.models.families import LatentAttention
+from megarl.mcore.models.latent import LatentAttention
 from megarl.mcore.models.model import build_model, unwrap
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.weights.hf.export import hf_sizes, hf_tensors
