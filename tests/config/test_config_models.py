@@ -71,6 +71,20 @@ def test_what_gated_delta_nets_are_not_made_for_is_refused(tmp_path: Path, word:
     assert f"{word}: qwen3_next has layers for which it is not made; expected " in said
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["actor.lora.rank=4"],
+        ["actor.megatron.overlap_param_gather=true", "actor.megatron.use_distributed_optimizer=true"],
+    ],
+)
+def test_what_reads_weights_past_sparse_attention_is_refused(tmp_path: Path, words: list[str]) -> None:
+    numbers = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
+    there = folder(tmp_path / "m", model_type="deepseek_v32", first_k_dense_replace=1, **numbers)
+    said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", *words)
+    assert f"{words[0]}: the attention of deepseek_v32 reads weights past it; expected " in said
+
+
 def test_another_path_is_another_model(tmp_path: Path) -> None:
     own = folder(tmp_path / "m", num_hidden_layers=3)
     config = load(DENSE, f"critic.model.path={own}", "ref.model.path=elsewhere", "actor.use_kl_loss=true")

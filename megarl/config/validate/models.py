@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.arch.hf_config import completed, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
-from megarl.arch.model_types import MISSING, OF_0_19
+from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT
 from megarl.config.schema import Config
 from megarl.config.schema.record import Range
 from megarl.config.settings import ConfigError, show
@@ -146,7 +146,8 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if sentence := more_than_text(hf):
             yield f"{place}: {sentence}"
         if roles and role in ("actor", "critic") and hf.get("model_type") in OF_0_19:
-            yield from _of_delta_nets(config, role, hf["model_type"])
+            faults = _of_indexers if hf["model_type"] in SPARSE_LATENT else _of_delta_nets
+            yield from faults(config, role, hf["model_type"])
 
 
 def _of_delta_nets(config: Config, role: str, model_type: str) -> Iterator[str]:
@@ -160,6 +161,15 @@ def _of_delta_nets(config: Config, role: str, model_type: str) -> Iterator[str]:
         yield f"actor.lora.rank={config.actor.lora.rank}: {layers} 0"
     if role == "actor" and config.actor.router_replay != "off":
         yield f"actor.router_replay={config.actor.router_replay}: {layers} off"
+
+
+def _of_indexers(config: Config, role: str, model_type: str) -> Iterator[str]:
+    """What sparse attention would compute without, as it multiplies by a linear's weight and does not call it."""
+    past = f"the attention of {model_type} reads weights past it; expected"
+    if config.role(role).megatron.overlap_param_gather:
+        yield f"{role}.megatron.overlap_param_gather=true: {past} false"
+    if role == "actor" and config.actor.lora.rank:
+        yield f"actor.lora.rank={config.actor.lora.rank}: {past} 0"
 
 
 def of_long_rows(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
