@@ -1,7 +1,7 @@
-"""The column of routing replay: the experts that each layer of a model chose for each token.
+"""The columns of replay: what each layer of a model chose for each token, experts and, by an indexer, keys.
 
-Entry t describes the pass that predicted token t, in which the model read the token before it: [layers with experts,
-experts of a token].  So the first entry of a row is zeros, and a new token comes with the experts that generated it.
+Entry t describes the pass that predicted token t, in which the model read the token before it: [layers that choose,
+choices].  So the first entry of a row is zeros, and a new token comes with the experts that generated it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.arch.layout import numbers_of
+from megarl.arch.layout import layers_that_share, numbers_of
 
-ROUTED_EXPERTS = "routed_experts"  # its name, among the columns of a row and in the replies of servers
+# Their names, among the columns of a row and in the replies of servers.
+ROUTED_EXPERTS, INDEXED_KEYS = "routed_experts", "indexed_keys"
+REPLAYED = (ROUTED_EXPERTS, INDEXED_KEYS)
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,25 @@ class RoutedExperts:
     @property
     def bytes_per_token(self) -> int:
         return len(self.layers) * self.chosen * (1 if self.dtype == "uint8" else 2)
+
+
+@dataclass(frozen=True)
+class IndexedKeys:
+    """The column of the keys to which a token attended, in layers with indexers: their positions in its sequence.
+
+    Of a token at a position below `chosen` the entry says nothing: it attends to itself and all tokens before it.
+    Example: IndexedKeys((0, 1, 3), chosen=2048, dtype="int32").
+    """
+
+    layers: tuple[int, ...]  # those with an indexer, from 0
+    chosen: int  # keys of a token
+    dtype: str
+
+    @staticmethod
+    def of(hf: Mapping[str, Any]) -> IndexedKeys | None:
+        """From a config.json; None for a model without indexers."""
+        if (chosen := hf.get("index_topk")) is None:
+            return None
+        layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in layers_that_share(hf)]
+        is_short = (hf.get("max_position_embeddings") or 2**31) <= 2**16
+        return IndexedKeys(tuple(layers), chosen, "uint16" if is_short else "int32")

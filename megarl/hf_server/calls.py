@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.arch.routed_experts import ROUTED_EXPERTS, RoutedExperts
+from megarl.arch.routed_experts import INDEXED_KEYS, ROUTED_EXPERTS, IndexedKeys, RoutedExperts
 from megarl.hf_server.model import HFModel
 from megarl.hf_server.running_batch import Call, CompletionRequest
 from megarl.rollout.protocol import SamplingParams
@@ -65,6 +65,7 @@ def read_call(body: Any, model: HFModel, max_total_tokens: int) -> Call:
             prompt_log_probs_from=scored_from,
             num_top=num_top,
             reports=reports,
+            reports_keys=model.keys if reports and body.get("return_indexer_topk") else None,
             reports_from=reports_from,
             reports_support=reports_support,
         )
@@ -152,15 +153,22 @@ def _item(row: CompletionRequest, with_log_probs: bool, several: bool) -> dict[s
     if row.reports and row.token_ids:
         # The token at `reports_from` was read in the pass that generated the next one.
         start = row.reports_from + 1 if row.reports_from else 0
+        width = len(row.reports.layers) * row.reports.chosen
         meta["columns"] = {ROUTED_EXPERTS: column_to_json(_routes(row, row.reports), start)}
+        if row.reports_keys:
+            meta["columns"][INDEXED_KEYS] = column_to_json(_column(row, row.reports_keys, slice(width, None)), start)
     return {"text": "", "output_ids": row.token_ids, "meta_info": meta}
 
 
 def _routes(row: CompletionRequest, of: RoutedExperts) -> np.ndarray:
     """[P + T, layers with experts, experts of a token]: of each token those of the pass that generated it."""
-    chosen = torch.cat(row.routes).numpy()
-    first = np.zeros((1, len(of.layers), of.chosen), chosen.dtype)
-    return np.concatenate([first, chosen]).astype(of.dtype)
+    return _column(row, of, slice(len(of.layers) * of.chosen))
+
+
+def _column(row: CompletionRequest, of: RoutedExperts | IndexedKeys, part: slice) -> np.ndarray:
+    """[P + T, layers, choices], which are this part of what was noted of each token."""
+    chosen = torch.cat(row.routes)[:, part].numpy().reshape(-1, len(of.layers), of.chosen)
+    return np.concatenate([np.zeros_like(chosen[:1]), chosen]).astype(of.dtype)
 
 
 def _spans(row: CompletionRequest) -> list[dict[str, Any]]:

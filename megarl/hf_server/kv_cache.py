@@ -1,7 +1,7 @@
 """The KV cache of the running requests: two tensors per layer, [slots, positions, kv_heads, head_dim].
 
-With `routes` one tensor more, [slots, positions, layers with experts, experts of a token]: the experts that the pass
-chose which computed the KV of a token.  They are kept, moved and shared as that is.
+With `routes` one tensor more, [slots, positions, 1, routes]: the experts, and the keys of indexers, that the pass chose
+which computed the KV of a token.  They are kept, moved and shared as that is.
 
 Row i of the running batch uses slot i. Keys and values may be narrower than head_dim: with latent attention they are
 the latent and the rotary part, of one head. They use the first columns. Two temporary views implement transformers'
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megarl.hf_server.device import free_cached
 
-ROUTES_DTYPE = torch.int16  # torch has few operations for uint16
 _LENGTH_STEP = 16  # positions are reserved in multiples of this, so that the tensor is rarely reallocated
 
 
@@ -32,12 +31,12 @@ class KVSlots:
         dtype: torch.dtype,
         max_tokens: int,
         device: torch.device | str = "cpu",
-        routes: tuple[int, int] | None = None,
+        routes: tuple[int, torch.dtype] | None = None,
     ) -> None:
-        """`routes`: (layers with experts, experts of a token), to keep these too."""
+        """`routes`: so many numbers of a token, and their type, to keep these too."""
         self.max_tokens, self.device = max_tokens, torch.device(device)
         self._kinds = [((num_kv_heads, head_dim), dtype)] * (2 * num_layers)  # of each tensor: shape of a token, dtype
-        self._kinds += [] if routes is None else [(routes, ROUTES_DTYPE)]
+        self._kinds += [] if routes is None else [((1, routes[0]), routes[1])]
         self.free()
 
     @property
@@ -91,8 +90,8 @@ class KVSlots:
             held[here] = theirs[where]
 
     def routes(self, slot: int, start: int, end: int) -> Tensor:
-        """A copy of the experts of the tokens at positions `start` to `end` of a slot, on the CPU."""
-        return self.tensors[-1][slot, start:end].to("cpu", copy=True)
+        """[tokens, routes], a copy of those of the tokens at positions `start` to `end` of a slot, on the CPU."""
+        return self.tensors[-1][slot, start:end, 0].to("cpu", copy=True)
 
     def free(self) -> None:
         self.tensors = [self._zeros(index, 0, 0) for index in range(len(self._kinds))]
@@ -145,8 +144,9 @@ class Prefill(_View):
         return held[self._readers, : self.length].transpose(1, 2)
 
     def store_routes(self, routes: Tensor) -> None:
-        """[S, tokens, layers with experts, experts of a token]: of the tokens of this pass."""
-        self._tensors[-1][self._to] = routes[self._from].to(ROUTES_DTYPE)
+        """[S, tokens, routes]: of the tokens of this pass."""
+        held = self._tensors[-1][:, :, 0]
+        held[self._to] = routes[self._from].to(held.dtype)
 
 
 class Decode(_View):
@@ -167,5 +167,6 @@ class Decode(_View):
         return held[: len(self._rows), : self._length].transpose(1, 2)
 
     def store_routes(self, routes: Tensor) -> None:
-        """[R, 1, layers with experts, experts of a token]: of the tokens of this pass."""
-        self._tensors[-1][self._rows, self._positions] = routes[:, 0].to(ROUTES_DTYPE)
+        """[R, 1, routes]: of the tokens of this pass."""
+        held = self._tensors[-1][:, :, 0]
+        held[self._rows, self._positions] = routes[:, 0].to(held.dtype)

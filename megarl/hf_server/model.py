@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from megarl.arch.hf_config import read_config, read_hf_config
-from megarl.arch.routed_experts import RoutedExperts
+from megarl.arch.routed_experts import IndexedKeys, RoutedExperts
 from megarl.hf_server import device as devices
 from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
 from megarl.rollout.protocol import DTYPE_NAMES
@@ -38,32 +39,46 @@ _MOST_RECOMPUTED = 1 << 14  # tokens of a pass over whole sequences
 _WITHOUT_CACHE = {"linear_attention", "indexed_attention"}
 
 
-class ChosenExperts:
-    """Notes which experts each layer of a model chooses, by hooks on transformers' modelling code.
+class Chosen:
+    """Notes what layers of a model choose, experts and keys of indexers, by hooks on transformers' modelling code.
 
-    Example: chosen = ChosenExperts(model.base_model, of); chosen.begin(); model(...); chosen.take()  # [T, L, K]
+    Example: chosen = Chosen(model.base_model, of, None); chosen.begin(); model(...); chosen.take((1, 7))  # [1, 7, R]
 
-    In all families a layer calls `experts(hidden, indices [T, K], weights [T, K])`, for all tokens of a pass at once.
+    In all families a layer calls `experts(hidden, indices [T, K], weights [T, K])`, for all tokens of a pass at once,
+    and `indexer(...)` returns the positions of keys [S, tokens, K], those after the token itself where it has fewer.
     """
 
-    def __init__(self, body: nn.Module, of: RoutedExperts) -> None:
-        children = (getattr(module, "experts", None) for module in body.modules())
-        found = [child for child in children if isinstance(child, nn.Module)]
-        assert len(found) == len(of.layers), f"{len(found)} layers have experts, by config.json {len(of.layers)}"
-        self._noted: list[Tensor] = []
-        for experts in found:
-            experts.register_forward_pre_hook(self._note)
+    def __init__(self, body: nn.Module, of: RoutedExperts, keys: IndexedKeys | None) -> None:
+        self._experts: list[Tensor] = []
+        self._keys: list[Tensor] = []
+        self._most_keys = keys.chosen if keys else 0
+        for name, layers, note in (
+            ("experts", of.layers, self._note_experts),
+            ("indexer", keys.layers if keys else (), self._note_keys),
+        ):
+            children = (getattr(module, name, None) for module in body.modules())
+            found = [child for child in children if isinstance(child, nn.Module)]
+            assert len(found) == len(layers), f"{len(found)} layers have {name}, by config.json {len(layers)}"
+            for child in found:
+                child.register_forward_hook(note)
 
-    def _note(self, _: nn.Module, given: tuple[Any, ...]) -> None:
-        self._noted.append(given[1])
+    def _note_experts(self, _: nn.Module, given: tuple[Any, ...], __: Any) -> None:
+        self._experts.append(given[1])
+
+    def _note_keys(self, _: nn.Module, __: Any, keys: Tensor) -> None:
+        at = torch.arange(keys.size(1), device=keys.device)[:, None]
+        narrow = F.pad(keys, (0, self._most_keys - keys.size(-1)))  # of a pass over fewer tokens
+        self._keys.append(narrow.masked_fill(narrow > at, 0))
 
     def begin(self) -> None:
         """Forget what another pass chose."""
-        self._noted.clear()
+        self._experts.clear()
+        self._keys.clear()
 
-    def take(self) -> Tensor:
-        """[tokens of the pass, layers with experts, experts of a token] int64."""
-        return torch.stack(self._noted, dim=1)
+    def take(self, shape: Sequence[int]) -> Tensor:
+        """[S, tokens, routes] int64 of a pass over `shape` tokens: experts of all layers, then keys."""
+        experts = torch.stack(self._experts, dim=1).flatten(1).unflatten(0, tuple(shape))
+        return torch.cat([experts, *self._keys], dim=-1)
 
 
 class HFModel:
@@ -103,7 +118,8 @@ class HFModel:
         self.eos_ids = _eos_ids(folder, self._model)
         self.memory = devices.Storages(self.weights.values())
         self.routes = _routes(folder, self.config.to_dict()) if returns_routes else None
-        self._chosen = ChosenExperts(self._body, self.routes) if self.routes else None
+        self.keys = IndexedKeys.of(self.config.to_dict()) if returns_routes else None
+        self._chosen = Chosen(self._body, self.routes, self.keys) if self.routes else None
         self._check_served()
 
     # ---- forward passes
@@ -114,7 +130,9 @@ class HFModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if (latent := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches what all heads share
             heads, head_dim = 1, max(latent, config.qk_rope_head_dim)
-        routes = (len(self.routes.layers), self.routes.chosen) if self.routes else None
+        numbers = sum(len(of.layers) * of.chosen for of in (self.routes, self.keys) if of)
+        narrow = torch.int32 if self.keys else torch.int16  # torch has few operations for uint16
+        routes = (numbers, narrow) if numbers else None
         if self._recomputes:  # in place of keys and values it holds the tokens' ids
             return KVSlots(1, 1, 1, torch.int64, max_tokens, self.device, routes)
         return KVSlots(config.num_hidden_layers, heads, head_dim, self.dtype, max_tokens, self.device, routes)
@@ -180,7 +198,7 @@ class HFModel:
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True
         )
         if self._chosen:
-            cache.store_routes(self._chosen.take().unflatten(0, tokens.shape))
+            cache.store_routes(self._chosen.take(tokens.shape))
         return out.last_hidden_state
 
     def _hidden_of_whole(self, tokens: Tensor, positions: Tensor, cache: Prefill | Decode) -> Tensor:
@@ -191,8 +209,7 @@ class HFModel:
             whole: Tensor = self._body(input_ids=rows, use_cache=False).last_hidden_state
             hidden.append(whole.take_along_dim(at[:, :, None], 1))
             if self._chosen:
-                chosen = self._chosen.take().unflatten(0, rows.shape)
-                routes.append(chosen.take_along_dim(at[:, :, None, None], 1))
+                routes.append(self._chosen.take(rows.shape).take_along_dim(at[:, :, None], 1))
                 self._chosen.begin()
         if self._chosen:
             cache.store_routes(torch.cat(routes))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.arch.routed_experts import RoutedExperts
+from megarl.arch.routed_experts import IndexedKeys, RoutedExperts
 from megarl.hf_server.sampling import draw, row_key, support, uniforms
 from megarl.rollout.protocol import SamplingParams
 
@@ -27,6 +27,7 @@ class CompletionRequest:
     prompt_log_probs_from: int | None = None  # report the prompt's log-probs from this position on
     num_top: int = 0  # and so many of the most likely tokens at each of its positions
     reports: RoutedExperts | None = None  # the experts of each token, of a model with such layers
+    reports_keys: IndexedKeys | None = None  # with them the keys that indexers chose, of a model that has some
     reports_from: int = 0  # the first token of the prompt whose experts are reported
     salt: str | int | None = None  # it shares KV with requests of the same salt; None: the engine gives it a number
     reports_support: bool = False  # report the tokens that could be drawn for each token, and log-probs among them
@@ -38,8 +39,8 @@ class CompletionRequest:
     prompt_log_probs: list[float] | None = None  # of tokens 1.. of the prompt, at temperature 1
     prompt_top: list[list[list[Any]]] = field(default_factory=list)  # at their positions, each [log-prob, token, None]
     versions: list[tuple[str, int]] = field(default_factory=list)  # (version, first token generated with it)
-    # The experts of the first tokens of the sequence, as the passes chose them that sampled what followed: [tokens,
-    # layers with experts, experts of a token] end to end.  A retraction changes nothing of it.
+    # What layers chose for the first tokens of the sequence, in the passes that sampled what followed: [tokens, routes]
+    # end to end, as KVSlots has them.  A retraction changes nothing of it.
     routes: list[Tensor] = field(default_factory=list)
     num_retractions: int = 0
     cached_tokens: int = 0  # tokens of the prompt whose KV was there when it began

@@ -1,4 +1,5 @@
-"""How servers are asked for the experts of each token and the tokens that could be drawn, and what they answer.
+"""How servers are asked for the experts of each token, the keys to which it attended and the tokens that could be
+drawn, and what they answer.
 
 `EngineRoutes`: SGLang (0.5.17 and newer, with --enable-return-routed-experts) reports "routed_experts": base64 of int32
 [rows, all layers, experts of a token], zeros in layers without experts.  Row i is of the i-th token that the model
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.arch.routed_experts import ROUTED_EXPERTS, RoutedExperts
+from megarl.arch.routed_experts import INDEXED_KEYS, ROUTED_EXPERTS, IndexedKeys, RoutedExperts
 from megarl.rollout.protocol import SAMPLING_LOG_PROBS
 from megarl.rollout.wire_columns import ColumnsLost
 from megarl.samples.ragged import Ragged
@@ -150,6 +151,47 @@ class EngineRoutes:
                 f"the experts of a completion's tokens are not {of.chosen} different ones of {of.num_experts}: the "
                 "server's kernels do not report what they choose"
             )
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """The keys that indexers chose for each token, which our own server sends with the experts.
+
+    SGLang's `return_indexer_topk` (on GPUs) is not read: it gives no families with indexers here.
+    """
+
+    of: IndexedKeys
+    sampling: tuple[float, float, int] | None = None  # as in EngineRoutes
+
+    @property
+    def name(self) -> str:
+        return INDEXED_KEYS
+
+    @property
+    def most_bytes(self) -> int:
+        """Base64 of an int32 for each layer and key."""
+        return 6 * len(self.of.layers) * self.of.chosen
+
+    def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:
+        return self.sampling in (None, (temperature, top_p, top_k))
+
+    def request(self, num_known: int) -> dict[str, Any]:  # noqa: ARG002
+        return {"return_indexer_topk": True}
+
+    def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> np.ndarray:  # noqa: ARG002
+        if meta["finish_reason"]["type"] == "abort":
+            raise ColumnsLost(num_new, "the request was ended in the queue, without the keys of its tokens")
+        raise ValueError("actor.router_replay=rollout: the server does not report the keys that indexers choose")
+
+    def check(self, column: np.ndarray, num_known: int) -> None:
+        of, at = self.of, np.arange(len(column))[:, None, None]
+        if column.shape[1:] != (len(of.layers), of.chosen) or column.dtype.name != of.dtype:
+            raise ValueError(
+                f"the keys of a completion's tokens are {column.dtype} {list(column.shape)}: expected {of.dtype} of "
+                f"{len(of.layers)} layers with {of.chosen} keys"
+            )
+        if (column[max(1, num_known) :] >= at[max(1, num_known) :]).any():
+            raise ValueError("the keys of a completion's tokens are not all before them")
 
 
 def _rows(field: Any, of: RoutedExperts, count: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.arch.hf_config import text_part
 from megarl.arch.layout import Layout
 from megarl.arch.megatron_fields import OVERRIDES
-from megarl.arch.routed_experts import RoutedExperts
+from megarl.arch.routed_experts import IndexedKeys, RoutedExperts
 from megarl.config import Config, layout_of, used_roles
 from megarl.config.placement import joins_servers, servers_map_memory, serves_beside_actor
 from megarl.config.validate.models import MINI_PLACE, config_of_folder, missing_folder, model_numbers, more_than_text
@@ -24,7 +24,7 @@ from megarl.group import Group, GroupSettings
 from megarl.machines.nodes import Nodes
 from megarl.metrics.trackers.console import warn
 from megarl.processes import watchdog
-from megarl.rollout.engine_columns import EngineRoutes, EngineSupport
+from megarl.rollout.engine_columns import EngineKeys, EngineRoutes, EngineSupport
 from megarl.rollout.wire_columns import EngineColumn
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import VARIABLES
@@ -214,7 +214,10 @@ def engine_columns(config: Config) -> tuple[EngineColumn, ...]:
         of = RoutedExperts.of(hf)
         if of is None:
             raise ValueError(f"actor.router_replay=rollout: the model in {folder} has no experts; expected off")
-        columns.append(EngineRoutes(of, (rollout.temperature, rollout.top_p, rollout.top_k)))
+        sampling = (rollout.temperature, rollout.top_p, rollout.top_k)
+        columns.append(EngineRoutes(of, sampling))
+        if keys := IndexedKeys.of(hf):
+            columns.append(EngineKeys(keys, sampling))
     return tuple(columns)
 
 

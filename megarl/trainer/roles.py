@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.algo.finite import BadNumber
-from megarl.arch.routed_experts import ROUTED_EXPERTS
-from megarl.config import Config
+from megarl.arch.routed_experts import INDEXED_KEYS, ROUTED_EXPERTS
+from megarl.config import Config, model_config
 from megarl.config.validate.rewards import names_of
 from megarl.group import Group
 from megarl.metrics.computing.timer import Timer
@@ -85,13 +85,16 @@ def make_roles(
     """Roles without weights; `group_of` returns the ranks for the configuration of a role."""
     temperature, shares = config.rollout.temperature, config.trainer.share_prefixes
     support = names_in_batch(SUPPORT) if config.narrows_sampling else ()
-    experts = (ROUTED_EXPERTS,) if config.actor.router_replay != "off" else ()
+    replay = config.actor.router_replay
+    experts = (ROUTED_EXPERTS,) if replay != "off" else ()
+    has_indexers = model_config(config, "actor").get("index_topk") is not None
+    keys = (INDEXED_KEYS,) if replay == "rollout" and has_indexers else ()
     actor = Actor(
         "actor",
         group_of(config.actor),
         Packing(config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu, shares),
         temperature,
-        inputs=(*support, *experts),
+        inputs=(*support, *experts, *keys),
         update_settings=algorithm.actor,
     )
     critic = None

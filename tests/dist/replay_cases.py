@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
-from megarl.arch.routed_experts import ROUTED_EXPERTS, RoutedExperts
+from megarl.arch.routed_experts import REPLAYED, ROUTED_EXPERTS, RoutedExperts
 from megarl.data.packing import plan
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import build_model
@@ -76,7 +76,7 @@ def _run(folder: str, case: Replayed, batch: Batch | None) -> dict[str, Any]:
         model = wrap_for_training(model, case.layout, engine)
         batch = make_batch(hf) if batch is None else batch
         part = plan(batch.lengths.tolist(), where.num_replicas, max_tokens=case.max_tokens)[where.replica]
-        names = ("weight", ROUTED_EXPERTS) if case.given else ("weight",)
+        names = ("weight", *(name for name in REPLAYED if name in batch.columns)) if case.given else ("weight",)
         micros = micro_batches(batch.select(part.indices).keep_columns(*names), part.micro_sizes)
         outputs = Outputs(case.layout, hf["vocab_size"], TEMPERATURE)
         columns = forward_only(model, micros, outputs, device, notes_experts=not case.given)

@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 import torch
 from hf_engine import body, running
-from tiny_models import write_model
+from tiny_models import LACKING, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megarl.arch.routed_experts import RoutedExperts
+from megarl.arch.model_types import SPARSE_LATENT
+from megarl.arch.routed_experts import IndexedKeys, RoutedExperts
 from megarl.hf_server.calls import read_call
 from megarl.hf_server.model import HFModel
 from megarl.hf_server.scheduler import HFEngine
-from megarl.rollout.engine_columns import EngineRoutes
+from megarl.rollout.engine_columns import EngineKeys, EngineRoutes
 from megarl.rollout.protocol import parse_replies
 from megarl.samples.sample import Completion
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "gpt_oss")
+INDEXED = [family for family in SPARSE_LATENT if family not in LACKING]
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "minimax_m2", "gpt_oss", *INDEXED)
 PROMPT = [7, 8, 9, 10, 11]
 
 
@@ -93,6 +95,27 @@ def test_every_token_has_the_experts_of_a_pass_over_the_whole_sequence(folders: 
                 assert completion.columns["routed_experts"].dtype == np.uint8
                 expected = chosen_by(reference, [*prompt, *completion.token_ids])
                 assert np.array_equal(reported(completion), expected[:-1])
+
+
+@pytest.mark.parametrize("family", INDEXED)
+def test_every_token_has_the_keys_of_a_pass_over_the_whole_sequence(folders: dict[str, str], family: str) -> None:
+    model, reference = HFModel(folders[family], torch.float32, returns_routes=True), reference_of(folders[family])
+    keys, noted = IndexedKeys.of(model.config.to_dict()), list[torch.Tensor]()
+    assert keys is not None and keys.chosen == 4
+    assert keys.layers == ((0, 1, 3) if family == "glm_moe_dsa" else (0, 1, 2, 3))
+    asked = wanting(max_new_tokens=6, sampling_seed=4) | {"return_indexer_topk": True}
+    with running(model) as (_, answer):
+        (reply,) = answer([asked])
+    columns = [EngineRoutes(RoutedExperts.of(model.config.to_dict())), EngineKeys(keys)]
+    completion = parse_replies(reply, 1, num_asked=len(PROMPT), columns=columns)[0].completion
+    for layer in reference.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.register_forward_hook(lambda *call: noted.append(call[2][0]))
+    with torch.no_grad():
+        reference(input_ids=torch.tensor([[*PROMPT, *completion.token_ids]]), use_cache=False)
+    expected = torch.stack(noted, dim=1).sort(-1).values[4:-1]  # those before have fewer tokens than are chosen
+    found = torch.from_numpy(completion.columns["indexed_keys"].astype(np.int64)).sort(-1).values
+    assert torch.equal(found[5:], expected.long())
 
 
 def test_only_those_behind_what_the_caller_knows_are_sent(folders: dict[str, str]) -> None:

@@ -215,7 +215,10 @@ class Actor(Learner):
         False, "multiply the KL term by the importance ratio, which makes it unbiased off-policy", KL_LOSS, RL
     )
     router_replay: str = key(
-        "off", "experts are those of the server, or of the pass of old log-probs", Choices(names.ROUTER_REPLAYS), RL
+        "off",
+        "experts (and keys of indexers) are the server's, or experts of the pass of old log-probs",
+        Choices(names.ROUTER_REPLAYS),
+        RL,
     )
     lora: Lora = key(Lora, "adapters")
 

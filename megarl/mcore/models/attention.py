@@ -6,7 +6,7 @@ supports both, and windows in some layers and attention sinks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +103,9 @@ class PackedParams(PackedSeqParams):
 
     pad: PadPlan | None = None
     tree: TreePlan | FlexPlan | None = None  # of a row in which common prefixes stand once
+    # By the number of a layer, from 1: the keys that are given in place of its indexer's choice, as places in the whole
+    # row, -1 for none: [this rank's tokens, keys of a token] int32 in host memory.
+    keys: dict[int, Tensor] = field(default_factory=dict)
 
 
 class SDPAttention(MegatronModule):

@@ -53,6 +53,26 @@ class Indexer(dsa.DSAIndexer):
         self.requires_grad_(False)
 
 
+class GivenKeys(dsa.DSAttention):
+    """Megatron's attention over chosen keys, for which those of `PackedParams.keys` take the place of the indexer's
+    choice, as the choice of another layer does in a layer without an indexer."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        if self.indexer is None or (given := packed_seq_params.keys.get(self.layer_number)) is None:
+            output: Tensor = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+            return output
+        held = self._get_index_share_topk_holder(packed_seq_params)
+        held[self.layer_number] = given.to(args[0].device).long()[None]
+        shares, self.index_share, self.skip_topk = self.index_share, True, True
+        try:
+            output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            self.index_share, self.skip_topk = shares, False
+        if not shares:
+            del held[self.layer_number]
+        return output
+
+
 class SparseLatentAttention(AbsorbedMLASelfAttention):
     """Megatron's, with the norms of the model's own code, and the gradient of the keys' rotary part as in
     `LatentAttention`."""
@@ -79,7 +99,7 @@ def sparse_layer(config: TransformerConfig, number: int) -> ModuleSpec:
             linear_q_up_proj=columns,
             linear_kv_down_proj=columns,
             linear_kv_up_proj=columns,
-            core_attention=ModuleSpec(module=dsa.DSAttention, submodules=keys),
+            core_attention=ModuleSpec(module=GivenKeys, submodules=keys),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=norm,
             kv_layernorm=norm,

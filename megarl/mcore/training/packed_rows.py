@@ -44,6 +44,8 @@ class PackedRow:
     positions: Tensor  # [1, T/cp] int64, within each sequence
     labels: Tensor  # [T/cp] int64, the token that follows each
     targets: Tensor  # [T/cp] int64 in host memory: the index in the batch of what each place predicts; -1: of none
+    inside: Tensor  # [T/cp] int64 in host memory: the place of each token in its sequence
+    starts: Tensor  # [T/cp] the same: where its sequence begins in the whole row
     support: Support | None  # of `labels`, in host memory, if the batch knows it
     packed: PackedParams
     predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
@@ -111,6 +113,7 @@ def make_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: C
         sources=sources,
         targets=following[sources],
         positions=positions[own],
+        starts=own - positions[own],
         ends=ends,
         longest=max(padded),
         pad=pad_plan(padded) if layout.cp == 1 else None,
@@ -134,6 +137,7 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device, colu
         sources=F.pad(tree.sources, (0, padding), value=-1),
         targets=F.pad(tree.targets, (0, padding), value=-1),
         positions=F.pad(torch.from_numpy(tree.place_positions), (0, padding)),
+        starts=torch.zeros(tree.num_places + padding, dtype=torch.int64),
         ends=torch.tensor([tree.num_places + padding]),
         longest=plan.longest,
         pad=None,
@@ -152,6 +156,7 @@ class _Places:
     sources: Tensor  # [T/cp] of this rank's places: the index in the batch of each one's token; -1: padding
     targets: Tensor  # [T/cp]
     positions: Tensor  # [T/cp]
+    starts: Tensor  # [T/cp]
     ends: Tensor  # [sequences] of the whole row
     longest: int  # sequence
     pad: PadPlan | None  # of attention, as PackedParams has them
@@ -194,6 +199,8 @@ def _row(micro: MicroBatch, device: torch.device, columns: Columns, places: _Pla
     return PackedRow(
         **there,
         targets=places.targets,
+        inside=places.positions,
+        starts=places.starts,
         support=Support.of(batch, places.targets),
         packed=packed,
         num_tokens=batch.num_tokens,

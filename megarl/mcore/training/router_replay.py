@@ -5,9 +5,10 @@ of these tokens then differ far more than by rounding.  "rollout" replays what t
 arXiv 2510.11370), "old" what the pass of the old log-probs chose (Zheng et al. 2025, arXiv 2507.18071, section 5.3).
 Given are only the experts: their weights are the router's own scores, so it has a gradient, as in Megatron's replay.
 
-What is given is the column of `megarl.arch.routed_experts`.  The tokens of a rank are those of its row's slice, with
-sequence parallelism its part of them; the layers are those of the chunk that runs.  Each row's last token, padding and
-dummies predict nothing: they go to the first experts.
+What is given is the column of `megarl.arch.routed_experts`, and with "rollout" that of the keys too, if the model has
+indexers, for whose scores the same is true.  The tokens of a rank are those of its row's slice, with sequence
+parallelism its part of them; the layers are those of the chunk that runs.  Each row's last token, padding and dummies
+predict nothing: they go to the first experts.
 Megatron's losses for balanced routers, which no family here has, would still count the experts of the router's choice.
 """
 
@@ -24,7 +25,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megarl.arch.routed_experts import ROUTED_EXPERTS
+from megarl.arch.routed_experts import INDEXED_KEYS, ROUTED_EXPERTS
 from megarl.mcore.models.layers import layers_with_experts
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.packed_rows import PackedRow, on_device
@@ -104,6 +105,8 @@ class Routing:
         self._rows = rows
         self._notes = notes
         self._routers = {id(chunk): list(_replays_of(chunk)) for chunk in model}
+        gives_keys = INDEXED_KEYS in micros[0].batch.columns
+        self._indexers = {id(chunk): _indexers_of(chunk) if gives_keys else [] for chunk in model}
         self._gives = not notes and ROUTED_EXPERTS in micros[0].batch.columns
         self._chosen: list[dict[int, Tensor]] = [{} for _ in micros]  # of each micro-batch, by layer, on the CPU
         for replay in (replay for replays in self._routers.values() for replay in replays):
@@ -116,6 +119,8 @@ class Routing:
         given = self._given(index, [replay.layer for replay in replays]) if self._gives and replays else None
         for place, replay in enumerate(replays):
             replay.given = None if given is None else given[:, place]
+        if indexers := self._indexers[id(chunk)]:
+            self._rows[index].packed.keys.update(self._keys(index, indexers))
         yield
         noted = {replay.layer: replay.chosen.to(self._narrow) for replay in replays if replay.chosen is not None}
         if noted:  # to the CPU in one copy: a device has room for those of the rows under way, not of a whole batch
@@ -137,6 +142,17 @@ class Routing:
         unknown = (row.targets < 0) | micro.is_dummy
         experts[unknown] = torch.arange(experts.size(2), dtype=self._narrow)
         return on_device([self._own_part(experts)], row.tokens.device)[0]
+
+    def _keys(self, index: int, indexers: list[tuple[int, int]]) -> dict[int, Tensor]:
+        """As PackedParams has them: of a token with fewer tokens before it than are chosen all, and of one whose next
+        token is none the first ones."""
+        micro, row = self._micros[index], self._rows[index]
+        places = [place for _, place in indexers]
+        keys = row.slice(micro.batch.columns[INDEXED_KEYS][:, places]).to(torch.int32)  # [tokens, layers, keys]
+        num_keys, inside = keys.size(2), row.inside[:, None, None]
+        keys[(row.targets < 0) | micro.is_dummy | (row.inside < num_keys)] = torch.arange(num_keys, dtype=torch.int32)
+        keys = torch.where(keys > inside, -1, keys + row.starts.int()[:, None, None])
+        return {layer: keys[:, at] for at, (layer, _) in enumerate(indexers)}
 
     def _own_part(self, of_slice: Tensor) -> Tensor:
         """Of the entries of a context-parallel slice those that come to the routers of this rank."""
@@ -163,6 +179,14 @@ class Routing:
         for group in (ps.get_tensor_and_context_parallel_group(), ps.get_pipeline_model_parallel_group()):
             dist.all_reduce(column.view(torch.uint8), group=group)
         return column.cpu() if narrow is torch.uint8 else column.cpu().view(torch.uint16)
+
+
+def _indexers_of(chunk: nn.Module) -> list[tuple[int, int]]:
+    """(number of the layer, from 1, its place among the layers with indexers of the whole model) in this chunk."""
+    config: Any = unwrap(chunk).config
+    offset, every = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+    own = [module.layer_number for module in chunk.modules() if isinstance(getattr(module, "indexer", None), nn.Module)]
+    return [(layer, sum(n <= offset or (n - offset) % every == 0 for n in range(1, layer))) for layer in own]
 
 
 def _replays_of(chunk: nn.Module) -> Iterator[RouterReplay]:

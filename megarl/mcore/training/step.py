@@ -24,7 +24,7 @@ from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.spikes import Limits
 from megarl.arch.layout import Layout
-from megarl.arch.routed_experts import ROUTED_EXPERTS
+from megarl.arch.routed_experts import REPLAYED, ROUTED_EXPERTS
 from megarl.mcore.logprobs.divergence import TeacherStates, divergence_of_chunks
 from megarl.mcore.logprobs.fused import ReferenceStates, job_of, keep_hidden, token_columns
 from megarl.mcore.logprobs.top_k import log_probs_of_ids, top_k_of_chunks
@@ -46,7 +46,7 @@ HIDDEN = "hidden_states"  # the column [N, H] from which a head computes the log
 TOP_K = ("top_ids", "top_log_probs")  # the columns [N, K] of the most likely tokens
 TEACHER = "teacher"  # the column of a batch that says which teacher's TEACHER_HIDDEN is: see TeacherStates
 # Columns that the model's side of a step reads, and no loss.
-MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, ROUTED_EXPERTS, *names_in_batch(SUPPORT))
+MODEL_INPUTS = (TEACHER_HIDDEN, TEACHER_IDS, *REPLAYED, *names_in_batch(SUPPORT))
 
 
 @dataclass(frozen=True)
