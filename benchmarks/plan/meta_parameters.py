@@ -19,13 +19,13 @@ from megatron.core.tensor_parallel import layers
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.arch.count import Parameters
 from megarl.arch.hf_config import completed
 from megarl.arch.layout import Layout
 from megarl.arch.settings.hf import HFConfig
 from megarl.mcore import cpu
 from megarl.mcore.models.model import make_chunks
 from megarl.mcore.setup import destroy_groups, make_groups
+from megarl.weights.count import Parameters
 
 
 class _NoDevice(TorchFunctionMode):

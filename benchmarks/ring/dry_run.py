@@ -11,11 +11,11 @@ from typing import Any
 from benchmarks.common.page import terminal
 from benchmarks.plan.meta_parameters import built
 from benchmarks.ring.job import Ring, gpu_of
-from megarl.arch.count import of_stage
 from megarl.commands.plan.show import as_json, show
 from megarl.plan.from_config import job_of
 from megarl.plan.job import Role
 from megarl.plan.predict import predict
+from megarl.weights.count import of_stage
 
 LAST = ("step_s", "tokens_per_s_per_gpu", "mfu", "bubble", "push_s")  # of the line of JSON
 

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from megarl.arch.count import whole
 from megarl.arch.hf_config import config_of
 from megarl.arch.layout import RANDOM_WEIGHTS
+from megarl.weights.count import whole
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",

@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.arch.count import forward_flops, shape_of
 from megarl.config import Config
+from megarl.weights.count import forward_flops, shape_of
 
 STAGES = ("gen", "batch", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights",
           "turn", "log", "save_checkpoint")  # fmt: skip

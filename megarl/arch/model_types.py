@@ -15,17 +15,29 @@ MISSING = {
 }
 
 
-def checked(model_type: object, families: Collection[str]) -> str:
-    """The model_type; ValueError of one sentence if it is none of `families`, or needs a newer Megatron-Core."""
+def known(model_type: object, families: Collection[str]) -> str:
+    """The model_type; ValueError of one sentence if it is none of `families`."""
     said = f"config.json: model_type {model_type!r}"
     if (missing := MISSING.get(str(model_type))) is not None:
         raise ValueError(f"{said} is not supported: {missing}")
     if model_type not in families:
         raise ValueError(f"{said} is not supported; expected one of {sorted(families)}")
-    if model_type in OF_0_19 and (installed := version("megatron-core")) < "0.19":
-        raise ValueError(
-            f"{said} needs Megatron-Core 0.19.2, which wants Python 3.12, and Python {sys.version_info.major}."
-            f"{sys.version_info.minor} has {installed}; expected an environment made by `PYTHON=python3.12 bash "
-            "launch/environment.sh`"
-        )
     return str(model_type)
+
+
+def checked(model_type: object, families: Collection[str]) -> str:
+    """As `known`; also if it needs a newer Megatron-Core than the one that is installed."""
+    if lacking := needs_newer(known(model_type, families)):
+        raise ValueError(f"config.json: {lacking}")
+    return str(model_type)
+
+
+def needs_newer(model_type: str) -> str:
+    """A sentence if a model of this type can be planned but not trained in this environment, else ""."""
+    if model_type not in OF_0_19 or (installed := version("megatron-core")) >= "0.19":
+        return ""
+    return (
+        f"model_type {model_type!r} needs Megatron-Core 0.19.2, which wants Python 3.12, and Python "
+        f"{sys.version_info.major}.{sys.version_info.minor} has {installed}; expected an environment made by "
+        "`PYTHON=python3.12 bash launch/environment.sh`"
+    )

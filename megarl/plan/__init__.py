@@ -1,8 +1,8 @@
 """The planner: predicts parameters, memory and time of every kind of rank without a GPU.
 
     a run        job.py has all input numbers, arch/gpus.py the data sheets; from_config.py reads them from a Config
-    a model      arch/count.py computes parameters and FLOPs from a config.json, adapters.py those of LoRA; tests
-                 compare the parameters with Megatron's modules
+    a model      weights/count.py sums parameters over the table of weights, and FLOPs over arch/layers.py, which
+                 has the facts of a config.json; adapters.py has LoRA; tests compare with Megatron's modules
     memory       memory.py has the rule for one role; gpu_budget.py combines roles, servers, pushes and checkpoint
                  saves on a GPU, host.py what a machine holds
     time         data sheets give upper limits, constants.py the shares that are reached: training.py for the trainer,

@@ -9,18 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from megarl.arch.count import (
-    HFConfig,
-    Parameters,
-    attention_size,
-    expert_size,
-    kinds_of_stage,
-    num_experts,
-    of_stage,
-)
+from megarl.arch.layers import HFConfig
 from megarl.arch.layout import Layout
-from megarl.arch.projections import chosen, projections_of
+from megarl.arch.projections import LINEARS, chosen, projections_of
 from megarl.plan.job import Job, Role
+from megarl.weights.count import Kind, Parameters, kinds_of_stage, of_stage
+from megarl.weights.mapping.names import Rename
 
 LATENTS = {"q_a_proj", "kv_a_proj_with_mqa"}
 STACKED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, LATENTS)  # each one matrix of SGLang
@@ -45,12 +39,10 @@ def of_adapters(hf: HFConfig, layout: Layout, stage: int, rank: int, targets: tu
     """Parameters of the adapters on each rank of a pipeline stage."""
     wanted = chosen(targets, projections_of(hf))
     dense = experts = 0
-    for sparse, count in kinds_of_stage(hf, layout, stage).items():
-        parts = _attention(hf) | _feed_forward(hf, _dense_width(hf, sparse))
-        dense += count * rank * _numbers(parts, wanted, layout.tp)
-        if sparse:
-            local = (num_experts(hf) or 0) // layout.ep
-            experts += count * local * rank * _numbers(_feed_forward(hf, expert_size(hf)), wanted, layout.expert_tp)
+    for kind, count in kinds_of_stage(hf, layout, stage).items():
+        dense += count * rank * _numbers(_matrices(kind, ".self_attention.") | _shared(kind), wanted, layout.tp)
+        local = kind.layer.experts.count // layout.ep if kind.layer.experts else 0
+        experts += count * local * rank * _numbers(_of_expert(kind), wanted, layout.expert_tp)
     return Parameters(dense, experts)
 
 
@@ -61,15 +53,15 @@ def of_server(job: Job) -> int:
     """
     hf, wanted = job.actor.hf, set(chosen(job.actor.lora_targets, projections_of(job.actor.hf)))
     wanted |= {part for parts in STACKED if wanted & parts for part in parts}
-    attention, layers = _attention(hf), hf["num_hidden_layers"]
-    total = layers * _numbers(attention, wanted - LATENTS, job.server_gpus // job.attention_dp)
-    total += layers * _numbers(attention, wanted & LATENTS, 1)
-    for sparse, count in kinds_of_stage(hf, Layout(), 0).items():
-        total += count * _numbers(_feed_forward(hf, _dense_width(hf, sparse)), wanted, job.server_gpus)
-    local, cut = (num_experts(hf) or 0) // job.server_ep, job.server_gpus // job.server_ep
-    if local:
-        total += layers * local * _numbers(_feed_forward(hf, expert_size(hf)), wanted, cut)
-    return job.actor.lora_rank * total
+    total = most = 0
+    for kind, count in kinds_of_stage(hf, Layout(), 0).items():
+        attention = _matrices(kind, ".self_attention.")
+        total += count * _numbers(attention, wanted - LATENTS, job.server_gpus // job.attention_dp)
+        total += count * _numbers(attention, wanted & LATENTS, 1)
+        total += count * _numbers(_shared(kind), wanted, job.server_gpus)
+        local = kind.layer.experts.count // job.server_ep if kind.layer.experts else 0
+        most = max(most, local * _numbers(_of_expert(kind), wanted, job.server_gpus // job.server_ep))
+    return job.actor.lora_rank * (total + hf["num_hidden_layers"] * most)
 
 
 def _numbers(matrices: Mapping[str, Matrix], wanted: Collection[str], ranks: int) -> int:
@@ -82,38 +74,21 @@ def _numbers(matrices: Mapping[str, Matrix], wanted: Collection[str], ranks: int
     return total
 
 
-def _dense_width(hf: HFConfig, sparse: bool) -> int:
-    """Of the feed-forward that is no routed expert: a dense layer's, or that of the shared experts (0: none)."""
-    return expert_size(hf) * (hf.get("n_shared_experts") or 0) if sparse else hf["intermediate_size"]
+def _matrices(kind: Kind, module: str, *, of_expert: bool = False) -> dict[str, Matrix]:
+    """The projections under a module of a layer."""
+    found = {}
+    for op in kind.ops:
+        if module in op.param and op.param.endswith(".weight") and (op.expert is not None) is of_expert:
+            names = LINEARS.get(op.param.split(".")[-2], ())
+            for name, (rows, columns) in zip(names, op.hf_shapes.values(), strict=False):
+                found[name] = Matrix(rows, columns, isinstance(op, Rename) and op.dim == 1)
+    return found
 
 
-def _feed_forward(hf: HFConfig, width: int) -> dict[str, Matrix]:
-    hidden = hf["hidden_size"]
-    if not width:
-        return {}
-    up = Matrix(width, hidden)
-    return {"gate_proj": up, "up_proj": up, "down_proj": Matrix(hidden, width, by_columns=True)}
+def _shared(kind: Kind) -> dict[str, Matrix]:
+    """Those of the feed-forward that is no routed expert: a dense layer's, or that of the shared experts."""
+    return _matrices(kind, ".mlp.")
 
 
-def _attention(hf: HFConfig) -> dict[str, Matrix]:
-    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
-    if "kv_lora_rank" not in hf:
-        size = attention_size(hf)
-        key = Matrix((hf.get("num_key_value_heads") or heads) * size, hidden)
-        return {
-            "q_proj": Matrix(heads * size, hidden),
-            "k_proj": key,
-            "v_proj": key,
-            "o_proj": Matrix(hidden, heads * size, by_columns=True),
-        }
-    plain, rope, value = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["v_head_dim"]
-    latent, q_latent = hf["kv_lora_rank"], hf.get("q_lora_rank") or hidden
-    queries = heads * (plain + rope)
-    return {
-        "q_proj": Matrix(queries, hidden),
-        "q_a_proj": Matrix(q_latent, hidden),
-        "q_b_proj": Matrix(queries, q_latent),
-        "kv_a_proj_with_mqa": Matrix(latent + rope, hidden),
-        "kv_b_proj": Matrix(heads * (plain + value), latent),
-        "o_proj": Matrix(hidden, heads * value, by_columns=True),
-    }
+def _of_expert(kind: Kind) -> dict[str, Matrix]:
+    return _matrices(kind, ".mlp.", of_expert=True)

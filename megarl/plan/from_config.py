@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.arch.buckets import bucket_bytes_of
-from megarl.arch.count import check, whole
 from megarl.arch.gpus import Gpu
 from megarl.arch.layout import can_share_prefixes, shares_prefixes
 from megarl.arch.megatron_fields import RECOMPUTED
@@ -20,6 +19,7 @@ from megarl.config import Config, layout_of, model_config
 from megarl.config.old_log_probs import pass_share
 from megarl.config.validate.models import group_of, model_of
 from megarl.plan.job import Job, Role
+from megarl.weights.count import check, whole
 
 MEMORY_FRACTION = 0.85  # approximately SGLang's default
 # Assumed mean lengths of prompts and completions, as shares of their limits, if the user gives none.

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from megarl.arch.count import kinds_of_stage, num_experts, of_stage, whole
-from megarl.arch.layout import padded_vocab_size
+from megarl.arch.layout import numbers_of, padded_vocab_size
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import (
     RESERVE_BYTES,
@@ -22,6 +21,7 @@ from megarl.plan.memory import (
     push_bucket_bytes,
 )
 from megarl.plan.serving import Server
+from megarl.weights.count import kinds_of_stage, of_stage, whole
 
 CHUNK_NUMBERS = 2**26  # logits in memory at the same time (megarl/mcore/logprobs/fused.py)
 CHUNK_IDS = 2**22  # ids of a chunk's tokens (the same file)
@@ -130,7 +130,7 @@ def _support_bytes(job: Job, role: Role) -> int:
 
 
 def _communicators(role: Role) -> int:
-    return communicator_bytes(role.layout, role.num_ranks, has_experts=bool(num_experts(role.hf)))
+    return communicator_bytes(role.layout, role.num_ranks, has_experts=bool(numbers_of(role.hf).num_experts))
 
 
 def _start(job: Job, role: Role) -> GpuBudget:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout
 from megarl.arch.routed_experts import RoutedExperts
 from megarl.plan.adapters import of_adapters
@@ -16,6 +15,7 @@ from megarl.plan.gpu_budget import ID_BYTES, GpuBudget, fullest, summed
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import MOMENTS
 from megarl.plan.serving import Server
+from megarl.weights.count import whole
 
 COPIES = 4  # of a batch in training at most: its samples, the whole, an optimizer step's part, and its messages
 STEP_COPIES = 3  # of an optimizer step in the driver: the whole, its parts for the replicas, and their messages

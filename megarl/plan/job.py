@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.arch.count import HFConfig
 from megarl.arch.gpus import Gpu
+from megarl.arch.layers import HFConfig
 from megarl.arch.layout import Layout
 from megarl.arch.projections import ALL
 from megarl.plan.constants import CONSTANTS, Constants, Links

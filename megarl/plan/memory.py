@@ -35,22 +35,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megarl.arch.count import (
-    HFConfig,
-    Parameters,
-    attention_size,
-    expert_size,
-    has_head_norms,
-    kinds_of_stage,
-    largest_tensor,
-    num_experts,
-    of_layer,
-    of_stage,
-)
+from megarl.arch.layers import CHUNK, Attention, Experts, FeedForward, LatentAttention
 from megarl.arch.layout import Layout
 from megarl.plan.adapters import trained
 from megarl.plan.constants import CONSTANTS
 from megarl.plan.job import Role
+from megarl.weights.count import Kind, Parameters, kinds_of_stage, largest_tensor, of_stage
 
 RESERVE_BYTES = 8 * 10**9
 COMMUNICATOR_BYTES = 150 * 10**6
@@ -124,9 +114,8 @@ def part_of(parameters: Parameters, layout: Layout, num_ranks: int) -> int:
 
 def _gathered(role: Role, stage: int, parameters: Parameters) -> int:
     """Bytes that fsdp unshards temporarily: a layer, the prefetched next layer, and everything outside layers."""
-    hf, layout = role.hf, role.layout
-    kinds = kinds_of_stage(hf, layout, stage)
-    of_one = {kind: of_layer(hf, layout, sparse=kind).total for kind in kinds}
+    kinds = kinds_of_stage(role.hf, role.layout, stage)
+    of_one = {kind: kind.parameters(role.layout).total for kind in kinds}
     layer, outside = max(of_one.values()), parameters.total - sum(of_one[kind] * kinds[kind] for kind in kinds)
     return role.width * (2 * layer + outside) + (4 * max(layer, outside) if role.optimizer else 0)
 
@@ -150,15 +139,14 @@ def _activations(role: Role, stage: int) -> int:
     return int(role.width * tokens * (under_way * _micro_batches_under_way(layout, stage) + once))
 
 
-def _kept(role: Role, sparse: bool, again: Collection[str]) -> int:
+def _kept(role: Role, kind: Kind, again: Collection[str]) -> int:
+    hidden = role.hf["hidden_size"]
     if role.local:
-        return locally_kept(role.hf, role.layout, sparse, again)
-    return kept_numbers(role.hf, role.layout, sparse, CONSTANTS.expert_imbalance, again)
+        return locally_kept(kind, hidden, role.layout, again)
+    return kept_numbers(kind, hidden, role.layout, CONSTANTS.expert_imbalance, again)
 
 
-def kept_numbers(
-    hf: HFConfig, layout: Layout, sparse: bool, imbalance: float = 1.0, again: Collection[str] = ()
-) -> int:
+def kept_numbers(kind: Kind, hidden: int, layout: Layout, imbalance: float = 1.0, again: Collection[str] = ()) -> int:
     """Numbers that a layer of Transformer-Engine keeps per token: the operands of products, norms and attention.
 
     A gated feed-forward keeps 3 times its width: gate and up, which are one tensor, and their product, the input of the
@@ -168,58 +156,59 @@ def kept_numbers(
     imbalance: tokens of a rank's experts, relative to a uniform distribution.  again: modules that are computed again,
     by Megatron's names.  Of the core attention that saves nothing: its operands and its output are those of others.
     """
-    hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
-    inner = _attention_kept(hf) - (_heads_of_latents(hf) if "mla_up_proj" in again else 0)
-    if sparse and "moe" not in again:
-        chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
-        of_chosen = chosen * (2 * hidden + (2 if "moe_act" in again else 3) * expert_size(hf))
-        of_shared = 0 if "shared_experts" in again else 3 * expert_size(hf) * shared
-        inner += int(imbalance * of_chosen) + of_shared + (num_experts(hf) or 0)
-    elif not sparse and "mlp" not in again:
-        inner += 3 * hf["intermediate_size"]
+    inner, made = _mixer_kept(kind, again), kind.layer.feed_forward
+    if isinstance(made, Experts) and "moe" not in again:
+        of_chosen = made.chosen * (2 * hidden + (2 if "moe_act" in again else 3) * made.width)
+        of_shared = 0 if "shared_experts" in again else 3 * made.shared
+        inner += int(imbalance * of_chosen) + of_shared + made.count
+    elif isinstance(made, FeedForward) and "mlp" not in again:
+        inner += 3 * made.width
     norms = (2 if "layernorm" in again else 4) * hidden  # inputs, and outputs where these are not computed again
     return norms // split + inner // layout.tp
 
 
-def locally_kept(hf: HFConfig, layout: Layout, sparse: bool, again: Collection[str] = ()) -> int:
+def locally_kept(kind: Kind, hidden: int, layout: Layout, again: Collection[str] = ()) -> int:
     """The same of the local layers, counted tensor by tensor (test_measured_memory.py, test_saved_tensors.py).
 
     Latent attention was not measured; it is scaled like a standard layer, and its up projections save nothing when
     they are computed again: the local attention keeps copies of what they give.
     """
-    hidden = hf["hidden_size"]
     split = layout.tp if layout.sequence_parallel else 1
-    if "kv_lora_rank" in hf:
-        inner = 3 * _attention_kept(hf) // 2
-    else:
-        heads, size = hf["num_attention_heads"], attention_size(hf)
-        pairs = hf.get("num_key_value_heads") or heads
-        inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
-        inner += heads * size + heads + pairs if has_head_norms(hf) else 0
-    routing = 0
-    if sparse and "moe" not in again:
-        chosen, shared = hf["num_experts_per_tok"], hf.get("n_shared_experts") or 0
-        inner += chosen * (hidden + 4 * expert_size(hf))  # also before an expert's share is applied
-        inner += 0 if "shared_experts" in again else 3 * expert_size(hf) * shared
-        routing = 12 * (num_experts(hf) or 0)
-    elif not sparse and "mlp" not in again:
-        inner += 3 * hf["intermediate_size"]
+    inner, made, routing = _locally_kept_of_mixer(kind), kind.layer.feed_forward, 0
+    if isinstance(made, Experts) and "moe" not in again:
+        inner += made.chosen * (hidden + 4 * made.width)  # also before an expert's share is applied
+        inner += 0 if "shared_experts" in again else 3 * made.shared
+        routing = 12 * made.count
+    elif isinstance(made, FeedForward) and "mlp" not in again:
+        inner += 3 * made.width
     return 4 * hidden // split + 2 + inner // layout.tp + routing
 
 
-def _attention_kept(hf: HFConfig) -> int:
-    heads = hf["num_attention_heads"]
-    if "kv_lora_rank" in hf:
-        return _heads_of_latents(hf) + heads * hf["v_head_dim"] + hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
-    times = 3 if has_head_norms(hf) else 2  # norms of queries and keys also keep their inputs
-    return times * (heads + (hf.get("num_key_value_heads") or heads)) * attention_size(hf)
+def _mixer_kept(kind: Kind, again: Collection[str] = ()) -> int:
+    mixer = kind.layer.mixer
+    if isinstance(mixer, LatentAttention):
+        heads = 0 if "mla_up_proj" in again else mixer.heads * (2 * (mixer.plain + mixer.rope) + mixer.value)
+        return heads + mixer.heads * mixer.value + mixer.latent + (mixer.query_latent or 0)
+    if isinstance(mixer, Attention):
+        times = 3 if kind.norms_heads else 2  # norms of queries and keys also keep their inputs
+        gates = 2 if kind.gates_heads else 0  # a gate, and its product with the output
+        return (times * (mixer.heads + mixer.pairs) + gates * mixer.heads) * mixer.size
+    # The input projection's output; queries and keys divided by their lengths, and for each head of values again;
+    # the values, the solved triangle, four numbers of decay and strength; the output, its gate, and their product.
+    values = mixer.values * (2 * mixer.key + CHUNK + 4 + 4 * mixer.value)
+    return mixer.inputs + 2 * mixer.keys * mixer.key + values
 
 
-def _heads_of_latents(hf: HFConfig) -> int:
-    """Queries, keys and values that latent attention makes of its latents."""
-    size = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
-    return int(hf["num_attention_heads"] * (2 * size + hf["v_head_dim"]))
+def _locally_kept_of_mixer(kind: Kind) -> int:
+    mixer = kind.layer.mixer
+    if isinstance(mixer, LatentAttention):
+        return 3 * _mixer_kept(kind) // 2
+    if isinstance(mixer, Attention):
+        heads, pairs, size = mixer.heads, mixer.pairs, mixer.size
+        inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
+        return inner + (heads * size + heads + pairs if kind.norms_heads else 0)
+    return 2 * _mixer_kept(kind)
 
 
 def _micro_batches_under_way(layout: Layout, stage: int) -> float:

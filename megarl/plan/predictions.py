@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megarl.arch.count import FAMILIES
 from megarl.arch.gpus import GPUS, find
 from megarl.config import Config, model_config, used_roles
 from megarl.io.free_memory import free_bytes
@@ -13,6 +12,7 @@ from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import GpuBudget
 from megarl.plan.host import cpu_budget
 from megarl.plan.predict import step_time
+from megarl.weights.mapping.families import FAMILIES
 
 _MOST_LOST_S = 3600.0  # of work, before it is reported
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megarl.arch.count import whole
 from megarl.arch.gpus import GPUS
-from megarl.arch.model_types import OF_0_19
+from megarl.arch.model_types import needs_newer
 from megarl.config import Config, model_config, used_roles
 from megarl.config.validate.models import group_of, model_of
 from megarl.io.terminal import sentences
@@ -20,6 +19,7 @@ from megarl.plan.from_config import job_of, role_of
 from megarl.plan.gpu_budget import GpuBudget, equal_stages, gpu_budgets_of_trainer, local_totals
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES
+from megarl.weights.count import whole
 
 # table column -> the parts of a rank's memory that it shows
 COLUMNS = {
@@ -48,10 +48,9 @@ def report(config: Config, console: Console | None = None, command: str = "train
         line = f"{where}: its config.json is not on this machine; layout and memory were not planned"
         print_line(console, f"{line} (model=PRESET has the sizes of known models)")
         return
-    models = {str(model_config(config, name).get("model_type")) for name in names}
-    if unknown := sorted(models.intersection(OF_0_19)):
-        print_line(console, f"the planner does not know {unknown[0]} yet; layout and memory were not planned")
-        return
+    for kind in sorted({str(model_config(config, name).get("model_type")) for name in names}):
+        if newer := needs_newer(kind):
+            print_line(console, f"warning: training it: {newer}")
     roles = [role_of(config, name) for name in names]
     job = job_of(config, GPUS["h100"], command=command)
     console.print(_layouts(roles))

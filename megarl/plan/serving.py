@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gamma
 
-from megarl.arch.count import Shape, shape_of, whole
 from megarl.plan.adapters import of_server
 from megarl.plan.job import Job
 from megarl.plan.lengths import context_of_decoding, running, tail_of
+from megarl.weights.count import Shape, shape_of, whole
 
 POINTS = 12  # of the tail, at which the speed is computed
 
@@ -69,7 +69,7 @@ class Server:
     def weight_bytes(self) -> int:
         """Bytes of weights on each GPU."""
         job, shape = self.job, self.shape
-        attention, tables = shape.num_layers * shape.attention_params, shape.table_params
+        attention, tables = shape.mixer_params, shape.table_params
         rest = whole(job.actor.hf) - attention - tables
         of_group = self.weight_width * attention + self.job.actor.width * tables
         return (self.weight_width * rest + job.attention_dp * of_group) // job.server_gpus
@@ -82,8 +82,9 @@ class Server:
     @cached_property
     def token_bytes(self) -> float:
         """Bytes of a token in the KV cache of each GPU of its group: heads are sharded, as far as there are enough."""
-        shape = self.shape
-        return self.job.cache_width * shape.num_layers * shape.cache_size / min(self.group_gpus, shape.cache_parts)
+        mixers = [(kind.layer.mixer, count) for kind, count in self.shape.kinds.items()]
+        held = sum(count * mixer.cache_size / min(self.group_gpus, mixer.parts) for mixer, count in mixers)
+        return self.job.cache_width * held
 
     @cached_property
     def cache_bytes(self) -> int:
@@ -115,12 +116,11 @@ class Server:
 
     def _read(self, running: float) -> float:
         """Bytes of weights that a step reads: of experts only those chosen by a token."""
-        shape = self.shape
-        if not shape.num_sparse:
-            return self.weight_bytes
-        experts = shape.num_sparse * shape.expert_params * self.weight_width / self.job.server_gpus
-        chosen = 1 - (1 - shape.num_chosen / shape.num_experts) ** running
-        return self.weight_bytes - experts * (1 - chosen)
+        unread = 0.0
+        for kind, count in self.shape.kinds.items():
+            if experts := kind.layer.experts:
+                unread += count * kind.parameters().experts * (1 - experts.chosen / experts.count) ** running
+        return self.weight_bytes - unread * self.weight_width / self.job.server_gpus
 
     def _sent(self, running: float) -> float:
         """Seconds of two all-reduces over the server's GPUs in each layer.

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megarl.arch.count import Shape, forward_flops, kinds_of_stage, shape_of
+from megarl.arch.layers import Experts
 from megarl.plan.adapters import trained
 from megarl.plan.job import Job, Role
 from megarl.plan.lengths import context_of, prefix_group_of
 from megarl.plan.memory import MOMENTS, kept_numbers, part_of
+from megarl.weights.count import Kind, Shape, forward_flops, kinds_of_stage, shape_of
+
+UP = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")  # of latents: to queries, keys and values
 
 
 @dataclass(frozen=True)
@@ -193,51 +196,52 @@ class RoleOnGpus:
         """tokens: of the micro-batch, over all context-parallel ranks; context: sum(l^2)/sum(l) of its sequences."""
         layout = self.role.layout
         total = Pass()
-        for sparse, count in kinds_of_stage(self.role.hf, layout, stage).items():
-            total += self.layer(sparse, tokens, context).times(count)
+        for kind, count in kinds_of_stage(self.role.hf, layout, stage).items():
+            total += self.layer(kind, tokens, context).times(count)
         return total + self._head(tokens) if stage == layout.pp - 1 else total
 
-    def layer(self, sparse: bool, tokens: float, context: float) -> Pass:
-        """One layer, with experts or without."""
-        c, layout = self.job.constants, self.role.layout
+    def layer(self, kind: Kind, tokens: float, context: float) -> Pass:
+        """One layer.  Kernels of layers with a state are taken to reach as much as attention's: a guess."""
+        c, layout, mixer = self.job.constants, self.role.layout, kind.layer.mixer
         own = tokens / (layout.cp * layout.tp)  # a rank's share of the arithmetic
-        keys = own * self.shape.key_flops * context / 2 / (self.job.gpu.bf16_flops * c.attention)
-        keys *= 1 + c.ring_turn * (layout.cp - 1)
-        products = self._dense(own, self.shape.layer_params(sparse))
-        if sparse:
-            products += self._experts(own)
-        moved_s = self._moved(tokens, kept_numbers(self.role.hf, layout, sparse))
-        least = c.expert_layer_s if sparse else c.layer_s
-        forward = max(least, keys + products.forward + moved_s)
-        backward = max(2 * least, 2.5 * keys + products.backward + 2 * moved_s)
-        attention, feed_forward = self._sent(tokens, keys), self._passed(sparse, tokens)
+        of_keys = mixer.key_flops * context / 2 * (1 + c.ring_turn * (layout.cp - 1))
+        keys, mixed = (own * flops / (self.job.gpu.bf16_flops * c.attention) for flops in (of_keys, mixer.token_flops))
+        products = self._dense(own, kind.parameters().dense)
+        if kind.layer.experts:
+            products += self._experts(kind, own)
+        moved_s = self._moved(tokens, kept_numbers(kind, self.shape.hidden, layout))
+        least = c.expert_layer_s if kind.layer.experts else c.layer_s
+        forward = max(least, keys + mixed + products.forward + moved_s)
+        backward = max(2 * least, 2.5 * (keys + mixed) + products.backward + 2 * moved_s)
+        attention, feed_forward = self._sent(kind, tokens, keys), self._passed(kind.layer.experts, tokens)
         sent, sent_back = attention[0] + feed_forward[0], attention[1] + feed_forward[1]
         repeated, resent = 0.0, 0.0
         if self.role.recompute == "full":
             repeated, resent = forward, sent
         elif self.role.recompute == "selective":
-            repeated, resent = self._repeated(sparse, tokens, keys, set(self.role.recompute_modules or ("core_attn",)))
+            repeated, resent = self._repeated(kind, tokens, keys, set(self.role.recompute_modules or ("core_attn",)))
         return Pass(forward + sent, backward + sent_back + repeated + resent, sent + sent_back + resent)
 
-    def _repeated(self, sparse: bool, tokens: float, keys: float, modules: set[str]) -> tuple[float, float]:
+    def _repeated(self, kind: Kind, tokens: float, keys: float, modules: set[str]) -> tuple[float, float]:
         """Seconds to compute these modules of a layer once more, and the exposed communication of that.
 
         Communication is counted for `mlp` and `moe` alone.  Left out are the sends of a ring under context parallelism
         (`core_attn`), and under sequence parallelism the gathers before latents' up projections (`mla_up_proj`) and
         those around shared experts (`shared_experts`).
         """
-        hf, layout, shape = self.role.hf, self.role.layout, self.shape
+        layout, hidden, experts = self.role.layout, self.shape.hidden, kind.layer.experts
         own = tokens / (layout.cp * layout.tp)
-        moved = kept_numbers(hf, layout, sparse) - kept_numbers(hf, layout, sparse, again=modules)
+        moved = kept_numbers(kind, hidden, layout) - kept_numbers(kind, hidden, layout, again=modules)
         seconds = self._moved(tokens, moved) + (keys if "core_attn" in modules else 0.0)
         if "mla_up_proj" in modules:
-            seconds += self._dense(own, shape.up_params).forward
-        if sparse and "moe" in modules:
-            products, sent = self._dense(own, shape.shared_params) + self._experts(own), self._passed(sparse, tokens)[0]
-        elif sparse and "shared_experts" in modules:
-            products, sent = self._dense(own, shape.shared_params - shape.hidden * shape.num_experts), 0.0
-        elif not sparse and "mlp" in modules:
-            products, sent = self._dense(own, shape.dense_params), self._passed(sparse, tokens)[0]
+            seconds += self._dense(own, kind.of(*UP)).forward
+        if experts and "moe" in modules:
+            products = self._dense(own, kind.of("mlp")) + self._experts(kind, own)
+            sent = self._passed(experts, tokens)[0]
+        elif experts and "shared_experts" in modules:
+            products, sent = self._dense(own, kind.of("shared_experts")), 0.0
+        elif not experts and "mlp" in modules:
+            products, sent = self._dense(own, kind.of("mlp")), self._passed(None, tokens)[0]
         else:
             products, sent = Pass(), 0.0
         return seconds + products.forward, sent
@@ -250,10 +254,10 @@ class RoleOnGpus:
         """Matrix products of a rank's `own` tokens with these parameters of a layer, which are no experts'."""
         return self._products(2 * own * params / (self.peak * self.job.constants.matmul), params / self.role.layout.tp)
 
-    def _experts(self, own: float) -> Pass:
-        c, layout, shape = self.job.constants, self.role.layout, self.shape
-        seconds = 2 * own * shape.chosen_params * c.expert_imbalance / (self.peak * c.experts)
-        return self._products(seconds, shape.expert_params / (layout.ep * layout.expert_tp))
+    def _experts(self, kind: Kind, own: float) -> Pass:
+        c, layout = self.job.constants, self.role.layout
+        seconds = 2 * own * kind.chosen_params * c.expert_imbalance / (self.peak * c.experts)
+        return self._products(seconds, kind.parameters().experts / (layout.ep * layout.expert_tp))
 
     def _products(self, seconds: float, params: float) -> Pass:
         """Matrix products of `seconds` forward, or the time to read weights and accumulate gradients if longer."""
@@ -262,25 +266,25 @@ class RoleOnGpus:
         backward = forward + (params * 2 * 4 / self.bandwidth if learns else 0.0)
         return Pass(max(seconds, forward), max((2 if learns else 1) * seconds, backward))
 
-    def _sent(self, tokens: float, keys: float) -> tuple[float, float]:
+    def _sent(self, kind: Kind, tokens: float, keys: float) -> tuple[float, float]:
         """Exposed communication of attention, forward and backward.  keys: its seconds, which hide a ring's sends."""
         layout, links = self.role.layout, self.job.links
-        forward, backward = self._passed(False, tokens)
+        forward, backward = self._passed(None, tokens)
         if layout.cp > 1:
-            turn = tokens / layout.cp * self.shape.key_size / layout.tp * self.role.width
-            ring = links.hop(turn * (layout.cp - 1), layout.tp * (layout.cp - 1))
+            sent = tokens / layout.cp * kind.layer.mixer.sent(layout.cp) / layout.tp * self.role.width
+            ring = links.hop(sent, layout.tp * (layout.cp - 1))
             forward += max(0.0, ring - keys)
             backward += max(0.0, 2 * ring - 2.5 * keys)
         return forward, backward
 
-    def _passed(self, sparse: bool, tokens: float) -> tuple[float, float]:
-        """The same of a feed-forward, or of experts."""
+    def _passed(self, experts: Experts | None, tokens: float) -> tuple[float, float]:
+        """The same of a feed-forward (None), or of experts."""
         c, layout, links = self.job.constants, self.role.layout, self.job.links
         states = tokens / layout.cp * self.shape.hidden * self.role.width
-        if not sparse:  # as attention it gathers and scatters; the backward pass gathers the inputs again
+        if not experts:  # as attention it gathers and scatters; the backward pass gathers the inputs again
             one = links.ring(states, layout.tp) * c.tp_exposed
             return 2 * one, 3 * one
-        chosen = self.shape.num_chosen
+        chosen = experts.chosen
         own, once = states / layout.tp * c.expert_imbalance, self.job.dispatch == "once"
         there = links.exchange(own, layout.ep, layout.expert_tp, chosen, once=once) / c.all_to_all
         cut = links.ring(own * layout.expert_tp * chosen, layout.expert_tp) * c.tp_exposed

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from math import ceil
 
-from megarl.arch.count import num_experts, of_stage, sparse_layers, whole
 from megarl.arch.layout import Layout
 from megarl.plan.constants import Links
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import Memory
+from megarl.weights.count import kinds_of, of_stage, whole
 
 DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's format
 
@@ -55,9 +55,9 @@ def mapped_push(job: Job, num_bytes: int, gather_s: float) -> float:
 
 def tensors(job: Job) -> int:
     """Number of tensors, each with a fixed cost; in shards, the experts of a layer are sent stacked."""
-    sparse = sparse_layers(job.actor.hf)
-    experts = (num_experts(job.actor.hf) or 0) if _has_buckets(job) else 1
-    return len(sparse) * DENSE_TENSORS + sum(sparse) * experts * EXPERT_TENSORS
+    experts = [kind.layer.experts for kind in kinds_of(job.actor.hf)]
+    sent = sum(one.count if _has_buckets(job) else 1 for one in experts if one)
+    return len(experts) * DENSE_TENSORS + sent * EXPERT_TENSORS
 
 
 def _has_buckets(job: Job) -> bool:

@@ -3,9 +3,9 @@
 import pytest
 
 from megarl.arch import model_types
-from megarl.arch.count import check
 from megarl.arch.model_types import MISSING
 from megarl.mcore.models.families import FAMILIES, family_of
+from megarl.weights.count import check
 
 
 @pytest.mark.parametrize("model_type", MISSING)

@@ -12,9 +12,9 @@ from benchmarks.ring.job import make_ring, quickstart_numbers
 from benchmarks.ring.model import write_model
 from benchmarks.ring.report import Peak, between_steps, lost_share, shares_of_peak, stage_rows, tokens_per_second
 from benchmarks.ring.suite import suite
-from megarl.arch.count import forward_flops, shape_of
 from megarl.arch.layout import RANDOM_WEIGHTS
 from megarl.config import load_config, model_config
+from megarl.weights.count import forward_flops, shape_of
 from megarl.weights.hf.load import load_hf
 
 

@@ -21,6 +21,11 @@ HF = {
     "tie_word_embeddings": False,
 }
 MOE = HF | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+SHARED = (
+    HF
+    | {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2}
+    | {"moe_intermediate_size": 32}
+)
 
 # Nothing costs anything but what a test turns on.
 FREE = replace(

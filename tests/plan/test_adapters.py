@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from plan_jobs import HF, MOE, changed, job
 
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.arch.projections import ALL
 from megarl.mcore.models.lora import LoraSettings
@@ -15,6 +14,7 @@ from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
 from megarl.plan.memory import of_stage_bytes
 from megarl.plan.serving import Server
+from megarl.weights.count import whole
 from megarl.weights.hf.adapter import adapter_table
 from megarl.weights.mapping.names import ShardCoordinate
 

@@ -7,7 +7,6 @@ import pytest
 from config_helpers import DENSE, load
 from plan_jobs import GPU, HF, MOE, changed, job
 
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout
 from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import fullest, gpu_budgets, gpu_budgets_of_trainer
@@ -28,6 +27,7 @@ from megarl.plan.job import Role
 from megarl.plan.predict import predict
 from megarl.plan.serving import Server
 from megarl.samples.ragged import Ragged
+from megarl.weights.count import whole
 
 QWEN = f"{DENSE[:-1]},model_type:qwen3}}"
 CRITIC = Role("critic", HF, Layout(), 4, max_tokens=100, log_prob_tokens=100)

@@ -12,10 +12,10 @@ from spawn import Ranks, run_ranks
 from benchmarks.common.tensor_memory import TensorMemory
 from benchmarks.plan import bench_plan_memory
 from benchmarks.plan.memory_ranks import PARTS, Case, measure, predicted
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout
 from megarl.plan.job import Role
 from megarl.plan.memory import of_stage_bytes
+from megarl.weights.count import whole
 
 pytestmark = pytest.mark.dist
 

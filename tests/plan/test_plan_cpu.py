@@ -7,13 +7,13 @@ import psutil
 import pytest
 from plan_jobs import HF, job
 
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout
 from megarl.io import free_memory
 from megarl.io.free_memory import free_bytes
 from megarl.plan.gpu_budget import fullest
 from megarl.plan.host import NUM_PROCESSES, PROCESS_BYTES, cpu_budget
 from megarl.plan.job import Role
+from megarl.weights.count import whole
 
 MEGABYTE = 10**6
 

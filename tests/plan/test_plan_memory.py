@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from plan_jobs import HF, MOE, job
+from plan_jobs import HF, MOE, SHARED, job
 from preset_files import hf_of
 
-from megarl.arch.count import of_stage
 from megarl.arch.layout import Layout
 from megarl.plan.constants import CONSTANTS
 from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
 from megarl.plan.memory import kept_numbers, of_stage_bytes, push_bucket_bytes
+from megarl.weights.count import kinds_of, of_stage
 
 ROLE = Role("actor", HF, Layout(), num_ranks=8, max_tokens=100, log_prob_tokens=100)
 # of one token: four times the hidden state; queries, keys, values and what attention makes of them; gate, up, product
@@ -135,9 +135,9 @@ def test_so_many_numbers_are_kept_for_the_backward_pass(hf, layout, stage, chang
 def test_of_a_stage_with_two_kinds_of_layers_the_one_that_is_recomputed_counts_once() -> None:
     """Three dense layers keep more than 58 with experts do without them, and have nothing that is computed again."""
     hf = hf_of("deepseek_v3_671b")
-    dense = kept_numbers(hf, Layout(), False)
-    sparse = kept_numbers(hf, Layout(), True, CONSTANTS.expert_imbalance)
-    rest = kept_numbers(hf, Layout(), True, CONSTANTS.expert_imbalance, ("moe",))
+    dense = kept_numbers(kinds_of(hf)[0], 7168, Layout())
+    sparse = kept_numbers(kinds_of(hf)[-1], 7168, Layout(), CONSTANTS.expert_imbalance)
+    rest = kept_numbers(kinds_of(hf)[-1], 7168, Layout(), CONSTANTS.expert_imbalance, ("moe",))
     assert (dense, rest) == (167_936, 112_640) and sparse > dense
     numbers = 3 * dense + 58 * rest + sparse + (sparse - rest)
     memory = of_stage_bytes(replace(ROLE, recompute="selective", recompute_modules=("moe",), hf=hf), 0)
@@ -157,11 +157,12 @@ def test_a_push_holds_the_weights_of_both_the_largest_tensor_twice_and_two_bucke
 
 
 def test_of_experts_the_activation_and_those_that_all_tokens_share_are_computed_again_alone() -> None:
-    hf = MOE | {"n_shared_experts": 2}
-    whole = kept_numbers(hf, Layout(), True)
-    assert whole - kept_numbers(hf, Layout(), True, again=("moe_act",)) == 2 * 32
-    assert whole - kept_numbers(hf, Layout(), True, again=("shared_experts",)) == 2 * 3 * 32
-    assert whole - kept_numbers(hf, Layout(), True, again=("moe", "moe_act")) == 2 * (2 * 16 + 3 * 32) + 2 * 3 * 32 + 4
-    latent = hf_of("deepseek_v3_671b")
-    heads = kept_numbers(latent, Layout(), True) - kept_numbers(latent, Layout(), True, again=("mla_up_proj",))
+    (shared,) = set(kinds_of(SHARED))
+    whole, *rest = (
+        kept_numbers(shared, 16, Layout(), again=again)
+        for again in ((), ("moe_act",), ("shared_experts",), ("moe", "moe_act"))
+    )
+    assert [whole - one for one in rest] == [2 * 32, 2 * 3 * 32, 2 * (2 * 16 + 3 * 32) + 2 * 3 * 32 + 4]
+    latent = kinds_of(hf_of("deepseek_v3_671b"))[-1]
+    heads = kept_numbers(latent, 7168, Layout()) - kept_numbers(latent, 7168, Layout(), again=("mla_up_proj",))
     assert heads == 128 * (192 + 192 + 128), "queries, keys and values"

@@ -2,11 +2,18 @@
 
 import pytest
 import torch.distributed as dist
-from preset_files import MINIS, PUBLISHED, distinct_layouts, hf_of
+from preset_files import MINIS as ALL_MINIS
+from preset_files import PUBLISHED as ALL_PUBLISHED
+from preset_files import distinct_layouts, hf_of
+from tiny_models import LACKING
 
 from benchmarks.plan.meta_parameters import built
-from megarl.arch.count import layers_of_stage, of_stage, sparse_layers
 from megarl.arch.layout import Layout
+from megarl.weights.count import kinds_of_stage, of_stage
+
+MINIS, PUBLISHED = (
+    [name for name in names if hf_of(name)["model_type"] not in LACKING] for names in (ALL_MINIS, ALL_PUBLISHED)
+)
 
 
 def kinds_of_stages(hf, layout):
@@ -14,9 +21,7 @@ def kinds_of_stages(hf, layout):
     kinds = {}
     for stage in range(layout.pp):
         place = (stage == 0, stage == layout.pp - 1)
-        kinds.setdefault(
-            (place, tuple(sparse_layers(hf)[layer] for layer in layers_of_stage(hf, layout, stage))), stage
-        )
+        kinds.setdefault((place, tuple(kinds_of_stage(hf, layout, stage).items())), stage)
     return list(kinds.values())
 
 

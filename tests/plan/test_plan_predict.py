@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from plan_jobs import FREE, GPU, HF, job
 
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.plan.constants import CONSTANTS
 from megarl.plan.gpu_budget import gpu_budgets
@@ -15,6 +14,7 @@ from megarl.plan.predict import STAGES, predict, step_time
 from megarl.plan.serving import rollout, step_ahead
 from megarl.plan.training import training
 from megarl.plan.transfers import mapped_push
+from megarl.weights.count import whole
 
 LARGE = replace(GPU, memory_bytes=10**11)
 

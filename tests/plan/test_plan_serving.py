@@ -6,12 +6,12 @@ import pytest
 from plan_jobs import FREE, GPU, HF, MOE, changed, job
 from preset_files import hf_of
 
-from megarl.arch.count import shape_of, whole
 from megarl.arch.layout import Layout
 from megarl.plan import transfers
 from megarl.plan.gpu_budget import fullest
 from megarl.plan.lengths import context_of, running, tail_of
 from megarl.plan.serving import Server, rollout, step_ahead
+from megarl.weights.count import shape_of, whole
 
 TOKEN = 2 * 2 * 2 * 4 * 4  # bytes of a token in the cache: 2 bytes, keys and values, 2 heads of 4, 4 layers
 WEIGHTS = 2 * whole(HF)

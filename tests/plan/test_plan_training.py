@@ -4,15 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_jobs import FREE, GPU, HF, MOE, changed, job
+from plan_jobs import FREE, GPU, HF, MOE, SHARED, changed, job
 
-from megarl.arch.count import forward_flops, shape_of
+from megarl.arch.layers import layers_of
 from megarl.arch.layout import Layout
 from megarl.plan.constants import Links
 from megarl.plan.training import MicroBatches, RoleOnGpus, micro_batches, scoring, training
+from megarl.weights.count import forward_flops, kinds_of, shape_of
 
 LAYER = 16 * (4 + 2 * 2) * 4 + 16 * 16 + 3 * 16 * 32 + 2 * 16  # q, k and v; o; gate, up and down; two norms
 HEAD = 64 * 16
+LLAMA, MIXTRAL = (kinds_of(hf)[0] for hf in (HF, MOE))
 KEYS = 4 * 4 * 4  # operations for a key: 4 heads of 4 numbers, twice 2
 
 
@@ -24,7 +26,8 @@ def test_a_token_costs_two_operations_a_parameter_and_four_a_key():
 
 def test_of_experts_a_token_meets_the_chosen_ones():
     shape, expert = shape_of(MOE), 3 * 16 * 32
-    assert (shape.expert_params, shape.chosen_params) == (4 * expert, 2 * expert)
+    (kind,) = shape.kinds
+    assert (kind.parameters().experts, kind.chosen_params) == (4 * expert, 2 * expert)
     assert shape.active_params == 4 * (LAYER - expert + 16 * 4 + 2 * expert) + HEAD
 
 
@@ -33,12 +36,10 @@ def test_a_critic_has_no_vocabulary():
 
 
 def test_one_latent_serves_all_heads():
-    shape = shape_of(
-        {key: value for key, value in HF.items() if key != "num_key_value_heads"}
-        | {"kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    )
-    assert (shape.cache_size, shape.cache_parts) == (10, 1)
-    assert shape.key_flops == 2 * 4 * (6 + 4)
+    latent = {"kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    (layer,) = set(layers_of(HF | latent))
+    assert (layer.mixer.cache_size, layer.mixer.parts) == (10, 1)
+    assert layer.mixer.key_flops == 2 * 4 * (6 + 4)
 
 
 def test_a_ring_inside_a_machine_and_beyond():
@@ -65,16 +66,16 @@ def test_a_pass_is_products_keys_and_the_head():
 
 
 def test_a_layer_takes_at_least_its_launches_and_the_reading_of_its_weights():
-    slow = RoleOnGpus(job(constants=replace(FREE, layer_s=1.0)), job().actor).layer(False, 100, 100)
+    slow = RoleOnGpus(job(constants=replace(FREE, layer_s=1.0)), job().actor).layer(LLAMA, 100, 100)
     assert (slow.forward, slow.backward) == (1.0, 2.0)
-    few = RoleOnGpus(job(), job().actor).layer(False, 0, 0)
+    few = RoleOnGpus(job(), job().actor).layer(LLAMA, 0, 0)
     assert few.forward == pytest.approx(2 * LAYER / 1e9)
     assert few.backward == pytest.approx((2 + 8) * LAYER / 1e9)
 
 
 def test_layers_that_are_run_again_take_a_forward_pass_more():
     own, free = job(recompute="full"), replace(FREE, memory=1e9)
-    kept, again = (RoleOnGpus(replace(one, constants=free), one.actor).layer(False, 100, 100) for one in (job(), own))
+    kept, again = (RoleOnGpus(replace(one, constants=free), one.actor).layer(LLAMA, 100, 100) for one in (job(), own))
     assert again.backward == pytest.approx(kept.backward + kept.forward)
 
 
@@ -86,23 +87,23 @@ def test_layers_that_are_run_again_take_a_forward_pass_more():
         (HF, ("mlp", "moe_act", "shared_experts"), 2 * 3 * 16 * 32, 3 * 32),
         # the router, and two chosen experts
         (MOE, ("moe", "mlp"), 2 * (16 * 4 + 2 * 3 * 16 * 32), 4 + 2 * (2 * 16 + 3 * 32)),
-        (MOE | {"n_shared_experts": 2}, ("shared_experts", "moe_act"), 2 * 2 * 3 * 16 * 32, 2 * 3 * 32 + 2 * 32),
+        (SHARED, ("shared_experts", "moe_act"), 2 * 2 * 3 * 16 * 32, 2 * 3 * 32 + 2 * 32),
     ],
 )
 def test_modules_that_are_run_again_take_their_products_once_more(
     hf: dict[str, Any], modules: tuple[str, ...], operations: int, numbers: int
 ) -> None:
     """`numbers` of each token were not kept, and are read and written once more."""
-    free, sparse = replace(FREE, memory=1e9), "num_local_experts" in hf
+    free, kind = replace(FREE, memory=1e9), kinds_of(hf)[0]
     own = job(hf=hf, recompute="selective", recompute_modules=modules)
     kept, again = (
-        RoleOnGpus(replace(one, constants=free), one.actor).layer(sparse, 100, 100) for one in (job(hf=hf), own)
+        RoleOnGpus(replace(one, constants=free), one.actor).layer(kind, 100, 100) for one in (job(hf=hf), own)
     )
     assert again.forward == kept.forward
     assert again.backward - kept.backward == pytest.approx(100 * operations / 1e12)
     free = replace(free, touches=1e9)  # 1 GB/s for these, and reading weights stays free
     kept, again = (
-        RoleOnGpus(replace(one, constants=free), one.actor).layer(sparse, 100, 100) for one in (job(hf=hf), own)
+        RoleOnGpus(replace(one, constants=free), one.actor).layer(kind, 100, 100) for one in (job(hf=hf), own)
     )
     assert again.backward - kept.backward == pytest.approx(100 * operations / 1e12 + 100 * numbers * 2 / 1e9)
 
@@ -111,22 +112,22 @@ def test_a_feed_forward_that_is_run_again_gathers_and_scatters_again() -> None:
     own = job(layout=Layout(tp=2, sequence_parallel=True), num_ranks=2)
     again = changed(own, recompute="selective", recompute_modules=("mlp",))
     one = 100 * 16 * 2 / 2 / GPU.link_bandwidth
-    assert RoleOnGpus(again, again.actor).layer(False, 100, 100).exposed == pytest.approx((4 + 6 + 2) * one)
+    assert RoleOnGpus(again, again.actor).layer(LLAMA, 100, 100).exposed == pytest.approx((4 + 6 + 2) * one)
 
 
 def test_tensor_parallel_ranks_gather_and_scatter_twice_a_layer():
     own = job(layout=Layout(tp=2, sequence_parallel=True), num_ranks=2)
-    layer = RoleOnGpus(own, own.actor).layer(False, 100, 100)
+    layer = RoleOnGpus(own, own.actor).layer(LLAMA, 100, 100)
     one = 100 * 16 * 2 / 2 / GPU.link_bandwidth
     assert layer.exposed == pytest.approx((4 + 6) * one)
 
 
 def test_experts_exchange_their_tokens():
     own = job(hf=MOE, layout=Layout(ep=4), num_ranks=4)
-    layer = RoleOnGpus(own, own.actor).layer(True, 100, 100)
+    layer = RoleOnGpus(own, own.actor).layer(MIXTRAL, 100, 100)
     assert layer.exposed == pytest.approx(4 * 2 * 100 * 16 * 2 * 3 / 4 / GPU.link_bandwidth)
     across = replace(own, gpus_per_node=2)
-    assert RoleOnGpus(across, across.actor).layer(True, 100, 100).exposed == pytest.approx(
+    assert RoleOnGpus(across, across.actor).layer(MIXTRAL, 100, 100).exposed == pytest.approx(
         4 * 2 * 100 * 16 * 2 * 2 / 4 / GPU.nic_bandwidth
     )
 

@@ -5,13 +5,14 @@ from math import isfinite
 import pytest
 from preset_files import MINIS, NAMES, PUBLISHED, cases_of, content_of, hf_of
 
-from megarl.arch.count import FAMILIES, whole
 from megarl.arch.gpus import of_memory
 from megarl.arch.layout import misfits, numbers_of, rank_misfits
+from megarl.arch.settings.families import SETTINGS
 from megarl.config import load_config
-from megarl.mcore.models.families import family_of
 from megarl.plan.from_config import job_of
 from megarl.plan.predict import STAGES, predict
+from megarl.weights.count import whole
+from megarl.weights.mapping.families import FAMILIES
 
 CACHE_BYTES = 8 * 10**9  # the least that a server wants beside its weights
 DATA = "data.train_files=[train.jsonl]"
@@ -23,7 +24,8 @@ def test_every_family_has_a_small_model():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatron_knows_the_model_and_every_layout_suits_it_and_its_ranks(name):
-    assert family_of(hf_of(name)).settings(hf_of(name))
+    hf = hf_of(name)
+    assert SETTINGS[hf["model_type"]](hf)
     for case in cases_of(name):
         wrong = [*misfits(numbers_of(hf_of(name)), case.layout), *rank_misfits(case.layout, case.num_ranks)]
         assert not wrong, f"{name} {case.name}: {wrong}"

@@ -14,11 +14,11 @@ from spawn import Ranks
 from tiny_models import tiny_model
 from torch import nn
 
-from megarl.arch.count import expert_size
 from megarl.arch.layout import Layout
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.fusions import fusions
 from megarl.plan.memory import kept_numbers, locally_kept
+from megarl.weights.count import kinds_of
 
 TOKENS, HIDDEN, WIDTH = 10, 8, 32
 LOCAL = ExecutionOptions(transformer_impl="local")
@@ -61,8 +61,9 @@ def test_a_gated_feed_forward_keeps_three_widths_fused_and_five_apart(fused: boo
 def test_the_layers_of_transformer_engine_are_planned_with_the_fused_activation() -> None:
     hf = hf_of("qwen3_mini")
     widths = {"intermediate_size": hf["intermediate_size"] + 100}
-    assert kept_numbers(hf | widths, Layout(), False) - kept_numbers(hf, Layout(), False) == 3 * 100
-    assert locally_kept(hf | widths, Layout(), False) - locally_kept(hf, Layout(), False) == 3 * 100
+    for counted in (kept_numbers, locally_kept):
+        wider, narrow = (counted(kinds_of(each)[0], hf["hidden_size"], Layout()) for each in (hf | widths, hf))
+        assert wider - narrow == 3 * 100
     of_gpu = {"gpu": True, "transformer_engine": True, "permutation": True, "accumulation": True}
     assert fusions(**of_gpu, latent_attention=False)["bias_activation_fusion"]
 
@@ -89,12 +90,13 @@ def kept(ranks: Ranks, hf: dict[str, Any], again: tuple[str, ...]) -> float:
 )
 def test_a_local_layer_keeps_what_is_planned(one_rank: Ranks, preset: str, again: tuple[str, ...]) -> None:
     hf = hf_of(preset)
-    assert kept(one_rank, hf, again) == locally_kept(hf, Layout(), preset == "qwen3_moe_mini", again)
+    assert kept(one_rank, hf, again) == locally_kept(kinds_of(hf)[0], hf["hidden_size"], Layout(), again)
 
 
 @pytest.mark.dist
 def test_shared_experts_that_are_computed_again_save_what_is_planned(one_rank: Ranks) -> None:
     hf = tiny_model("glm4_moe", tied=False).config.to_dict() | {"first_k_dense_replace": 0}
     without, again = (kept(one_rank, hf, modules) for modules in ((), ("shared_experts",)))
-    planned = [locally_kept(hf, Layout(), True, modules) for modules in ((), ("shared_experts",))]
-    assert without - again == planned[0] - planned[1] == 3 * expert_size(hf) * hf["n_shared_experts"]
+    kind, hidden = kinds_of(hf)[0], hf["hidden_size"]
+    planned = [locally_kept(kind, hidden, Layout(), modules) for modules in ((), ("shared_experts",))]
+    assert without - again == planned[0] - planned[1] == 3 * hf["moe_intermediate_size"] * hf["n_shared_experts"]

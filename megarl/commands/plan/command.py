@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megarl.arch.gpus import GPUS, Gpu, find, of_memory
+from megarl.arch.model_types import needs_newer
 from megarl.commands.plan.show import as_json, proposal_json, show, show_proposals
 from megarl.config import Config, ConfigError, layout_names, layout_word, load_config
 from megarl.config.old_log_probs import source_of_old_log_probs, why_own_pass
@@ -47,7 +48,8 @@ def main(request: Request) -> int:
     plan = plan_of(request)
     job = _job(plan, request)
     check_size(request, job)
-    for warning in plan.warnings:
+    newer = needs_newer(str(job.actor.hf["model_type"]))
+    for warning in [*plan.warnings, *([f"training it: {newer}"] if newer else [])]:
         say(f"warning: {warning}")
     prediction = predict(job)
     shared = _prefixes(plan, job, prediction)

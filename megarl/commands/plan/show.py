@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from megarl.arch.count import whole
 from megarl.arch.layout import Layout
 from megarl.plan.job import Job
 from megarl.plan.predict import Prediction
 from megarl.plan.report import AXES, HOST, LOCAL, memory_table, plain_table, print_line
 from megarl.plan.search import Proposal, seconds_text
+from megarl.weights.count import whole
 
 WIDTH = 74
 

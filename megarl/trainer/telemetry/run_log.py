@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from megarl.arch.count import Shape, check, forward_flops, shape_of
 from megarl.arch.gpus import find
 from megarl.config import Config, model_config
 from megarl.metrics.computing.audit import Audit
@@ -24,6 +23,7 @@ from megarl.metrics.reading.jsonl import SAMPLES, VISITS, append_lines
 from megarl.metrics.trackers.trackers import Trackers
 from megarl.rollout.prefetch import RolloutBatch
 from megarl.samples.batch import Batch, Stats
+from megarl.weights.count import Shape, check, forward_flops, shape_of
 from megarl.weights.push.report import PushReport
 
 GIB = 1024**3

@@ -47,14 +47,23 @@ def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int 
     `vocab_multiple`: the vocabulary rows of each tensor-parallel rank are padded to a multiple of this.
     A critic has a value head instead of the output rows.
     """
+    layers = chain.from_iterable(layer_of(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
+    biases = family_of(hf_config).router_biases(hf_config)
+    return decoder(hf_config, role, vocab_multiple, chain(layers, biases))
+
+
+def layer_of(hf_config: HFConfig, layer: int) -> list[Op]:
+    """The parameters of a layer."""
+    return family_of(hf_config).layer(hf_config, layer)
+
+
+def family_of(hf_config: HFConfig) -> Family:
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
             f"model_type={model_type!r} has no table of weight names; expected one of {', '.join(FAMILIES)}"
         )
-    family = FAMILIES[model_type]
-    layers = chain.from_iterable(family.layer(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
-    return decoder(hf_config, role, vocab_multiple, chain(layers, family.router_biases(hf_config)))
+    return FAMILIES[model_type]
 
 
 def stacks_for(hf_config: HFConfig) -> list[Stack]:

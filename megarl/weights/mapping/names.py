@@ -12,13 +12,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the planner reads the tables without torch
+    import torch
+    from torch import Tensor
 
 Shape = tuple[int, ...]
-Sizes = Mapping[str, tuple[Shape, torch.dtype]]  # HF name -> shape and type, in the order of export
+Sizes = Mapping[str, tuple[Shape, "torch.dtype"]]  # HF name -> shape and type, in the order of export
 Axis = Literal["tp", "etp", "attn"]  # the ranks over which a parameter is cut: see ShardCoordinate
 
 
@@ -360,4 +362,4 @@ def some_names(names: Sequence[str], at_most: int = 8) -> str:
 
 
 def num_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+    return prod(shape) * dtype.itemsize

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from megarl.weights.mapping.names import Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 

@@ -1,19 +1,21 @@
 """Parameters by arithmetic, against what the models' authors say, transformers, and numbers made by hand."""
 
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from preset_files import MINIS, NAMES, PUBLISHED, hf_of
+from preset_files import MINIS, NAMES, PUBLISHED, content_of, hf_of
 from transformers import AutoModelForCausalLM
 
 import megarl
-from megarl.arch.count import FAMILIES, Parameters, check, layers_of_stage, of_stage, sparse_layers, whole
 from megarl.arch.hf_config import config_of
+from megarl.arch.layers import layers_of
 from megarl.arch.layout import Layout
-from megarl.arch.model_types import OF_0_19
 from megarl.mcore.models.families import FAMILIES as BUILT
+from megarl.weights.count import Parameters, check, kinds_of, layers_of_stage, of_stage, whole
+from megarl.weights.mapping.families import FAMILIES, layer_of
 
 # The page has the totals of the models' cards and files, without what is no parameter or is not trained: biases of
 # experts, and the layer of a second token, which has an embedding and a head of its own.
@@ -44,9 +46,27 @@ NORMS = 2 * 4 + 2 * 8
 
 
 def test_what_is_counted_is_what_can_be_built():
-    assert sorted(FAMILIES) == sorted(set(BUILT) - set(OF_0_19)), "these are not counted yet"
+    assert sorted(FAMILIES) == sorted(BUILT)
     for name in NAMES:
         check(hf_of(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_has_the_layers_that_its_family_s_class_makes_of_it(name):
+    """Its numbers are planned as they are written, without transformers."""
+    assert layers_of(content_of(name)["model"]["config"]) == layers_of(hf_of(name))
+
+
+@pytest.mark.parametrize("name", MINIS)
+def test_layers_of_one_kind_have_the_same_parameters(name):
+    hf = hf_of(name)
+    for at, kind in enumerate(kinds_of(hf)):
+        assert sum(prod(op.shard_shape(1)) for op in layer_of(hf, at)) == kind.parameters().total
+
+
+def test_a_number_that_is_missing_is_named():
+    with pytest.raises(ValueError, match="^config.json: there is no moe_intermediate_size; expected the config of a q"):
+        check(HF | {"moe_intermediate_size": None})
 
 
 def test_every_published_preset_has_a_known_total():
@@ -103,7 +123,6 @@ def test_layers_of_uneven_stages():
 
 
 def test_which_layers_have_experts():
-    assert sparse_layers(HF | {"num_hidden_layers": 2}) == (False, True)
-    deepseek = {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3}
-    assert sparse_layers(deepseek) == (False, True, True)
-    assert sparse_layers({"num_hidden_layers": 1}) == (False,)
+    deepseek = HF | {"n_routed_experts": 4, "first_k_dense_replace": 1, "num_hidden_layers": 3, "mlp_only_layers": []}
+    for hf, sparse in ((HF, [False, True]), (deepseek, [False, True, True]), (HF | {"num_experts": 0}, [False] * 2)):
+        assert [layer.experts is not None for layer in layers_of(hf)] == sparse
