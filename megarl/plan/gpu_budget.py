@@ -209,7 +209,11 @@ def _server(job: Job) -> GpuBudget:
     server = Server(job)
     reserve = SERVER_BYTES + (RESERVE_BYTES if job.shared else 0)
     return summed(
-        weights=server.weight_bytes, adapters=server.adapter_bytes, kv_cache=server.cache_bytes, reserve=reserve
+        weights=server.weight_bytes,
+        adapters=server.adapter_bytes,
+        kv_cache=server.cache_bytes,
+        states=server.pool_bytes,
+        reserve=reserve,
     )
 
 

@@ -208,7 +208,12 @@ def _locally_kept_of_mixer(kind: Kind) -> int:
         heads, pairs, size = mixer.heads, mixer.pairs, mixer.size
         inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
         return inner + (heads * size + heads + pairs if kind.norms_heads else 0)
-    return 2 * _mixer_kept(kind)
+    # In plain torch (mcore/models/delta_kernels.py): what each tap sees, and the matrices and states of chunks.
+    values, key, value = mixer.values, mixer.key, mixer.value
+    of_chunks = 10 * key + 3 * value + 5 * CHUNK + 4 + key * value // CHUNK
+    of_output = 5 * value + 4  # with its norm and gate, decay and strength
+    rest = 2 * mixer.keys * (key + 1) + 2  # lengths of queries and keys; places of tokens
+    return mixer.inputs + mixer.taps * mixer.channels + values * (of_chunks + of_output) + rest
 
 
 def _micro_batches_under_way(layout: Layout, stage: int) -> float:

@@ -29,7 +29,7 @@ COLUMNS = {
     "activ": ("activations",),
     "whole": ("gathered",),
     "chunk": ("log_prob_chunk",),
-    "cache": ("kv_cache",),
+    "cache": ("kv_cache", "states"),
     "push": ("server_weights", "push_bucket"),
     "others": ("others", "save_copies", "routes", "server_routes", "support", "taught", "teacher_heads"),
     "spare": ("reserve",),

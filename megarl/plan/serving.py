@@ -20,9 +20,13 @@ from math import gamma
 from megarl.plan.adapters import of_server
 from megarl.plan.job import Job
 from megarl.plan.lengths import context_of_decoding, running, tail_of
-from megarl.weights.count import Shape, shape_of, whole
+from megarl.weights.count import Shape, forward_flops, shape_of, whole
 
 POINTS = 12  # of the tail, at which the speed is computed
+# Layers with a state have a pool of them beside the KV cache, in SGLang 0.5.23: this share of the memory for both
+# (--mamba-full-memory-ratio 0.9), and so many states for a running completion (2 are for the prefix cache, with
+# overlapping schedules, and 2 for what comes next: mem_cache/kv_cache_configurator.py:_calculate_mamba_ratio).
+STATE_SHARE, STATES = 0.9 / 1.9, 5
 
 
 @dataclass(frozen=True)
@@ -87,32 +91,50 @@ class Server:
         return self.job.cache_width * held
 
     @cached_property
+    def state_bytes(self) -> float:
+        """Bytes of the states of a completion on each GPU of its group."""
+        mixers, width = [(kind.layer.mixer, count) for kind, count in self.shape.kinds.items()], self.job.actor.width
+        return sum(count * mixer.state_bytes(width) / min(self.group_gpus, mixer.parts) for mixer, count in mixers)
+
+    @cached_property
+    def free_bytes(self) -> int:
+        """Bytes on each GPU for KV cache and states."""
+        held = self.weight_bytes + self.adapter_bytes
+        return max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - held)
+
+    @cached_property
+    def pool_bytes(self) -> int:
+        """Bytes of the states on each GPU."""
+        return int(STATE_SHARE * self.free_bytes) if self.state_bytes else 0
+
+    @cached_property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache on each GPU."""
-        held = self.weight_bytes + self.adapter_bytes
-        room = max(0, int(self.job.memory_fraction * self.job.gpu.memory_bytes) - held)
-        most = self.job.max_total_tokens
+        room, most = self.free_bytes - self.pool_bytes, self.job.max_total_tokens
         return room if most is None else min(room, int(most * self.token_bytes))
 
     @cached_property
     def room(self) -> float:
-        """Number of completions of mean context that fit into the KV cache."""
+        """Number of completions of mean context that fit into the KV cache, and whose states fit into the pool."""
         held = context_of_decoding(self.job)
-        return self.job.attention_dp * self.cache_bytes * self.job.constants.cache_waste / (self.token_bytes * held)
+        cached = self.cache_bytes * self.job.constants.cache_waste / (self.token_bytes * held)
+        states = self.pool_bytes / (STATES * self.state_bytes) if self.state_bytes else cached
+        return self.job.attention_dp * min(cached, states)
 
     def step(self, running: float) -> float:
         """Seconds of a decode step with `running` completions."""
         c, job, shape = self.job.constants, self.job, self.shape
         bandwidth = job.gpu.memory_bandwidth * c.decode_memory
-        flops = 2 * running * shape.active_params / job.server_gpus
+        flops = running * forward_flops(shape, 1, 0) / job.server_gpus
         weights = max(self._read(running) / bandwidth, flops / (self.peak * c.decode_matmul))
-        cache = running / job.attention_dp * context_of_decoding(job) * self.token_bytes / bandwidth
+        each = context_of_decoding(job) * self.token_bytes + 2 * self.state_bytes  # a state is read and written
+        cache = running / job.attention_dp * each / bandwidth
         return weights + cache + self._sent(running) + c.decode_step_s + shape.num_layers * c.decode_layer_s
 
     def prefill(self, tokens: float) -> float:
         """Seconds of the prefill of `tokens` prompt tokens."""
         rate = self.job.server_gpus * self.peak * self.job.constants.prefill_matmul
-        return 2 * tokens * self.shape.active_params / rate
+        return forward_flops(self.shape, tokens, 0) / rate
 
     def _read(self, running: float) -> float:
         """Bytes of weights that a step reads: of experts only those chosen by a token."""

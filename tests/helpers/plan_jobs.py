@@ -27,6 +27,12 @@ SHARED = (
     | {"moe_intermediate_size": 32}
 )
 
+HYBRID = HF | {
+    "model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
 # Nothing costs anything but what a test turns on.
 FREE = replace(
     Constants(),

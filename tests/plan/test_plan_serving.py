@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from plan_jobs import FREE, GPU, HF, MOE, changed, job
+from plan_jobs import FREE, GPU, HF, HYBRID, MOE, changed, job
 from preset_files import hf_of
 
 from megarl.arch.layout import Layout
 from megarl.plan import transfers
-from megarl.plan.gpu_budget import fullest
+from megarl.plan.gpu_budget import fullest, gpu_budgets
 from megarl.plan.lengths import context_of, running, tail_of
 from megarl.plan.serving import Server, rollout, step_ahead
 from megarl.weights.count import shape_of, whole
@@ -81,6 +81,20 @@ def test_a_latent_cache_is_divided_by_groups_alone():
     plain, groups = Server(own), Server(replace(own, attention_dp=16))
     assert plain.token_bytes == groups.token_bytes == 2 * 61 * (512 + 64)
     assert groups.room / plain.room == pytest.approx(16 * groups.cache_bytes / plain.cache_bytes)
+
+
+def test_layers_with_a_state_have_a_pool_of_states_beside_the_cache():
+    """One of four layers has keys and values; the others 4 value heads of 4 x 8, and 3 inputs of a convolution."""
+    hf = HYBRID | {"linear_num_value_heads": 4}
+    one, two = (Server(job(hf=hf, gpu=replace(GPU, memory_bytes=10**7), server_gpus=n)) for n in (1, 2))
+    assert one.token_bytes == 2 * 1 * 2 * 2 * 4
+    assert one.state_bytes == 3 * (4 * 4 * 4 * 8 + 2 * 3 * (2 * 2 * 4 + 4 * 8)) == 2 * two.state_bytes
+    assert (one.pool_bytes, one.pool_bytes + one.cache_bytes) == (int(0.9 / 1.9 * one.free_bytes), one.free_bytes)
+    assert one.room == pytest.approx(one.pool_bytes / (5 * one.state_bytes))
+    assert one.room < one.cache_bytes / one.token_bytes / 75
+    assert gpu_budgets(one.job)["server"]["states"] == one.pool_bytes
+    read = (one.weight_bytes + 4 * (75 * one.token_bytes + 2 * one.state_bytes)) / 1e9
+    assert one.step(4) == pytest.approx(read)
 
 
 def test_a_quantized_server_has_a_byte_for_a_parameter_but_whole_tables():

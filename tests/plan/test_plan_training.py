@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_jobs import FREE, GPU, HF, MOE, SHARED, changed, job
+from plan_jobs import FREE, GPU, HF, HYBRID, MOE, SHARED, changed, job
 
 from megarl.arch.layers import layers_of
 from megarl.arch.layout import Layout
@@ -40,6 +40,25 @@ def test_one_latent_serves_all_heads():
     (layer,) = set(layers_of(HF | latent))
     assert (layer.mixer.cache_size, layer.mixer.parts) == (10, 1)
     assert layer.mixer.key_flops == 2 * 4 * (6 + 4)
+
+
+def test_a_layer_with_a_state_costs_the_same_at_any_length():
+    """Two value heads, by the products of a chunk of 64 tokens: with keys of 4 and values of 8."""
+    shape = shape_of(HYBRID)
+    chunk = 64 * 64
+    products = 2 * chunk * (4 + 4 + 4 + 8 + 8) + 64**3 // 3 + 3 * 2 * 64 * 4 * 8
+    convolution = 2 * 4 * (2 * 2 * 4 + 2 * 8)
+    beside = 2 * (products // 64) + convolution
+    assert forward_flops(shape, 1, 0) == 2 * shape.active_params + 3 * beside
+    assert forward_flops(shape, 1, 100) - forward_flops(shape, 1, 0) == KEYS * 50, "of one layer in four"
+
+
+def test_ranks_that_share_a_context_exchange_heads_of_layers_with_a_state():
+    """8 numbers of q and k, 16 of v, 16 of z, 2 each of decay and strength there, 16 back; half of them go."""
+    own = job(hf=HYBRID, layout=Layout(cp=2), num_ranks=2)
+    layer = RoleOnGpus(own, own.actor).layer(kinds_of(HYBRID)[0], 100, 100)
+    sent = 50 * 2 * (16 + 16 + 16 + 4 + 16) / 2 / GPU.link_bandwidth
+    assert layer.exposed == pytest.approx((1 + 2) * sent)
 
 
 def test_a_ring_inside_a_machine_and_beyond():
