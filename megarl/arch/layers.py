@@ -39,8 +39,8 @@ class Mixer(Protocol):
     def state_bytes(self, width: int) -> int:
         """Of a running completion in place of a cache; width: bytes of a number of the model."""
 
-    def sent(self, cp: int) -> float:
-        """Numbers of a token that each of `cp` context-parallel ranks sends in a forward pass."""
+    def sent(self, tp: int, cp: int) -> float:
+        """Numbers of a token that a rank sends to those of its context in a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Attention:
     def state_bytes(self, width: int) -> int:  # noqa: ARG002
         return 0
 
-    def sent(self, cp: int) -> float:
-        """Keys and values, round the ring."""
-        return self.cache_size * (cp - 1)
+    def sent(self, tp: int, cp: int) -> float:
+        """Keys and values of one head or more, round the ring."""
+        return 2 * max(self.pairs, tp) * self.size / tp * (cp - 1)
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class LatentAttention:
     def state_bytes(self, width: int) -> int:  # noqa: ARG002
         return 0
 
-    def sent(self, cp: int) -> float:
+    def sent(self, tp: int, cp: int) -> float:
         """Keys and values of all heads, round the ring."""
-        return self.heads * (self.plain + self.rope + self.value) * (cp - 1)
+        return self.heads * (self.plain + self.rope + self.value) / tp * (cp - 1)
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ class DeltaNet:
         """A state in float32, and the inputs that the convolution still needs."""
         return 4 * self.values * self.key * self.value + width * (self.taps - 1) * self.channels
 
-    def sent(self, cp: int) -> float:
+    def sent(self, tp: int, cp: int) -> float:
         """Ranks exchange tokens for heads, and the output back."""
-        return (self.inputs + self.values * self.value) * (cp - 1) / cp
+        return (self.inputs + self.values * self.value) / tp * (cp - 1) / cp
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def kept_numbers(kind: Kind, hidden: int, layout: Layout, imbalance: float = 1.0
     by Megatron's names.  Of the core attention that saves nothing: its operands and its output are those of others.
     """
     split = layout.tp if layout.sequence_parallel else 1
-    inner, made = _mixer_kept(kind, again), kind.layer.feed_forward
+    inner, made = _mixer_kept(kind, layout.tp, again), kind.layer.feed_forward
     if isinstance(made, Experts) and "moe" not in again:
         of_chosen = made.chosen * (2 * hidden + (2 if "moe_act" in again else 3) * made.width)
         of_shared = 0 if "shared_experts" in again else 3 * made.shared
@@ -175,7 +175,7 @@ def locally_kept(kind: Kind, hidden: int, layout: Layout, again: Collection[str]
     they are computed again: the local attention keeps copies of what they give.
     """
     split = layout.tp if layout.sequence_parallel else 1
-    inner, made, routing = _locally_kept_of_mixer(kind), kind.layer.feed_forward, 0
+    inner, made, routing = _locally_kept_of_mixer(kind, layout.tp), kind.layer.feed_forward, 0
     if isinstance(made, Experts) and "moe" not in again:
         inner += made.chosen * (hidden + 4 * made.width)  # also before an expert's share is applied
         inner += 0 if "shared_experts" in again else 3 * made.shared
@@ -185,7 +185,8 @@ def locally_kept(kind: Kind, hidden: int, layout: Layout, again: Collection[str]
     return 4 * hidden // split + 2 + inner // layout.tp + routing
 
 
-def _mixer_kept(kind: Kind, again: Collection[str] = ()) -> int:
+def _mixer_kept(kind: Kind, tp: int, again: Collection[str] = ()) -> int:
+    """Of all `tp` ranks, each of which has one head of keys and values or more."""
     mixer = kind.layer.mixer
     if isinstance(mixer, LatentAttention):
         heads = 0 if "mla_up_proj" in again else mixer.heads * (2 * (mixer.plain + mixer.rope) + mixer.value)
@@ -193,19 +194,19 @@ def _mixer_kept(kind: Kind, again: Collection[str] = ()) -> int:
     if isinstance(mixer, Attention):
         times = 3 if kind.norms_heads else 2  # norms of queries and keys also keep their inputs
         gates = 2 if kind.gates_heads else 0  # a gate, and its product with the output
-        return (times * (mixer.heads + mixer.pairs) + gates * mixer.heads) * mixer.size
+        return (times * (mixer.heads + max(mixer.pairs, tp)) + gates * mixer.heads) * mixer.size
     # The input projection's output; queries and keys divided by their lengths, and for each head of values again;
     # the values, the solved triangle, four numbers of decay and strength; the output, its gate, and their product.
     values = mixer.values * (2 * mixer.key + CHUNK + 4 + 4 * mixer.value)
     return mixer.inputs + 2 * mixer.keys * mixer.key + values
 
 
-def _locally_kept_of_mixer(kind: Kind) -> int:
+def _locally_kept_of_mixer(kind: Kind, tp: int) -> int:
     mixer = kind.layer.mixer
     if isinstance(mixer, LatentAttention):
-        return 3 * _mixer_kept(kind) // 2
+        return 3 * _mixer_kept(kind, tp) // 2
     if isinstance(mixer, Attention):
-        heads, pairs, size = mixer.heads, mixer.pairs, mixer.size
+        heads, pairs, size = mixer.heads, max(mixer.pairs, tp), mixer.size
         inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
         return inner + (heads * size + heads + pairs if kind.norms_heads else 0)
     # In plain torch (mcore/models/delta_kernels.py): what each tap sees, and the matrices and states of chunks.

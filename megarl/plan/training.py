@@ -271,7 +271,7 @@ class RoleOnGpus:
         layout, links = self.role.layout, self.job.links
         forward, backward = self._passed(None, tokens)
         if layout.cp > 1:
-            sent = tokens / layout.cp * kind.layer.mixer.sent(layout.cp) / layout.tp * self.role.width
+            sent = tokens / layout.cp * kind.layer.mixer.sent(layout.tp, layout.cp) * self.role.width
             ring = links.hop(sent, layout.tp * (layout.cp - 1))
             forward += max(0.0, ring - keys)
             backward += max(0.0, 2 * ring - 2.5 * keys)

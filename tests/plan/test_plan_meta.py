@@ -39,6 +39,10 @@ def test_minis_agree_in_their_largest_layout(name):
     assert_agree(name, distinct_layouts(name)[-1:])
 
 
+def test_ranks_that_share_a_head_of_keys_and_values_agree():
+    assert_agree("qwen3_mini", [Layout(tp=4, sequence_parallel=True)])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", MINIS)
 def test_minis_agree_in_every_layout(name):
