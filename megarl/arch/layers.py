@@ -195,15 +195,25 @@ class Layer:
         return self.feed_forward if isinstance(self.feed_forward, Experts) else None
 
 
-MIXERS = {"linear_attention": DeltaNet.of}  # of transformers' layer_types; the others are the model's attention
+def _attention(hf: HFConfig) -> Attention | LatentAttention:
+    return LatentAttention.of(hf) if hf.get("kv_lora_rank") else Attention.of(hf)
+
+
+# By transformers' names in layer_types.
+MIXERS = {"full_attention": _attention, "sliding_attention": _attention, "linear_attention": DeltaNet.of}
 
 
 def layers_of(hf: HFConfig) -> tuple[Layer, ...]:
-    """A record for each layer.  Raises: KeyError for a number that config.json does not have."""
+    """A record for each layer.
+
+    Raises: KeyError for a number that config.json does not have; ValueError of one sentence for a kind of layer of
+    which it is not known here what it costs.
+    """
     numbers = numbers_of(hf)
-    attention = LatentAttention.of if hf.get("kv_lora_rank") else Attention.of
-    kinds = hf.get("layer_types") or ("",) * hf["num_hidden_layers"]
-    mixers = {kind: MIXERS.get(kind, attention)(hf) for kind in set(kinds)}
+    kinds = hf.get("layer_types") or ("full_attention",) * hf["num_hidden_layers"]
+    if unknown := sorted(set(kinds) - MIXERS.keys()):
+        raise ValueError(f"config.json: the planner does not know layers of the kind {unknown[0]} yet")
+    mixers = {kind: MIXERS[kind](hf) for kind in set(kinds)}
     layers = []
     for layer, kind in enumerate(kinds):
         if numbers.num_experts and layer not in numbers.dense_layers:

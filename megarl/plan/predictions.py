@@ -12,7 +12,7 @@ from megarl.plan.from_config import job_of
 from megarl.plan.gpu_budget import GpuBudget
 from megarl.plan.host import cpu_budget
 from megarl.plan.predict import step_time
-from megarl.weights.mapping.families import FAMILIES
+from megarl.weights.count import check
 
 _MOST_LOST_S = 3600.0  # of work, before it is reported
 
@@ -23,8 +23,12 @@ def memory_on_cpu(config: Config, command: str) -> GpuBudget:
     Nothing is predicted for a run on several machines, and of a model whose config.json is not here, or of a family
     that the planner does not know.
     """
-    models = [model_config(config, role) for role in used_roles(config, command)]
-    if config.trainer.nnodes > 1 or not all(hf.get("model_type") in FAMILIES for hf in models):
+    if config.trainer.nnodes > 1:
+        return {}
+    try:
+        for role in used_roles(config, command):
+            check(model_config(config, role))
+    except ValueError:
         return {}
     job = job_of(config, GPUS["h100"], command=command)  # the type of GPU matters to no number that is used
     return cpu_budget(replace(job, num_servers=0) if config.rollout.urls else job)

@@ -19,7 +19,7 @@ from megarl.plan.from_config import job_of, role_of
 from megarl.plan.gpu_budget import GpuBudget, equal_stages, gpu_budgets_of_trainer, local_totals
 from megarl.plan.job import Job, Role
 from megarl.plan.memory import RESERVE_BYTES, SERVER_BYTES
-from megarl.weights.count import whole
+from megarl.weights.count import check, whole
 
 # table column -> the parts of a rank's memory that it shows
 COLUMNS = {
@@ -48,7 +48,13 @@ def report(config: Config, console: Console | None = None, command: str = "train
         line = f"{where}: its config.json is not on this machine; layout and memory were not planned"
         print_line(console, f"{line} (model=PRESET has the sizes of known models)")
         return
-    for kind in sorted({str(model_config(config, name).get("model_type")) for name in names}):
+    for name in names:
+        try:
+            check(model_config(config, name))
+        except ValueError as error:
+            print_line(console, f"{error}; layout and memory were not planned")
+            return
+    for kind in sorted({str(model_config(config, name)["model_type"]) for name in names}):
         if newer := needs_newer(kind):
             print_line(console, f"warning: training it: {newer}")
     roles = [role_of(config, name) for name in names]

@@ -115,7 +115,9 @@ def _kinds(same: _Same) -> tuple[Kind, ...]:
 
 
 def check(hf: HFConfig) -> None:
-    """Raises: ValueError of one sentence for a config.json of another family or without a needed number."""
+    """Raises: ValueError of one sentence for a config.json of another family, or with layers that are not planned, or
+    without a needed number.
+    """
     kind = known(hf.get("model_type"), FAMILIES)
     try:
         whole({key: value for key, value in hf.items() if value is not None})

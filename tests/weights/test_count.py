@@ -89,6 +89,11 @@ def parameters_of_transformers(name: str) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "mtp" not in name)
 
 
+def test_layers_of_which_nothing_is_known_are_named():
+    with pytest.raises(ValueError, match="^config.json: the planner does not know layers of the kind indexed"):
+        check(HF | {"layer_types": ["full_attention", "indexed_attention"]})
+
+
 def test_the_parts_of_a_model():
     dense = ATTENTION + NORMS + 3 * 8 * 12
     sparse = ATTENTION + NORMS + 8 * 4  # the router
