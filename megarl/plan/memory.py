@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megarl.arch.layers import CHUNK, Attention, Experts, FeedForward, LatentAttention
+from megarl.arch.layers import CHUNK, Attention, DeltaNet, Experts, FeedForward, LatentAttention
 from megarl.arch.layout import Layout
 from megarl.plan.adapters import trained
 from megarl.plan.constants import CONSTANTS
@@ -182,7 +182,8 @@ def locally_kept(kind: Kind, hidden: int, layout: Layout, again: Collection[str]
         routing = 12 * made.count
     elif isinstance(made, FeedForward) and "mlp" not in again:
         inner += 3 * made.width
-    return 4 * hidden // split + 2 + inner // layout.tp + routing
+    norms = 6 if kind.gates_heads or isinstance(kind.layer.mixer, DeltaNet) else 4  # zero-centred ones keep more
+    return norms * hidden // split + 2 + inner // layout.tp + routing
 
 
 def _mixer_kept(kind: Kind, tp: int, again: Collection[str] = ()) -> int:
@@ -208,10 +209,11 @@ def _locally_kept_of_mixer(kind: Kind, tp: int) -> int:
     if isinstance(mixer, Attention):
         heads, pairs, size = mixer.heads, max(mixer.pairs, tp), mixer.size
         inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
+        inner += 4 * heads * size if kind.gates_heads else 0
         return inner + (heads * size + heads + pairs if kind.norms_heads else 0)
     # In plain torch (mcore/models/delta_kernels.py): what each tap sees, and the matrices and states of chunks.
     values, key, value = mixer.values, mixer.key, mixer.value
-    of_chunks = 10 * key + 3 * value + 5 * CHUNK + 4 + key * value // CHUNK
+    of_chunks = 23 * key // 2 + 5 * value + 5 * CHUNK + 5 + key * value // CHUNK
     of_output = 5 * value + 4  # with its norm and gate, decay and strength
     rest = 2 * mixer.keys * (key + 1) + 2  # lengths of queries and keys; places of tokens
     return mixer.inputs + mixer.taps * mixer.channels + values * (of_chunks + of_output) + rest
