@@ -35,7 +35,7 @@ setup(
         "megarl.algo": ["README.md"],
         "megarl.metrics.report": ["page.*"],
         "megarl.commands.tasks": ["project/*"],
-        "megarl.servers": ["sglang_cpu/*.py"],  # modules of SGLang's environment, not of ours
+        "megarl.servers": ["sglang_cpu/*.py", "sglang_cpu/*/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
     install_requires=[

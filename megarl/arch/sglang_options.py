@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from megarl.arch.sglang_config import OVERRIDE, is_override
+
 
 @dataclass(frozen=True)
 class Option:
@@ -123,6 +125,8 @@ def _meant(name: str) -> str:
 def untried(info: Mapping[str, Any]) -> Iterator[tuple[str, Option]]:
     """Of what a server says of itself, each option with a value that was not tried, or of which SGLang says nothing."""
     for field, option in TRIED.items() if info.get("version") != "megarl-hf" else ():
+        if OVERRIDE in option.names and is_override(info.get(field)):
+            continue
         if field in info and info[field] not in (*option.tried, *option.told):
             yield f"{option.names[0]}={info[field]}", option
         elif field not in info and not option.is_new:

@@ -47,6 +47,8 @@ class EngineLaunch:
     name: str | None = None  # its host in its clients' urls, if they use another one than `host`
     # The rest is for sglang only.
     reads_weights: bool = True  # from model_path; False: random ones until the first push
+    has_states: bool = False  # some layers carry a state along a sequence in place of keys and values
+    overrides: str = ""  # what SGLang is told of the model in place of config.json, as JSON
     longest_pause_s: float = 600.0  # for which the trainer may pause it, or keep it busy with one order
     python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python
     args: tuple[str, ...] = ()  # passed on to SGLang as they are, after ours

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megarl.arch.sglang_config import OVERRIDE
 from megarl.servers.launch import RETURNS_ROUTES, WEIGHT_LOADER, EngineLaunch, ServerCommand, flags
 from megarl.servers.sglang_environment import foreign_environment, sglang_python, with_cuda_libraries
 
@@ -19,6 +20,7 @@ _PLUGINS = "[sglang.srt.plugins]\nmegarl = megarl.weights.push.receiver:setup\n"
 _CPU_PLUGIN = "megarl_cpu = megarl_cpu_plugin:setup\n"
 _STAND_INS = Path(__file__).parent / "sglang_cpu"
 _CPU_TOKENS = 65536  # SGLang's default takes most of the machine's memory
+_CPU_STATES = 4  # for each running completion: SGLang needs three; by default they too take most of the memory
 _DETERMINISTIC = "--enable-deterministic-inference"
 _BATCH_S = 300.0  # SGLang's own limit for one batch
 
@@ -56,6 +58,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--max-total-tokens": launch.max_total_tokens or (_CPU_TOKENS if on_cpu else None),
         "--random-seed": launch.random_seed,
         "--weight-version": launch.weight_version,
+        OVERRIDE: launch.overrides or None,
         "--custom-weight-loader": WEIGHT_LOADER,
         "--log-level-http": "warning",  # otherwise it logs a line for every request
         # SGLang ends itself if a batch takes longer, and it counts the time of a pause in place as part of the batch.
@@ -70,7 +73,7 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         + _weights(launch)
         + _quantization(launch)
         + _machines(launch)
-        + (_cpu_options() if on_cpu else _gpu_options(launch))
+        + (_cpu_options(launch) if on_cpu else _gpu_options(launch))
         + _lora(launch, on_cpu)
     )
     environment = foreign_environment(
@@ -84,6 +87,8 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
     environment["SGLANG_REQUEST_STATE_WAIT_TIMEOUT"] = "1"  # s until it notices a client's disconnect; default 4
     for dump in ("PYSPY_DUMP", "CUDA_COREDUMP"):  # otherwise a crashed server hangs for up to a minute
         environment[f"SGLANG_{dump}_BEFORE_CRASH"] = "0"
+    if launch.has_states:  # otherwise the inputs of a convolution that the next token needs are kept in bfloat16
+        environment = {"SGLANG_MAMBA_CONV_DTYPE": launch.dtype} | environment
     environment |= _cpu_environment(launch) if on_cpu else with_cuda_libraries(python, _ON_GPUS | environment)
     if launch.memory_saver and not on_cpu:  # otherwise CUDA graphs stay on the GPU when the server releases its memory
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
@@ -131,8 +136,13 @@ def _machines(launch: EngineLaunch) -> list[str]:
     return flags({"--nnodes": launch.num_machines, "--node-rank": launch.machine, "--dist-init-addr": meeting})
 
 
-def _cpu_options() -> list[str]:
-    return ["--device", "cpu", "--attention-backend", "torch_native"]
+def _cpu_options(launch: EngineLaunch) -> list[str]:
+    options = ["--device", "cpu", "--attention-backend", "torch_native"]
+    if launch.has_states:
+        # For overlapped batches SGLang would keep copies of states, which it has kernels for on GPUs only.
+        options.append("--disable-overlap-schedule")
+        options += flags({"--max-mamba-cache-size": _CPU_STATES * launch.max_running_requests})
+    return options
 
 
 def _gpu_options(launch: EngineLaunch) -> list[str]:

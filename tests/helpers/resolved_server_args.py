@@ -1,6 +1,6 @@
 """Runs in SGLang's environment: parses and resolves command lines with SGLang's own code, as if on a machine of 8 GPUs.
 
-    python resolved_server_args.py H100 < cases.json
+    python resolved_server_args.py H100 < cases.json        "none": on a machine without GPU
 
 Input: a list of {"argv": [...], "environment": {...}, "builds": bool}.  Output: one line of JSON for each, {"args":
 {...}, "environment": {...}, "built": {...}} with the resolved arguments, the variables that the resolution changed and,
@@ -147,7 +147,8 @@ def resolve(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     cases = json.load(sys.stdin)
-    pretend(sys.argv[1])
+    if sys.argv[1] != "none":
+        pretend(sys.argv[1])
     from sglang.srt.entrypoints import engine  # noqa: F401  # once, and not in every child
     from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: F401
     from sglang.srt.plugins import load_plugins

@@ -9,23 +9,26 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ring_cases import SHAPE, lines, make_parts, settings, steps, train_in_a_process, wait_for_step
+from ring_cases import PPO, SHAPE, lines, make_parts, settings, steps, train_in_a_process, wait_for_step
+from tiny_models import LACKING
 
+from megarl.cli import main
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
+WIDE = replace(SHAPE, hidden=64, head_dim=16, ffn=128)
 GRPO = ["algorithm.adv_estimator=grpo", "actor.megatron.tensor_model_parallel_size=2"]
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sizes that divide by 64: SGLang's adapters know of no padding."""
-    return make_parts(tmp_path_factory.mktemp("parts"), replace(SHAPE, hidden=64, head_dim=16, ffn=128))
+    return make_parts(tmp_path_factory.mktemp("parts"), WIDE)
 
 
-def with_sglang(*more: str) -> list[str]:
+def with_sglang(*more: str, loss: list[str] = GRPO) -> list[str]:
     python = sglang_python(os.environ.get(PYTHON_VARIABLE))
-    return [*GRPO, "rollout.engine=sglang", f"rollout.sglang.python={python}", "rollout.max_total_tokens=8192", *more]
+    return [*loss, "rollout.engine=sglang", f"rollout.sglang.python={python}", "rollout.max_total_tokens=8192", *more]
 
 
 def test_a_killed_server_comes_back_with_the_trainers_weights_slice_by_slice(parts: Path, tmp_path: Path) -> None:
@@ -62,3 +65,19 @@ def test_what_top_p_and_top_k_left_is_replayed(trained: Callable[..., Path]) -> 
     summary = json.loads((run / "summary.json").read_text())
     assert 0 < summary["log_prob_gap_max"] < 1e-4
     assert max(abs(kl) for kl in steps(run, "actor/first_ppo_kl").values()) < 1e-8
+
+
+if "qwen3_next" not in LACKING:
+
+    def test_qwen3_next_learns_from_completions_of_its_own_states(tmp_path: Path) -> None:
+        """Actor, critic and reference; each push in slices, of gated delta nets, gated attention and experts."""
+        experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        parts = make_parts(tmp_path, WIDE, family="qwen3_next", tied=False, **experts)
+        split = [f"{role}.megatron.sequence_parallel=true" for role in ("actor", "critic")]
+        words = with_sglang(*split, "rollout.push=sharded", loss=PPO)
+        assert main(["train", *settings(parts, tmp_path, "states", *words)]) == 0
+        summary = json.loads((tmp_path / "states" / "summary.json").read_text())
+        assert summary["pushes"] == summary["pushes_verified"] == 4
+        assert summary["log_prob_gap_max"] < 1e-4
+        assert set(steps(tmp_path / "states", "push/fallbacks").values()) == {0.0}
+        assert min(steps(tmp_path / "states", "actor/grad_norm").values()) > 0

@@ -107,6 +107,14 @@ CASES = {
         [],
     ),
     "no adapters": ({}, "", ["--enable-lora", "--max-lora-rank"]),
+    "states without GPU": (
+        {"has_states": True, "max_running_requests": 3},
+        "torch_native --disable-overlap-schedule --max-mamba-cache-size 12",
+        [],
+    ),
+    "states on a GPU": (BF16 | {"has_states": True}, "", ["--disable-overlap-schedule", "--max-mamba-cache-size"]),
+    "what SGLang misreads": ({"overrides": '{"a": 1}'}, '--json-model-override-args {"a": 1}', []),
+    "what SGLang reads": ({}, "", ["--json-model-override-args", "--disable-overlap-schedule"]),
 }
 
 
@@ -134,6 +142,15 @@ def test_the_environment_of_a_server_on_gpus_has_nothing_of_that(make):
     assert not {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "LD_LIBRARY_PATH"} & set(make().environment)
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & set(environment)
     assert "sglang_cpu" not in environment["PYTHONPATH"]
+
+
+def test_inputs_of_convolutions_are_kept_in_the_type_of_the_weights(make, monkeypatch):
+    name = "SGLANG_MAMBA_CONV_DTYPE"
+    assert name not in make().environment
+    for device in ("cpu", "cuda"):
+        assert make(has_states=True, device=device).environment[name] == "float32"
+    monkeypatch.setenv(name, "bfloat16")
+    assert make(has_states=True).environment[name] == "bfloat16"
 
 
 def test_a_users_choice_of_a_variable_is_kept(make, monkeypatch):
@@ -247,7 +264,7 @@ def test_the_token_shows_as_stars_in_the_log(monkeypatch, caplog):
 
 
 STAND_IN_USE = """
-import triton, triton.language as tl, torchvision, sgl_kernel
+import triton, triton.language as tl, torchvision, sgl_kernel, torch
 from triton.language.extra.cuda import libdevice
 from triton.runtime.jit import JITFunction
 from torchvision.transforms import InterpolationMode
@@ -272,6 +289,8 @@ for call in (lambda: kernel[(1,)](1, 2), lambda: anything(1), lambda: functional
     except (TypeError, NotImplementedError):
         continue
     raise AssertionError("a stand-in did work")
+from sgl_kernel.mamba import chunk_gated_delta_rule_cpu
+assert torch.ops.sgl_kernel.fused_gdn_gating_cpu(*torch.zeros(4, 1, 1))[1] == 0.5, "the one that does work"
 print("all refused")
 """
 

@@ -15,10 +15,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from megarl.arch.sglang_options import TRIED, refused, untried
 from megarl.config import Config, config_dir, load_config
 from megarl.config.placement import placements
+from megarl.data.examples.sizes import TinySizes
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import PAIRED, VARIABLES
 from megarl.servers.sglang import sglang_command
-from megarl.trainer.servers.make_servers import server_launch
+from megarl.trainer.servers.make_servers import knowing_its_model, server_launch
 
 pytestmark = pytest.mark.sglang
 
@@ -115,6 +117,30 @@ def test_ranks_and_servers_as_resolved_have_one_nccl_environment(resolved: dict[
     """After SGLang's own _set_envs_and_config, against what a run gives to its ranks."""
     for answer in resolved.values():
         assert {name: answer["built"]["nccl"].get(name) for name in PAIRED} == dict.fromkeys(PAIRED) | VARIABLES
+
+
+def test_states_without_a_gpu_as_resolved(tmp_path: Path) -> None:
+    """SGLang's own choice there ends a server; of what it misreads in a folder of transformers it is told."""
+    script = [python := sglang_of(CURRENT), str(SCRIPT), "none"]
+    cases, environment = list[dict[str, Any]](), dict[str, str]()
+    for family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        folder = write_tiny_model(tmp_path / family, TinySizes(layers=4), family=family, tied=False)
+        launch = EngineLaunch("sglang", str(folder), port=5, group_port=6, python=python, device="cpu")
+        (tmp_path / f"{family}_server").mkdir()
+        command = sglang_command(knowing_its_model(launch), tmp_path / f"{family}_server")
+        argv, environment = command.argv[4:], command.environment
+        without = [word for word in argv if word != "--disable-overlap-schedule"]
+        cases += [{"argv": words, "environment": {}} for words in (argv, without)]
+    done = subprocess.run(script, input=json.dumps(cases), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    *found, _ = map(json.loads, done.stdout.splitlines())
+    for told, untold in zip(found[::2], found[1::2], strict=True):
+        args = told["args"]
+        wanted = {"mamba_radix_cache_strategy": "no_buffer", "uses_mamba_radix_cache": True, "page_size": 1}
+        assert {name: args[name] for name in wanted} == wanted
+        assert args["max_mamba_cache_size"] >= 3 * args["max_running_requests"], "else fewer would run"
+        assert not list(untried(args))
+        assert "extra_buffer requires platform support" in untold["error"]
 
 
 def test_options_that_are_refused_are_so_by_every_spelling_as_resolved(asked: Asked) -> None:

@@ -8,7 +8,7 @@ from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
-from megarl.arch.hf_config import completed, text_part
+from megarl.arch.hf_config import completed, has_vision_part, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT
 from megarl.config.schema import Config
@@ -48,6 +48,10 @@ def model_config(config: Config, role: str) -> dict[str, Any]:
 def config_of_folder(path: str) -> dict[str, Any]:
     """The config.json of a folder, as `model_config` reads it; {} if there is none."""
     return _numbers_in(file, path) if (file := _file(path)) else {}
+
+
+def folder_has_vision(path: str) -> bool:
+    return (file := _file(path)) is not None and has_vision_part(read_object(file))
 
 
 def _numbers_in(file: Path, place: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from megarl.arch import sglang_options as tried
 from megarl.arch.layout import ModelNumbers
-from megarl.arch.model_types import OF_0_19
+from megarl.arch.sglang_config import misread
 from megarl.config.placement import placements
 from megarl.config.schema import Config
 from megarl.config.validate import models
@@ -102,9 +102,10 @@ def _model(config: Config, command: str) -> Iterator[str]:
         method, what = found["quantization_config"].get("quant_method"), "servers get and hold unquantized weights"
         wanted = f"expected a folder that `megarl convert from={path} to=FOLDER format=hf` wrote"
         yield f"model.path={path}: its config.json says that its weights are in {method}, and {what}; {wanted}"
-    if found.get("model_type") in OF_0_19 and rollout.engine == "sglang" and command != "evaluate":
-        known = f"SGLang's parameters of {found['model_type']}, by which a push is verified, are not known here yet"
-        yield f"rollout.engine=sglang: {known}; expected hf"
+    if rollout.engine == "sglang":
+        yield from (f"rollout.engine=sglang: {sentence}; expected hf" for sentence in misread(found))
+        if models.folder_has_vision(path):
+            yield "rollout.engine=sglang: SGLang holds a vision part too, which no push brings; expected hf"
     if found.get("model_type") == "gpt_oss" and rollout.engine == "sglang" and config.trainer.device == "cpu":
         yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
 
@@ -122,6 +123,8 @@ def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 
         yield TP, f"{ranks} does not divide the model's num_attention_heads={heads}"
     if kv is not None and not latent and kv % group and group % kv:
         yield TP, f"{ranks} neither divides the model's num_key_value_heads={kv} nor is a multiple of it"
+    if (linear := numbers.linear_num_key_heads) is not None and linear % group:
+        yield TP, f"{ranks} does not divide the model's linear_num_key_heads={linear}"
     if numbers.intermediate_size is not None and numbers.intermediate_size % tp:
         yield TP, f"{tp} does not divide the model's intermediate_size={numbers.intermediate_size}"
     if tp % ep:

@@ -6,6 +6,7 @@ So is the memory in which it keeps the experts of tokens, which it would pin by 
 Multi-latent attention (DeepSeek) has no handler registered for `torch_native`, and would use Triton's.
 MiniMax-M2's norms over all heads are Triton's on processors without AMX.
 With attention data parallelism batches are padded; `torch_native` has no length for rows of padding.
+Gated delta nets (Qwen3-Next, Qwen3.5) have kernels for AMX and for GPUs only; `sgl_kernel.mamba` has them in torch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def setup() -> None:
         _attend_to_latents()
         _attend_to_padding()
         _normalise_over_heads()
+        _compute_gated_delta_nets()
 
 
 def _allocate_for_routes() -> None:
@@ -66,6 +68,22 @@ def _normalised(norms: Any, reduce: Callable[[Tensor], Tensor], q: Tensor, k: Te
     scales = torch.rsqrt(squares + norms._eps)[..., None]
     weights = (norms._q_norm.weight, norms._k_norm.weight)
     return tuple((x.float() * s * w).to(x.dtype) for x, s, w in zip((q, k), scales, weights, strict=True))
+
+
+def _compute_gated_delta_nets() -> None:
+    """Let their layers, and the gate of the shared expert beside them, use plain torch."""
+    import_module("sgl_kernel.mamba")  # torch.ops.sgl_kernel has its functions then
+    package = "sglang.kernels.ops"
+    norms: list[Any] = [import_module(f"{package}.attention.fla.{x}") for x in ("fused_norm_gate", "layernorm_gated")]
+    for norm in norms:
+        norm._use_cpu = True
+    elementwise: Any = import_module(f"{package}.elementwise.elementwise")
+    elementwise.fused_gate_sigmoid_mul_add = _add_gated
+
+
+def _add_gated(hidden: Tensor, gate: Tensor, shared: Tensor, out: Tensor) -> None:
+    """The shared expert's output [tokens, H] is scaled by its gate [H] and added to that of the others."""
+    out += shared * (hidden.float() @ gate.float()).sigmoid()[:, None].to(shared.dtype)
 
 
 def _nothing_to_wait_for(device: object = None) -> None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from megarl.arch.layout import has_states
 from megarl.arch.projections import chosen, projections_of
+from megarl.arch.sglang_config import overrides
 from megarl.config import Config, read_yaml
 from megarl.config.names import AUTO, MEGATRON
 from megarl.config.placement import placements
@@ -34,7 +36,7 @@ def server_launch(config: Config) -> EngineLaunch:
     rollout = config.rollout
     lora = config.actor.lora
     folder = model_folder(config.model.path)
-    return EngineLaunch(
+    launch = EngineLaunch(
         rollout.engine,
         folder,
         host=rollout.host,
@@ -58,6 +60,13 @@ def server_launch(config: Config) -> EngineLaunch:
         lora_slots=config.adapters_kept + 1,
         returns_routes=config.actor.router_replay == "rollout",
     )
+    return knowing_its_model(launch)
+
+
+def knowing_its_model(launch: EngineLaunch) -> EngineLaunch:
+    """With what a server is told of its model beside its config.json."""
+    hf = config_of_folder(launch.model_path)
+    return replace(launch, has_states=has_states(hf), overrides=overrides(hf))
 
 
 def _served_targets(lora: Lora, folder: str) -> tuple[str, ...]:
@@ -185,7 +194,7 @@ def _check_gpu(config: Config, key: str, first_gpu: int | None, num_gpus: int, w
 
 def _servers(config: Config, launch: EngineLaunch, token: str, name: str) -> Servers:
     device = None if config.trainer.device == "auto" else config.trainer.device
-    launch = replace(launch, dtype=config.rollout.dtype, device=device)
+    launch = knowing_its_model(replace(launch, dtype=config.rollout.dtype, device=device))
     return Servers([launch], token, config.trainer.run_dir / "logs" / name, supervision(config))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -211,6 +211,7 @@ class Family:
     """How a table of models of one `model_type` is made.
 
     `float32_in_sglang`: endings of the HF names of weights that SGLang holds in float32 whatever the model's type.
+    `without_in_sglang`: a part of HF names that the names of SGLang's parameters lack, from dot to dot.
     `stacks`: tensors outside in place of those of single experts in the table.
     `untrained`: prefixes of names of parts that are not in the table.
     `beside_vision`: what stands before the layers' names, in place of `model.`, in a folder with a vision part.
@@ -219,11 +220,13 @@ class Family:
     layer: Layers
     router_biases: Callable[[HFConfig], Iterator[Op]] = _none
     float32_in_sglang: tuple[str, ...] = ()
+    without_in_sglang: str = ""
     stacks: Callable[[HFConfig], Iterable[Stack]] = _none
     untrained: tuple[str, ...] = ()
     beside_vision: str | None = None
 
 
+_HYBRID = Family(hybrid_layer, float32_in_sglang=(".A_log",), without_in_sglang=".self_attn.")
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(partial(_dense, qkv_bias=True)),  # Qwen2, Qwen2.5
     "qwen3": Family(partial(_dense, qk_norm="head")),
@@ -238,9 +241,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
-    "qwen3_next": Family(hybrid_layer, untrained=("mtp.",)),
+    "qwen3_next": replace(_HYBRID, untrained=("mtp.",)),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
-        Family(hybrid_layer, untrained=("mtp.", "model.visual."), beside_vision="model.language_model."),
+        replace(_HYBRID, untrained=("mtp.", "model.visual."), beside_vision="model.language_model."),
     ),
 }

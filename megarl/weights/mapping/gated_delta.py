@@ -54,7 +54,7 @@ def delta_net(c: HFConfig, layer: int) -> list[Op]:
     else:
         qkv, z, beta, alpha = (f"{hf}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
         parts = [
-            *_qkv(qkv, keys, key, values, value),
+            *qkv_heads(qkv, c),
             HeadRows(z, values, value, value, 0),
             HeadRows(beta, values, 1, 1, 0),
             HeadRows(alpha, values, 1, 1, 0),
@@ -67,7 +67,7 @@ def delta_net(c: HFConfig, layer: int) -> list[Op]:
     return [
         Rename(f"decoder.layers.{layer}.input_layernorm.weight", norm, (hidden,)),
         ByHeads(f"{mg}.in_proj.weight", tuple(parts), tuple(shapes), (hidden,)),
-        ByHeads(f"{mg}.conv1d.weight", tuple(_qkv(conv, keys, key, values, value)), ((conv, whole),), taps),
+        ByHeads(f"{mg}.conv1d.weight", tuple(qkv_heads(conv, c)), ((conv, whole),), taps),
         Rename(f"{mg}.dt_bias", f"{hf}.dt_bias", (values,), 0),
         Rename(f"{mg}.A_log", f"{hf}.A_log", (values,), 0),
         Rename(f"{mg}.out_norm.weight", f"{hf}.norm.weight", (value,)),
@@ -75,11 +75,11 @@ def delta_net(c: HFConfig, layer: int) -> list[Op]:
     ]
 
 
-def _qkv(name: str, keys: int, key: int, values: int, value: int) -> list[HeadRows]:
-    """The heads of q, of k and of v, one below the other."""
-    rows = keys * key
+def qkv_heads(name: str, c: HFConfig) -> list[HeadRows]:
+    """The heads of q, of k and of v, one below the other in the tensor `name`."""
+    keys, key, value = c["linear_num_key_heads"], c["linear_key_head_dim"], c["linear_value_head_dim"]
     return [
         HeadRows(name, keys, key, key, 0),
-        HeadRows(name, keys, key, key, rows),
-        HeadRows(name, values, value, value, 2 * rows),
+        HeadRows(name, keys, key, key, keys * key),
+        HeadRows(name, c["linear_num_value_heads"], value, value, 2 * keys * key),
     ]

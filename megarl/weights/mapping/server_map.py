@@ -11,21 +11,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from megarl.arch.model_types import OF_0_19
+from megarl.arch.model_types import SPARSE_LATENT
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import FAMILIES, stacks_for, table_for
-from megarl.weights.mapping.names import GateUp, Op, Rename, Shape, ShardCoordinate
+from megarl.weights.mapping.gated_delta import qkv_heads
+from megarl.weights.mapping.names import ByHeads, GateUp, HeadRows, Op, Rename, Shape, ShardCoordinate
 from megarl.weights.mapping.sglang_ops import KeyHeads, StackedExperts, StackedQKV, StackedRows, StackedVocab
 from megarl.weights.mapping.stacks import joined_sizes
 
 EngineKind = Literal["hf", "sglang"]
 Shapes = Mapping[str, Shape]
 
-_CUT_BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
-_CUT_BY_ROWS = re.compile(r"\.(q_b_proj|kv_b_proj)\.weight$")
+_CUT_BY_COLUMNS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
+# The last four are of gated delta nets; the rows of Qwen3-Next's are by heads of keys.
+_CUT_BY_ROWS = re.compile(r"\.((q_b_proj|kv_b_proj|in_proj_qkvz|in_proj_ba)\.weight|A_log|dt_bias)$")
 # Cut over the ranks of an attention group.  In SGLang these are attention and the embedding (attn_tp_group), and with
 # --enable-dp-lm-head the head; feed-forward layers and experts are always cut over all ranks of the server.
-_OF_ATTENTION_GROUP = re.compile(r"\.self_attn\.|embed_tokens\.weight$|lm_head\.weight$")
+_OF_ATTENTION_GROUP = re.compile(r"\.(self|linear)_attn\.|embed_tokens\.weight$|lm_head\.weight$")
 _NORM_OF_HEADS = re.compile(r"^(.*\.self_attn)\.[qk]_norm\.weight$")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.weight$")
 # first tensor of a stack of experts -> the parameter, the tensors stacked in it by rows, and the dimension of the cut
@@ -42,7 +44,7 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
 
     Raises: ValueError for a family whose parameters in SGLang are not known here.
     """
-    if engine == "sglang" and hf_config["model_type"] in OF_0_19:
+    if engine == "sglang" and hf_config["model_type"] in SPARSE_LATENT:
         raise ValueError(f"SGLang's parameters of {hf_config['model_type']} are not known here; expected the hf engine")
     shapes = {name: shape for op in table_for(hf_config) for name, shape in op.hf_shapes.items()}
     if stacks := stacks_for(hf_config):  # of these no server's parameters are known here but by their HF names
@@ -51,9 +53,11 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     if engine == "hf" or stacks:
         return [Rename(name, name, shape) for name, shape in shapes.items()]
     ops = [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
-    float32 = FAMILIES[hf_config["model_type"]].float32_in_sglang
-    ops = [replace(op, own_dtype="float32") if op.param.endswith(float32) else op for op in ops]
-    return [replace(op, axis="attn") if _OF_ATTENTION_GROUP.search(op.param) else op for op in ops]
+    family = FAMILIES[hf_config["model_type"]]
+    ops = [replace(op, own_dtype="float32") if op.param.endswith(family.float32_in_sglang) else op for op in ops]
+    ops = [replace(op, axis="attn") if _OF_ATTENTION_GROUP.search(op.param) else op for op in ops]
+    without = family.without_in_sglang
+    return [replace(op, param=op.param.replace(without, ".")) for op in ops] if without else ops
 
 
 def coordinates(tp: int, ep: int = 1, attention_dp: int = 1) -> list[ShardCoordinate]:
@@ -73,8 +77,10 @@ def is_enlarged(engine: EngineKind, hf_config: HFConfig, tp: int) -> bool:
     """
     if engine == "hf":
         return False
-    sizes = [hf_config.get(key) or 0 for key in ("intermediate_size", "moe_intermediate_size")]
-    heads = [hf_config["num_attention_heads"], hf_config.get("num_key_value_heads") or tp]
+    feed_forwards = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    sizes = [hf_config.get(key) or 0 for key in feed_forwards]
+    linear = [hf_config.get(f"linear_num_{what}_heads") or tp for what in ("key", "value")]
+    heads = [hf_config["num_attention_heads"], hf_config.get("num_key_value_heads") or tp, *linear]
     return any(size % (32 * tp) for size in sizes) or any(count % tp for count in heads)
 
 
@@ -88,7 +94,7 @@ def _sglang(name: str, shapes: Shapes, config: HFConfig) -> Op | None:
     for part, make in _FUSED.items():
         if f".{part}." in name:
             return make(name, shapes, config)
-    if any(f".{part}." in name for part in ("k_proj", "v_proj", "up_proj")):
+    if any(f".{part}." in name for part in ("k_proj", "v_proj", "up_proj", "in_proj_z", "in_proj_a")):
         return None
     if ".kv_a_proj_with_mqa." in name and name.replace(".kv_a_proj_with_mqa.", ".q_a_proj.") in shapes:
         return None
@@ -103,16 +109,19 @@ def _qkv(q: str, shapes: Shapes, config: HFConfig) -> Op:
     k, v = (q.replace(".q_proj.", f".{x}_proj.") for x in "kv")
     if k not in shapes:  # latent attention: q_proj is not fused
         return Rename(q, q, shapes[q], 0)
-    heads = config["num_attention_heads"]
-    head_dim = shapes[q][0] // heads
+    head_dim = _head_dim(q.rpartition(".q_proj.")[0], shapes, config)
+    heads, groups = (shapes[name][0] // head_dim for name in (q, k))  # a gate is a further head of q
     width = shapes[q][1] if len(shapes[q]) == 2 else None
-    return StackedQKV(q.replace(".q_proj.", ".qkv_proj."), q, k, v, heads, shapes[k][0] // head_dim, head_dim, width)
+    return StackedQKV(q.replace(".q_proj.", ".qkv_proj."), q, k, v, heads, groups, head_dim, width)
+
+
+def _head_dim(attention: str, shapes: Shapes, config: HFConfig) -> int:
+    return shapes[f"{attention}.o_proj.weight"][1] // int(config["num_attention_heads"])
 
 
 def _norm_of_heads(name: str, attention: str, shapes: Shapes, config: HFConfig) -> Op:
     """A norm of q or k: whole on every rank if it is of one head, else cut as the heads are."""
-    head_dim = shapes[f"{attention}.q_proj.weight"][0] // config["num_attention_heads"]
-    size = shapes[name][0]
+    head_dim, size = _head_dim(attention, shapes, config), shapes[name][0]
     if size == head_dim:
         return Rename(name, name, (size,))
     is_of_keys = name.endswith("k_norm.weight")
@@ -131,6 +140,26 @@ def _latents(q_a: str, shapes: Shapes, _: HFConfig) -> Op:
     return StackedRows(q_a.replace(".q_a_proj.", ".fused_qkv_a_proj_with_mqa."), rows, shapes[q_a][1])
 
 
+def _delta_inputs(qkv: str, shapes: Shapes, config: HFConfig) -> Op:
+    """q, k, v and z of a gated delta net that has them in two tensors."""
+    z = qkv.replace(".in_proj_qkv.", ".in_proj_z.")
+    values, rows = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    parts = (*qkv_heads(qkv, config), HeadRows(z, values, rows, rows, 0))
+    both = tuple((name, shapes[name]) for name in (qkv, z))
+    return ByHeads(qkv.replace(".in_proj_qkv.", ".in_proj_qkvz."), parts, both, shapes[qkv][1:])
+
+
+def _delta_gates(beta: str, shapes: Shapes, config: HFConfig) -> Op:
+    names = (beta, beta.replace(".in_proj_b.", ".in_proj_a."))
+    parts = tuple(HeadRows(name, config["linear_num_value_heads"], 1, 1, 0) for name in names)
+    both = tuple((name, shapes[name]) for name in names)
+    return ByHeads(beta.replace(".in_proj_b.", ".in_proj_ba."), parts, both, shapes[beta][1:])
+
+
+def _convolution(name: str, shapes: Shapes, config: HFConfig) -> Op:
+    return ByHeads(name, tuple(qkv_heads(name, config)), ((name, shapes[name]),), shapes[name][1:])
+
+
 def _experts(prefix: str, kind: str, shapes: Shapes) -> Op | None:
     """The stack over all experts that begins with expert 0's tensor `kind`."""
     if kind not in _STACKS:
@@ -146,4 +175,7 @@ _FUSED: Mapping[str, Callable[[str, Shapes, HFConfig], Op]] = {
     "q_proj": _qkv,
     "gate_proj": _gate_up,
     "q_a_proj": _latents,
+    "in_proj_qkv": _delta_inputs,
+    "in_proj_b": _delta_gates,
+    "conv1d": _convolution,
 }

@@ -29,6 +29,7 @@ from megarl.weights.push.shared import message
 from megarl.weights.verify.digests import Kind
 
 _MOST_RANKS = 4096  # of one server; what claims more is no size
+_SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")  # keys of config.json that say of some
 _TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
 CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
 # How servers of these formats read a folder: one that started with random weights would read none in its own way.  The
@@ -71,6 +72,7 @@ class ServerCapabilities:
         ep = _size(info, "ep_size")
         engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
         attention_dp, is_stacked = _size(info, "attn_dp_size"), bool(stacks_for(hf_config))
+        has_shared_experts = any(hf_config.get(name) for name in _SHARED_EXPERTS)
         if tp % ep or tp % attention_dp:
             raise ValueError(f"tp_size={tp}: expected a multiple of ep_size={ep} and of attn_dp_size={attention_dp}")
         return cls(
@@ -81,7 +83,7 @@ class ServerCapabilities:
             # Otherwise the head is cut over all ranks although attention is data parallel.
             and (attention_dp == 1 or bool(info.get("enable_dp_lm_head")))
             # Otherwise SGLang makes the shared expert one more of the others.
-            and not (on_gpu and hf_config.get("n_shared_experts") and not info.get("disable_shared_experts_fusion"))
+            and not (on_gpu and has_shared_experts and not info.get("disable_shared_experts_fusion"))
             and not (is_stacked and engine == "sglang")
             and (on_gpu or not is_enlarged(engine, hf_config, tp)),
             has_receiver=WEIGHT_LOADER in (info.get("custom_weight_loader") or ()),

@@ -151,16 +151,19 @@ def test_layers_of_further_tokens_are_passed_over_as_far_as_config_json_counts_t
     assert "model.layers.2.eh_proj.weight" not in ignorable(QWEN3, "actor")
 
 
-ROUTERS = {"glm4_moe": "mlp.gate.weight", "minimax_m2": "block_sparse_moe.gate.weight"}
+FLOAT32 = {"glm4_moe": "1.mlp.gate.weight", "minimax_m2": "1.block_sparse_moe.gate.weight"}
+FLOAT32 |= dict.fromkeys(
+    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "0.linear_attn.A_log"
+)  # the second layer is not linear
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.float32_in_sglang])
-def test_sglang_holds_some_routers_in_float32_whatever_the_weights_are(family: str) -> None:
+def test_sglang_holds_some_weights_in_float32_whatever_the_others_are(family: str) -> None:
     config = config_of(family, num_hidden_layers=2)
     table = [op for op in server_table("sglang", config) if op.own_dtype]
-    name = f"model.layers.1.{ROUTERS[family]}"
+    name = f"model.layers.{FLOAT32[family]}"
     assert [op.param for op in table][-1] == name
-    assert all(op.param.endswith(ROUTERS[family]) for op in table)
+    assert all(op.param.endswith(FLOAT32[family][1:]) for op in table)
     assert not [op for op in server_table("hf", config) if op.own_dtype]
     weight = torch.randn(table[-1].shape_at(ShardCoordinate())).bfloat16()
     held = RankDigests([table[-1]], ShardCoordinate(1, 2), {name: torch.bfloat16}, "sha256")

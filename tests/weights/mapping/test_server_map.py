@@ -124,11 +124,57 @@ def test_a_model_with_stacks_is_told_by_the_names_of_its_folder() -> None:
     assert server_table("sglang", config) == server_table("hf", config)
 
 
+DELTA = {
+    **{"hidden_size": 1, "num_hidden_layers": 2, "intermediate_size": 2, "vocab_size": 8, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 1, "linear_value_head_dim": 2, "linear_conv_kernel_dim": 3},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_rank_holds_the_heads_of_a_gated_delta_net(family: str) -> None:
+    """The second of two ranks, whose head of keys serves the last two of four heads of values."""
+    table = {op.param: op for op in server_table("sglang", DELTA | {"model_type": family})}
+    own, at = "model.layers.0.linear_attn", ShardCoordinate(1, 2, attn_rank=1, attn=2)
+
+    def held(name: str, *parts: str) -> list[float]:
+        op = table[f"{own}.{name}"]
+        whole = {each: torch.arange(shape[0]).float().view(-1, 1) for each, shape in op.hf_shapes.items()}
+        whole = {each: rows.expand(op.hf_shapes[each][:1] + op.hf_shapes[each][1:2]) for each, rows in whole.items()}
+        numbers = {f"{own}.{part}": 100.0 * i for i, part in enumerate(parts or (name,))}
+        assert numbers.keys() == whole.keys()
+        return shard(op, {each: whole[each] + numbers[each] for each in whole}, at).flatten().tolist()
+
+    if family == "qwen3_next":  # its rows are those of one head of keys after the other
+        assert held("in_proj_qkvz.weight") == [*range(10, 20)]
+        assert held("in_proj_ba.weight") == [*range(4, 8)]
+    else:  # q, k and v; then z
+        parts = ("in_proj_qkv.weight", "in_proj_z.weight")
+        assert held("in_proj_qkvz.weight", *parts) == [1, 3, 8, 9, 10, 11, 104, 105, 106, 107]
+        assert held("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight") == [2, 3, 102, 103]
+    conv = table[f"{own}.conv1d.weight"]
+    assert [(p.hf_start, p.shard_start, p.length) for p in conv.pieces_at(at)] == [(1, 0, 1), (3, 1, 1), (8, 2, 4)]
+    assert conv.shape_at(at) == (6, 1, 3)
+    assert table[f"{own}.out_proj.weight"].pieces_at(at) == [Piece(f"{own}.out_proj.weight", 1, 4, 0, 4)]
+    assert [table[f"{own}.{name}"].shape_at(at) for name in ("A_log", "dt_bias", "norm.weight")] == [(2,), (2,), (2,)]
+    # Attention: two heads with a gate each, under names without the module's.
+    hf = [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
+    assert table["model.layers.1.qkv_proj.weight"].pieces_at(at) == [
+        Piece(name, 0, start, place, rows)
+        for name, start, place, rows in zip(hf, (4, 0, 0), (0, 4, 6), (4, 2, 2), strict=True)
+    ]
+    assert table["model.layers.1.q_norm.weight"].shape_at(at) == (2,)
+
+
 def test_sizes_that_sglang_rounds_up_without_a_gpu() -> None:
     aligned = DENSE | {"intermediate_size": 64}
     assert not is_enlarged("sglang", aligned, 2)
     assert is_enlarged("sglang", aligned, 4)  # 64 are not 32 for each of 4 ranks; nor are 2 heads one for each
     assert is_enlarged("sglang", DENSE, 1)
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    assert not is_enlarged("sglang", aligned | heads, 1) and is_enlarged("sglang", aligned | heads, 2)
+    assert is_enlarged("sglang", aligned | {"shared_expert_intermediate_size": 48}, 1)
     assert not is_enlarged("hf", DENSE, 1)
 
 

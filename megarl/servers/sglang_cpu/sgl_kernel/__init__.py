@@ -1,7 +1,7 @@
 """Stub of SGLang's compiled kernels for machines without an accelerator.
 
-SGLang imports names from here at its start and calls none of them with `torch_native`; a call raises
-NotImplementedError.
+SGLang imports names from here at its start and calls few of them with `torch_native`: those of `mamba`.  A call of
+another one raises NotImplementedError.
 """
 
 from __future__ import annotations
