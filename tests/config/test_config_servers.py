@@ -115,12 +115,12 @@ with rollout.engine=sglang trainer.device=cpu @dense model.config.model_type=gpt
 rollout.engine=sglang | without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf
 
 with rollout.engine=sglang @dense model.config.model_type=qwen3_next
-model.config.tie_word_embeddings=true | SGLang gives Qwen3-Next output rows of its own .. expected hf
-model.config.mlp_only_layers=[1] | SGLang gives every layer experts .. expected hf
+model.config.tie_word_embeddings=true | rollout.engine=sglang | SGLang gives Qwen3-Next output rows .. expected hf
+model.config.mlp_only_layers=[1] | rollout.engine=sglang | SGLang gives every layer experts .. expected hf
 
 with rollout.engine=sglang @dense model.config.model_type=qwen3_5_text model.config.linear_num_key_heads=6
 with model.config.layer_types=[linear_attention,full_attention]
-model.config.layer_types=[full_attention,linear_attention] | has full attention in layers 1, 2 and so on .. expected hf
+model.config.layer_types=[full_attention,linear_attention] | rollout.engine=sglang | SGLang has full attention in layers 1, 2 .. expected hf
 rollout.tensor_model_parallel_size=4 | does not divide the model's linear_num_key_heads=6
 
 with rollout.engine=sglang trainer.n_gpus_per_node=8 rollout.tensor_model_parallel_size=2

@@ -127,6 +127,8 @@ def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 
         yield TP, f"{ranks} does not divide the model's linear_num_key_heads={linear}"
     if numbers.intermediate_size is not None and numbers.intermediate_size % tp:
         yield TP, f"{tp} does not divide the model's intermediate_size={numbers.intermediate_size}"
+    if (shared := numbers.shared_intermediate_size) is not None and shared % tp:
+        yield TP, f"{tp} does not divide the intermediate size of the model's shared experts, which is {shared}"
     if tp % ep:
         yield EP, f"{ep} does not divide {TP}={tp}"
     elif ep > 1 and numbers.num_hidden_layers is not None and not numbers.num_experts:
