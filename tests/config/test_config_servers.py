@@ -120,7 +120,7 @@ model.config.mlp_only_layers=[1] | rollout.engine=sglang | SGLang gives every la
 
 with rollout.engine=sglang @dense model.config.model_type=qwen3_5_text model.config.linear_num_key_heads=6
 with model.config.layer_types=[linear_attention,full_attention]
-model.config.layer_types=[full_attention,linear_attention] | rollout.engine=sglang | SGLang has full attention in layers 1, 2 .. expected hf
+model.config.layer_types=[full_attention,linear_attention] | rollout.engine=sglang | full attention .. expected hf
 rollout.tensor_model_parallel_size=4 | does not divide the model's linear_num_key_heads=6
 
 with rollout.engine=sglang trainer.n_gpus_per_node=8 rollout.tensor_model_parallel_size=2
