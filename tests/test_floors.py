@@ -175,6 +175,7 @@ DOORS = {
     "megarl.group": "the driver's handle on ranks, which scripts import too",
     "megarl.mcore": "prepares the import of Megatron-Core, before any of its modules",
     "megarl.rewards": "users' rewards import register_reward from it",
+    "megarl.servers.sglang_cpu.sgl_kernel": "stands in for a package of this name, from which names are imported",
 }
 
 
@@ -196,6 +197,10 @@ MORE_PARAMETERS = {
     "megarl.mcore.logprobs.fused_triton._gradient_kernel": "a kernel",
     "megarl.algo.advantages.estimate.estimate": "the batch's columns, and the settings of an estimator",
     "megarl.algo.advantages.group_relative.gdpo": "as registered estimators",
+    **{
+        f"megarl.servers.sglang_cpu.sgl_kernel.mamba.{kernel}_cpu": "as SGLang calls its kernel"
+        for kernel in ("causal_conv1d_fn", "chunk_gated_delta_rule", "fused_sigmoid_gating_delta_rule_update")
+    },
 }
 
 
