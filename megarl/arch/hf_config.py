@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 SUPPORTED = (
     *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe"),
     *("minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v32", "glm_moe_dsa"),
+    "nemotron_h",
 )
 # Families whose folders have a vision part -> that of their text part, which is what is trained and served.
 TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -30,11 +30,12 @@ _MOST = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000),
 }
-# Names by which a model is told to have experts, latents or an indexer; in a family without them they mean nothing.
+# Names by which a model is told to have experts, latents, indexers or states; in a family without them they mean none.
 _TELLING = {
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size"),
     *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "kv_lora_rank", "q_lora_rank"),
     *("mlp_layer_types", "index_topk", "indexer_types"),
+    *("linear_num_key_heads", "mamba_num_heads", "layers_block_type"),
 }
 
 
@@ -91,7 +92,8 @@ def completed(hf: Mapping[str, Any]) -> dict[str, Any]:
     config = config_of(hf)
     own = {config.attribute_map.get(name, name) for name in config.__dataclass_fields__}
     held = {key: value for key, value in config.to_dict().items() if key in own or key not in _TELLING}
-    return {**held, "model_type": hf["model_type"]}
+    # NemotronHConfig counts its layers and does not write down how many there are.
+    return {**held, "model_type": hf["model_type"], "num_hidden_layers": config.num_hidden_layers}
 
 
 def config_of(hf: Mapping[str, Any]) -> PretrainedConfig:
@@ -148,16 +150,26 @@ def _family(hf: Mapping[str, Any]) -> str:
 def _config_of(hf: Mapping[str, Any]) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    given = {key: deepcopy(value) for key, value in hf.items() if key not in ("model_type", "auto_map")}
+    given = {key: _floats_of(value) for key, value in hf.items() if key not in ("model_type", "auto_map")}
     try:
         config = AutoConfig.for_model(_family(hf), **given)
-        config.standardize_rope_params()  # as its models do: only now original_max_position_embeddings is heard
+        if getattr(config, "rope_parameters", None) is not None:  # as its models do, and not all have positions
+            config.standardize_rope_params()  # only now original_max_position_embeddings is heard
     except Exception as error:  # transformers cannot read this file, for any reason
         said = f"config.json: transformers refuses it for model_type={hf.get('model_type')!r}"
         raise ValueError(f"{said} ({' '.join(str(error).split())})") from None
     if "layer_types" in config.__dataclass_fields__ and "sliding_attention" not in config.layer_types:
         config.sliding_window = None  # of no layer
     return config
+
+
+def _floats_of(value: Any) -> Any:
+    """A copy with the numbers that JSON has not, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list | tuple):
+        return [_floats_of(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    return float(value["__float__"]) if set(value) == {"__float__"} else {k: _floats_of(v) for k, v in value.items()}
 
 
 def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -210,6 +210,10 @@ def layers_of(hf: HFConfig) -> tuple[Layer, ...]:
     which it is not known here what it costs.
     """
     numbers = numbers_of(hf)
+    if hf.get("layers_block_type"):
+        raise ValueError(
+            "config.json: the planner does not know layers that are one thing each (layers_block_type) yet"
+        )
     kinds = hf.get("layer_types") or ("full_attention",) * hf["num_hidden_layers"]
     if unknown := sorted(set(kinds) - MIXERS.keys()):
         raise ValueError(f"config.json: the planner does not know layers of the kind {unknown[0]} yet")

@@ -101,6 +101,8 @@ class ModelNumbers:
     expert_intermediate_size: int | None = None  # of one expert
     shared_intermediate_size: int | None = None  # of all shared experts together
     linear_num_key_heads: int | None = None  # of gated delta nets, each of which serves as many heads of values
+    mamba_num_heads: int | None = None
+    n_groups: int | None = None  # of Mamba's heads, each of which has one B and one C
     q_lora_rank: int | None = None  # multi-latent attention: size of the latent of queries
     kv_latent_size: int | None = None  # and of keys and values, with the rotary part
     dense_layers: tuple[int, ...] = ()  # in a model with experts, the layers without experts, from 0
@@ -111,8 +113,14 @@ class ModelNumbers:
     exchanges_heads: bool = False  # under context parallelism: see `exchange_misfits`
 
 
+# Of models whose layers are one thing each: the kind of layer without which a number means nothing.
+_OF_KIND = {"intermediate_size": "mlp", "n_routed_experts": "moe", "moe_shared_expert_intermediate_size": "moe"}
+
+
 def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
     """The numbers in a config.json, which may be incomplete."""
+    if kinds := hf.get("layers_block_type"):
+        hf = {key: value for key, value in hf.items() if key not in _OF_KIND or _OF_KIND[key] in kinds}
     experts = _first(hf, "num_experts", "num_local_experts", "n_routed_experts")
     expert_size = _first(hf, "moe_intermediate_size", "intermediate_size") if experts else None
     shared, latent = hf.get("n_shared_experts"), hf.get("kv_lora_rank")
@@ -127,9 +135,11 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
         num_experts=experts,
         num_experts_per_tok=hf.get("num_experts_per_tok") if experts else None,
         expert_intermediate_size=expert_size,
-        shared_intermediate_size=hf.get("shared_expert_intermediate_size")
+        shared_intermediate_size=_first(hf, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
         or (expert_size * shared if expert_size and shared else None),
         linear_num_key_heads=hf.get("linear_num_key_heads"),
+        mamba_num_heads=hf.get("mamba_num_heads"),
+        n_groups=hf.get("n_groups") if hf.get("mamba_num_heads") else None,
         q_lora_rank=hf.get("q_lora_rank"),
         kv_latent_size=latent + (hf.get("qk_rope_head_dim") or 0) if latent else None,
         dense_layers=dense_layers(hf) if experts else (),
@@ -142,10 +152,12 @@ def numbers_of(hf: Mapping[str, Any]) -> ModelNumbers:
 
 
 def dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Layers without experts: those that are said to be dense, the first of DeepSeek-V3, and Qwen3-MoE's
+    """Layers without experts: those that are said to be something else, the first of DeepSeek-V3, and Qwen3-MoE's
     mlp_only_layers and decoder_sparse_step."""
     if kinds := hf.get("mlp_layer_types"):
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if kinds := hf.get("layers_block_type"):
+        return tuple(layer for layer, kind in enumerate(kinds) if kind != "moe")
     first, step = hf.get("first_k_dense_replace") or 0, hf.get("decoder_sparse_step") or 1
     named, layers = hf.get("mlp_only_layers") or (), range(hf.get("num_hidden_layers") or 0)
     return tuple(i for i in layers if i < first or (i + 1) % step or i in named)
@@ -185,6 +197,7 @@ class Misfit(NamedTuple):
 _DIVIDES = (
     ("tp", "num_attention_heads", "num_attention_heads"),
     ("tp", "intermediate_size", "intermediate_size"),
+    ("tp", "n_groups", "n_groups"),
     ("tp", "q_lora_rank", "q_lora_rank"),
     ("tp", "kv_latent_size", "kv_lora_rank + qk_rope_head_dim"),
     ("tp", "shared_intermediate_size", "intermediate size of shared experts"),
@@ -214,6 +227,7 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
     if linear is not None and linear % size:
         said = f"{KEYS['tp']}={layout.tp} times {KEYS['cp']}={layout.cp}"
         yield Misfit("tp", f"{said} does not divide the model's linear_num_key_heads={linear}")
+    yield from _mamba_misfits(numbers, layout)
     if numbers.has_biased_experts and layout.expert_tp > 1:
         whole = "Megatron-Core does not cut experts with biases"
         yield Misfit("etp", f"{KEYS['etp']}={layout.expert_tp}: {whole}; expected 1")
@@ -224,6 +238,19 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
     if numbers.num_hidden_layers is not None:
         wrong = list(_layer_misfits(layout, numbers.num_hidden_layers))
         yield from wrong or _sharing_misfits(layout, numbers.num_hidden_layers, numbers.layers_that_share)
+
+
+def _mamba_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
+    """Of context-parallel ranks, which share out the heads of the groups that a tensor-parallel rank has."""
+    groups, heads = numbers.n_groups, numbers.mamba_num_heads
+    if groups is None or heads is None or groups % layout.tp:  # which was said
+        return
+    said, left = f"{KEYS['tp']}={layout.tp} times {KEYS['cp']}={layout.cp}", groups // layout.tp
+    if heads % (layout.tp * layout.cp):
+        yield Misfit("cp", f"{said} does not divide the model's mamba_num_heads={heads}")
+    elif left % layout.cp and layout.cp % left:
+        held = f"a tensor-parallel rank has {left} of the model's n_groups={groups}"
+        yield Misfit("cp", f"{KEYS['cp']}={layout.cp}: {held}; expected a divisor or a multiple of {left}")
 
 
 def training_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
@@ -326,7 +353,8 @@ def _sharing_misfits(layout: Layout, num_layers: int, sharing: tuple[int, ...]) 
 
 def has_states(hf: Mapping[str, Any]) -> bool:
     """Whether some layers of a config.json carry a state along a sequence, or choose keys in it by an indexer."""
-    return not {"linear_attention", "indexed_attention"}.isdisjoint(hf.get("layer_types") or ())
+    kinds = hf.get("layer_types") or hf.get("layers_block_type") or ()
+    return not {"linear_attention", "indexed_attention"}.isdisjoint(kinds)
 
 
 def can_share_prefixes(hf: Mapping[str, Any], layout: Layout, *, router_replay: bool, transformer_engine: bool) -> bool:

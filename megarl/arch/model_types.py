@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 SPARSE_LATENT = ("deepseek_v32", "glm_moe_dsa")  # attention over the keys that an indexer chooses
 # Families whose layers Megatron-Core 0.16.1 lacks, or has without packed rows.
-OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *SPARSE_LATENT)
+OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *SPARSE_LATENT, "nemotron_h")
 MISSING = {
     "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",
     "minimax": "Megatron-Core has no lightning attention, up to 0.19.2",

@@ -9,6 +9,8 @@ from typing import Any
 from megarl.arch.layout import has_states
 from megarl.arch.model_types import SPARSE_LATENT
 
+# Families whose parameters in it have no table (weights/mapping/server_map.py).
+UNKNOWN = (*SPARSE_LATENT, "nemotron_h")
 OVERRIDE = "--json-model-override-args"
 # Its class of Qwen3-Next, which Qwen3.5 shares, reads them beside `layer_types` and `rope_parameters`, where
 # transformers 5 writes them no more.
@@ -35,7 +37,7 @@ def is_override(value: object) -> bool:
 
 def misread(hf: Mapping[str, Any]) -> Iterator[str]:
     """Why SGLang would serve another model than the `completed` config.json says, or hold what no push can verify."""
-    if hf.get("model_type") in SPARSE_LATENT:
+    if hf.get("model_type") in UNKNOWN:
         yield f"SGLang's parameters of {hf['model_type']}, by which a push is verified, are not known here yet"
     if _has_delta_nets(hf):
         kinds, interval = hf["layer_types"], _interval(hf)

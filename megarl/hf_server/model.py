@@ -4,8 +4,8 @@ It uses transformers' modelling code, so that it is a check of the weights that 
 Supported are models whose layers all use full causal attention or the same sliding window, and whose logits are the
 output embedding of the last hidden state (Llama, Mistral, Qwen2, Qwen3, Mixtral, DeepSeek-V3, GLM-4.5, MiniMax-M2 and
 their relatives), and gpt-oss, only some of whose layers have a window.  Models whose layers have a state instead of
-keys and values (Qwen3-Next, Qwen3.5), or an indexer that chooses keys (DeepSeek-V3.2, GLM-5), are served without a
-cache: each pass computes whole sequences again, which is slow.  Other models are refused at the start.
+keys and values (Qwen3-Next, Qwen3.5, Nemotron-H), or an indexer that chooses keys (DeepSeek-V3.2, GLM-5), are served
+without a cache: each pass computes whole sequences again, which is slow.  Other models are refused at the start.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _KINDS = {"full_attention", "sliding_attention"}
 _MOST_RECOMPUTED = 1 << 14  # tokens of a pass over whole sequences
 # Kinds of layers that keep a state in place of keys and values, or an indexer's keys beside them.
 _WITHOUT_CACHE = {"linear_attention", "indexed_attention"}
+_OF_EACH_TOKEN = {"mlp", "moe"}  # kinds of layers that are feed-forwards alone
 
 
 class Chosen:
@@ -104,6 +105,7 @@ class HFModel:
                 folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
             )
             self._model.eval().requires_grad_(False).to(self.device)
+            _unlimit_steps(self._model)
             self.config = self._model.config
             self.weights = self._named_weights(held)
             self._correct(held)
@@ -295,7 +297,8 @@ class HFModel:
 
     def _check_served(self) -> None:
         """Raises ValueError for a model whose forward pass differs from `_hidden` and `logits`."""
-        served = _KINDS if self.config.model_type in _WITH_SINKS else {"full_attention"} | _WITHOUT_CACHE
+        of_most = {"full_attention"} | _WITHOUT_CACHE | _OF_EACH_TOKEN
+        served = _KINDS if self.config.model_type in _WITH_SINKS else of_most
         if not self._kinds <= served:
             raise ValueError(
                 f"{self.folder}: the hf engine serves {sorted(served)} layers, found {sorted(self._kinds)}"
@@ -315,6 +318,17 @@ class HFModel:
             raise ValueError(
                 f"{self.folder}: the hf engine cannot serve {kind}, expected a relative of Llama or Mixtral"
             )
+
+
+def _unlimit_steps(model: nn.Module) -> None:
+    """Let a Mamba mixer take steps of any length, as Megatron and SGLang do.
+
+    transformers takes time_step_min for the shortest one, by which the biases of steps are drawn.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, torch.inf)
 
 
 def _routes(folder: str, config: Mapping[str, Any]) -> RoutedExperts:
@@ -347,6 +361,7 @@ class ExpertNames(NamedTuple):
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 EXPERT_NAMES = {"mixtral": _MIXTRAL, "minimax_m2": _MIXTRAL}  # others have the names of Qwen3-MoE
 STACKED_OUTSIDE = ("gpt_oss",)  # families whose folders have the same stacks as transformers
+WITH_BACKBONE = ("nemotron_h",)  # families whose folders name the body so, and not model
 
 
 def hub_tensors(model: torch.nn.Module, model_type: str) -> dict[str, Tensor]:
@@ -356,7 +371,8 @@ def hub_tensors(model: torch.nn.Module, model_type: str) -> dict[str, Tensor]:
     has its own matrices.  Here each such matrix is a view of the stack, so that a copy into it changes the model.
     """
     names = EXPERT_NAMES.get(model_type, ExpertNames())
-    stacked = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith("experts.gate_up_proj")}
+    ends = ("experts.gate_up_proj", "experts.up_proj")
+    stacked = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith(ends)}
     if model_type in STACKED_OUTSIDE:
         stacked = set()
     tensors: dict[str, Tensor] = {}
@@ -371,9 +387,10 @@ def hub_tensors(model: torch.nn.Module, model_type: str) -> dict[str, Tensor]:
         for number, expert in enumerate(tensor):
             prefix = f"{hub_module}.{number}"
             parts = expert.chunk(2) if kind == "gate_up_proj" else (expert,)
-            keys = (names.gate, names.up) if kind == "gate_up_proj" else (names.down,)
+            keys = {"gate_up_proj": (names.gate, names.up), "up_proj": (names.up,)}.get(kind, (names.down,))
             tensors |= {f"{prefix}.{key}.weight": part for key, part in zip(keys, parts, strict=True)}
-    return tensors
+    outside = "backbone." if model_type in WITH_BACKBONE else "model."
+    return {re.sub(r"^model\.", outside, name): tensor for name, tensor in tensors.items()}
 
 
 def _is_sparse(module: str, stacked: set[str]) -> bool:

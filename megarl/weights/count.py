@@ -23,7 +23,7 @@ from megarl.arch.layers import HFConfig, Layer, layers_of
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.arch.model_types import known
 from megarl.weights.mapping.blocks import Role, decoder
-from megarl.weights.mapping.families import FAMILIES, VOCAB_MULTIPLE, layer_of, stacks_for
+from megarl.weights.mapping.families import FAMILIES, VOCAB_MULTIPLE, family_of, layer_of, stacks_for
 from megarl.weights.mapping.names import GatedQKV, Op, ShardCoordinate
 
 
@@ -147,7 +147,7 @@ def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> P
 def _ends(hf: HFConfig, role: str) -> list[Op]:
     """Embedding, final norm, and head if it has a table of its own."""
     named: Role = "critic" if role == "critic" else "actor"
-    return decoder(hf, named, VOCAB_MULTIPLE, ())
+    return decoder(hf, named, VOCAB_MULTIPLE, (), names=family_of(hf).around_layers)
 
 
 def layers_of_stage(hf: HFConfig, layout: Layout, stage: int) -> list[int]:

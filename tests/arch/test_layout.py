@@ -121,8 +121,8 @@ def test_prefixes_can_be_shared_by_local_layers_over_whole_sequences_whose_exper
     assert not can_share_prefixes({}, whole, router_replay=False, transformer_engine=True)
     assert not can_share_prefixes({}, whole, router_replay=True, transformer_engine=False)
     assert not can_share_prefixes({}, Layout(cp=2), router_replay=False, transformer_engine=False)
-    for kind in ("linear_attention", "indexed_attention"):
-        hybrid = {"layer_types": [kind, "full_attention"]}
+    of_each = [{"layer_types": [kind, "full_attention"]} for kind in ("linear_attention", "indexed_attention")]
+    for hybrid in (*of_each, {"layers_block_type": ["linear_attention", "mlp"]}):
         assert not can_share_prefixes(hybrid, whole, router_replay=False, transformer_engine=False)
 
 
@@ -230,6 +230,33 @@ def test_heads_of_gated_delta_nets_are_dealt_over_tensor_and_context_parallel_ra
     assert not told(hybrid, Layout(tp=2, cp=2, sequence_parallel=True))
     (sentence,) = told(hybrid, Layout(tp=4, cp=2, sequence_parallel=True))
     assert sentence.endswith("context_parallel_size=2 does not divide the model's linear_num_key_heads=4")
+
+
+def test_groups_of_mambas_heads_are_whole_on_tensor_parallel_ranks_and_shared_out_by_context_parallel_ones() -> None:
+    mixed = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}
+    mixed |= {"mamba_num_heads": 16, "n_groups": 4, "num_attention_heads": 8, "intermediate_size": 16}
+    for fits in (Layout(tp=4), Layout(tp=2, cp=2), Layout(tp=2, cp=4), Layout(cp=2)):
+        assert not told(mixed, fits)
+    for layout, end in (
+        (Layout(tp=8), "tensor_model_parallel_size=8 does not divide the model's n_groups=4"),
+        (Layout(tp=4, cp=8), "times context_parallel_size=8 does not divide the model's mamba_num_heads=16"),
+    ):
+        (sentence,) = told(mixed, layout)
+        assert sentence.endswith(end)
+    (sentence,) = told(mixed | {"n_groups": 6, "mamba_num_heads": 24}, Layout(tp=2, cp=4))
+    assert sentence.startswith("context_parallel_size=4: a tensor-parallel rank has 3 of the model's n_groups=6; exp")
+
+
+def test_a_number_that_no_layer_of_a_mixed_model_has_is_no_rule() -> None:
+    """transformers' class has defaults for them all."""
+    numbers: dict[str, object] = {"intermediate_size": 15, "n_routed_experts": 8, "moe_intermediate_size": 16}
+    mixed = {"num_hidden_layers": 4, "num_attention_heads": 4, **numbers, "moe_shared_expert_intermediate_size": 16}
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    assert numbers_of(mixed | {"layers_block_type": kinds}).dense_layers == (0, 2, 3)
+    assert told(mixed | {"layers_block_type": kinds}, Layout(tp=2))[0].endswith("intermediate_size=15")
+    assert not told(mixed | {"layers_block_type": ["linear_attention", "moe"] * 2}, Layout(tp=2, ep=2, etp=1))
+    without = numbers_of(mixed | {"layers_block_type": ["linear_attention", "full_attention"] * 2})
+    assert (without.num_experts, without.shared_intermediate_size, without.intermediate_size) == (None, None, None)
 
 
 def test_experts_with_biases_are_not_cut() -> None:

@@ -10,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tiny_models import FAMILIES, tiny_model
 
+from megarl.arch.hf_config import completed
 from megarl.arch.layout import Layout
 from megarl.arch.megatron_fields import FUSIONS, OPTIMIZER, TRANSFORMER, TRIED, WRAPPER
 from megarl.config.validate.algorithms import idle
@@ -33,7 +34,7 @@ def test_the_fields_are_those_of_the_class_with_their_types(group: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_field_that_is_set_here_can_be_set(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = tiny_model(family, tied=False).config.to_dict()
+    hf = completed(tiny_model(family, tied=False).config.to_dict())
     seen: dict[str, object] = {}
 
     def note(self: TransformerConfig, **settings: object) -> None:  # noqa: ARG001

@@ -64,11 +64,12 @@ def test_a_model_that_megatron_cannot_compute_is_refused_before_the_start_but_ca
 @pytest.mark.parametrize(
     "word", ["actor.optim.name=muon", "actor.strategy=fsdp", "actor.lora.rank=4", "actor.router_replay=rollout"]
 )
-def test_what_gated_delta_nets_are_not_made_for_is_refused(tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h"])
+def test_what_layers_with_states_are_not_made_for_is_refused(tmp_path: Path, model_type: str, word: str) -> None:
     numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
-    there = folder(tmp_path / "m", model_type="qwen3_next", num_experts=4, **numbers)
+    there = folder(tmp_path / "m", model_type=model_type, num_experts=4, **numbers)
     said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", word)
-    assert f"{word}: qwen3_next has layers for which it is not made; expected " in said
+    assert f"{word}: {model_type} has layers for which it is not made; expected " in said
 
 
 @pytest.mark.parametrize(

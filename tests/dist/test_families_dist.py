@@ -139,6 +139,8 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     "gpt_oss": ("tp2pp2 ep2 etp1", "tp4 ep4 etp1", "dp4 ep4", "pp2dp2 vpp2 ep2", "tp2cp2+sp ep2 etp1"),
     "deepseek_v32": ("tp2cp2+sp ep2", "dp4 ep2 etp2", "pp2dp2 vpp2 ep2"),
     "glm_moe_dsa": ("tp2cp2+sp ep2 etp1", "pp2dp2 uneven ep2"),  # its third layer cannot begin a stage
+    "nemotron_h": SOME_SPARSE,
+    "nemotron_h_latent": ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2"),
 }
 ON: dict[int, dict[tuple[str, str], Layout]] = {
     1: {(family, "one"): Layout() for family in NEW},

@@ -18,6 +18,7 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -89,6 +90,22 @@ _INDEXED: dict[str, Any] = {
     "index_topk": 4,
     "index_head_dim": 8,
     "index_n_heads": 16,  # so many that hardly a key has a score of 0, by which it would tie with others
+}
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]
+    + ["linear_attention", "full_attention", "linear_attention", "moe"],
+    "head_dim": 16,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "layer_norm_epsilon": 1e-3,  # not that of Megatron's mixer
+    "conv_kernel": 3,
 }
 # Sizes at which what sets a family apart shows: windows shorter than sequences, contexts shorter than slow rope pairs.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -241,6 +258,15 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_next": (Qwen3NextConfig, _DELTA_SPARSE),
     "qwen3_5_text": (Qwen3_5TextConfig, _DELTA),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _DELTA_SPARSE),
+    "nemotron_h": (NemotronHConfig, _NEMOTRON),
+    "nemotron_h_latent": (
+        NemotronHConfig,
+        _NEMOTRON | {"moe_latent_size": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    "nemotron_h_dense": (
+        NemotronHConfig,
+        _NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "n_groups": 2},
+    ),
 }
 ZERO_CENTRED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their norms multiply by 1 + weight
 # Those that the installed Megatron-Core lacks.

@@ -111,8 +111,26 @@ def test_tensors_pushed_under_hub_names_make_the_model_of_their_folder(folders: 
     config = read_config(folders[1])
     theirs = AutoModelForCausalLM.from_pretrained(folders[1], config=config, dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0, 5:]
+        expected = theirs(tokens[None], use_cache=False).logits[0, 5:]
     torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_mamba_mixer_takes_steps_as_short_as_the_trainer_does(tmp_path: Path) -> None:
+    """Of 1e-4 here; transformers would take none below 1e-3."""
+    folder = write(tmp_path / "a", 1, {"family": "nemotron_h"})
+    tensors = load_file(f"{folder}/model.safetensors")
+    save_file(tensors | {n: t - 9 for n, t in tensors.items() if n.endswith("dt_bias")}, f"{folder}/model.safetensors")
+    tokens = torch.arange(7, 19)
+    held = logits_in_two_ways(HFModel(folder, torch.float32), tokens, prompt=6)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, config=read_config(folder), dtype=torch.float32).eval()
+    with torch.no_grad():
+        limited = theirs(tokens[None], use_cache=False).logits[0, 5:]
+        for module in theirs.modules():
+            if hasattr(module, "time_step_limit"):
+                module.time_step_limit = (0.0, torch.inf)
+        free = theirs(tokens[None], use_cache=False).logits[0, 5:]
+    torch.testing.assert_close(held, free, atol=1e-5, rtol=1e-5)
+    assert (held - limited).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -47,6 +47,8 @@ def softmax_experts(hf: HFConfig, *, ffn: int, renormalised: bool, layers: int |
 def sigmoid_experts(hf: HFConfig, *, count: int, ffn: int, total: float = 1.0) -> Settings:
     """Experts in every layer, chosen by biased sigmoid scores; the weights of the chosen ones sum to `total`."""
     refuse(hf, scoring_func="sigmoid", norm_topk_prob=True)
+    if total <= 0:  # Megatron would not multiply by 0
+        raise ValueError(f"config.json: routed_scaling_factor={total} is not supported; expected more than 0")
     return _COMMON | {
         "num_moe_experts": count,
         "moe_ffn_hidden_size": ffn,
@@ -68,12 +70,10 @@ def shared_and_routed_experts(hf: HFConfig) -> Settings:
             f"config.json: first_k_dense_replace={dense} leaves none of {layers} layers experts; expected less"
         )
     count, total = need(hf, "n_routed_experts"), float(need(hf, "routed_scaling_factor"))
-    if total <= 0:  # Megatron would not multiply by 0
-        raise ValueError(f"config.json: routed_scaling_factor={total} is not supported; expected more than 0")
     routed = sigmoid_experts(hf, count=count, ffn=ffn, total=total)
     return (
         routed
-        | _groups(hf, routed["moe_router_topk"])
+        | groups(hf, routed["moe_router_topk"])
         | {
             "moe_shared_expert_intermediate_size": ffn * shared,
             "moe_layer_freq": [0] * dense + [1] * (layers - dense),
@@ -81,18 +81,18 @@ def shared_and_routed_experts(hf: HFConfig) -> Settings:
     )
 
 
-def _groups(hf: HFConfig, chosen: int) -> Settings:
+def groups(hf: HFConfig, chosen: int) -> Settings:
     """Experts form groups, and only experts of the best `topk_group` groups can be chosen."""
-    groups, best = at_least(1, hf, "n_group"), at_least(1, hf, "topk_group")
-    if (count := hf["n_routed_experts"]) % groups:
-        raise ValueError(f"config.json: n_group={groups} does not divide n_routed_experts={count}")
-    if best > groups:
-        raise ValueError(f"config.json: topk_group={best} is not supported; expected at most n_group={groups}")
-    if best == groups:
+    number, best = at_least(1, hf, "n_group"), at_least(1, hf, "topk_group")
+    if (count := hf["n_routed_experts"]) % number:
+        raise ValueError(f"config.json: n_group={number} does not divide n_routed_experts={count}")
+    if best > number:
+        raise ValueError(f"config.json: topk_group={best} is not supported; expected at most n_group={number}")
+    if best == number:
         return {}
     if chosen // best != 2:  # Megatron ranks a group by this many best experts; the model's code by two
         raise ValueError(
             f"config.json: num_experts_per_tok={chosen} with topk_group={best} is not supported; expected twice "
             "topk_group, as a group is ranked by its two best experts"
         )
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+    return {"moe_router_num_groups": number, "moe_router_group_topk": best}

@@ -18,11 +18,13 @@ from megarl.arch.settings.hf import (
     base,
     full_layers,
     head_dim,
+    in_groups,
     need,
     refuse,
     refuse_quantized,
     window,
 )
+from megarl.arch.settings.mamba import nemotron_h
 from megarl.arch.settings.rope import make_rope, rope_settings
 from megarl.arch.settings.sparse_latent import sparse_latent
 
@@ -41,9 +43,7 @@ def settings_of(hf: HFConfig) -> Settings:
 def dense(hf: HFConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> Settings:
     """Decoders like Llama's: grouped-query attention, a gated feed-forward, RMS norms before both."""
     refuse(hf, attention_bias=qkv_bias, mlp_bias=False)
-    heads, groups, dim = at_least(1, hf, "num_attention_heads"), at_least(1, hf, "num_key_value_heads"), head_dim(hf)
-    if heads % groups:
-        raise ValueError(f"config.json: num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    (_, groups), dim = in_groups(hf, "num_attention_heads", "num_key_value_heads"), head_dim(hf)
     # Scaling q and k by a factor scales their products by its square.
     factor = make_rope(hf, dim).factor
     return base(hf) | {
@@ -269,4 +269,5 @@ SETTINGS: dict[str, Callable[[HFConfig], Settings]] = {
     "glm4_moe": _glm4_moe,  # GLM-4.5 and its Air, GLM-4.6
     "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,
+    "nemotron_h": nemotron_h,  # and Nemotron-3
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.arch.settings.experts import softmax_experts
-from megarl.arch.settings.hf import HFConfig, Settings, at_least, need
+from megarl.arch.settings.hf import HFConfig, Settings, at_least, in_groups, need
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -13,9 +13,7 @@ def gated_delta(attention: Settings, hf: HFConfig) -> Settings:
     kinds = need(hf, "layer_types")
     if other := sorted(set(kinds) - {LINEAR, FULL}):
         raise ValueError(f"config.json: layer_types holds {other[0]}; expected {LINEAR} and {FULL} only")
-    keys, values = at_least(1, hf, "linear_num_key_heads"), at_least(1, hf, "linear_num_value_heads")
-    if values % keys:
-        raise ValueError(f"config.json: linear_num_key_heads={keys} does not divide linear_num_value_heads={values}")
+    values, keys = in_groups(hf, "linear_num_value_heads", "linear_num_key_heads")
     return attention | {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(kind == LINEAR) for kind in kinds],

@@ -45,6 +45,14 @@ def at_least(least: int, hf: HFConfig, key: str) -> int:
     return value
 
 
+def in_groups(hf: HFConfig, heads: str, groups: str) -> tuple[int, int]:
+    """The numbers of heads and of their groups, by their keys; ValueError for groups of unequal size."""
+    count, of = at_least(1, hf, heads), at_least(1, hf, groups)
+    if count % of:
+        raise ValueError(f"config.json: {groups}={of} does not divide {heads}={count}")
+    return count, of
+
+
 def window(hf: HFConfig) -> tuple[int, int]:
     """Megatron's window of `sliding_window` tokens: a token attends to itself and to those before it."""
     return at_least(1, hf, "sliding_window") - 1, 0

@@ -150,12 +150,12 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if sentence := more_than_text(hf):
             yield f"{place}: {sentence}"
         if roles and role in ("actor", "critic") and hf.get("model_type") in OF_0_19:
-            faults = _of_indexers if hf["model_type"] in SPARSE_LATENT else _of_delta_nets
+            faults = _of_indexers if hf["model_type"] in SPARSE_LATENT else _with_states
             yield from faults(config, role, hf["model_type"])
 
 
-def _of_delta_nets(config: Config, role: str, model_type: str) -> Iterator[str]:
-    """What would be wrong, or was not proved, for models with gated delta nets."""
+def _with_states(config: Config, role: str, model_type: str) -> Iterator[str]:
+    """What would be wrong, or was not proved, for models with gated delta nets or Mamba mixers."""
     node, layers = config.role(role), f"{model_type} has layers for which it is not made; expected"
     if node.optim.name == "muon":
         yield f"{role}.optim.name=muon: {layers} adamw"
@@ -169,8 +169,12 @@ def _of_delta_nets(config: Config, role: str, model_type: str) -> Iterator[str]:
 
 def _of_indexers(config: Config, role: str, model_type: str) -> Iterator[str]:
     """What sparse attention would compute without, as it multiplies by a linear's weight and does not call it."""
-    past = f"the attention of {model_type} reads weights past it; expected"
-    if config.role(role).megatron.overlap_param_gather:
+    node, past = config.role(role), f"the attention of {model_type} reads weights past it; expected"
+    if node.optim.name == "muon":
+        yield f"{role}.optim.name=muon: it was not proved for {model_type}; expected adamw"
+    if node.strategy == "fsdp":
+        yield f"{role}.strategy=fsdp: it was not proved for {model_type}; expected megatron"
+    if node.megatron.overlap_param_gather:
         yield f"{role}.megatron.overlap_param_gather=true: {past} false"
     if role == "actor" and config.actor.lora.rank:
         yield f"actor.lora.rank={config.actor.lora.rank}: {past} 0"
@@ -281,7 +285,7 @@ _GROUP = Range(lambda v: isinstance(v, dict), "a group of fields")
 _TEXT = Range(lambda v: isinstance(v, str), "text")
 _SIZES = (
     "num_attention_heads num_key_value_heads hidden_size head_dim intermediate_size vocab_size max_position_embeddings "
-    "decoder_sparse_step"
+    "decoder_sparse_step linear_num_key_heads mamba_num_heads n_groups"
 )
 _COUNTS = (
     "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size "

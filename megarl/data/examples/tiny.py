@@ -11,6 +11,7 @@ import shutil
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -128,6 +130,19 @@ _GLM5 = {
     "index_skip_topk_offset": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+_NEMOTRON_LAYERS = ("linear_attention", "moe", "full_attention", "mlp")  # one after another, again and again
+_NEMOTRON = {
+    "tie_word_embeddings": False,  # transformers does not tie them
+    "ssm_state_size": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "routed_scaling_factor": 2.5,
+}
 
 # The config class of each family, and its settings in addition to the common sizes.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -149,6 +164,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, _QWEN3_NEXT),
     "deepseek_v32": (DeepseekV32Config, _SPARSE_LATENT),
     "glm_moe_dsa": (GlmMoeDsaConfig, _SPARSE_LATENT | _GLM5),
+    "nemotron_h": (NemotronHConfig, _NEMOTRON),
     "kimi_k2": (DeepseekV3Config, _DEEPSEEK_V3 | {"rope_parameters": _DEEPSEEK_V3["rope_parameters"] | _KIMI_ROPE}),
 }
 
@@ -226,11 +242,13 @@ def write_tiny_model(
         "head_dim": sizes.head_dim,
         "intermediate_size": sizes.ffn,
         "max_position_embeddings": sizes.max_positions,
+        "tie_word_embeddings": tied,
     }
+    if kind is NemotronHConfig:
+        own = {"layers_block_type": [*islice(cycle(_NEMOTRON_LAYERS), sizes.layers)], **own}
     config = kind(
         **(common | own | settings),
         vocab_size=len(tokenizer),
-        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -205,15 +205,7 @@ class SDPAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """For checkpoints: sinks are cut with the heads; there is nothing else."""
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=ps.get_tensor_model_parallel_group(),
-            dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
-        )
-        return state
+        return cut_over_ranks(self, "softmax_offset", prefix, sharded_offsets)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, pad: PadPlan) -> Tensor:
         q, k, v = query, key, value
@@ -238,6 +230,19 @@ class SDPAttention(MegatronModule):
         mask = self._sees(at_q, at_k) & (segment[at_q][:, None] == segment[at_k])
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
         return self._sdpa(q, k, v, mask)[0].transpose(0, 1)
+
+
+def cut_over_ranks(module: nn.Module, name: str, prefix: str, offsets: Any) -> dict[str, Any]:
+    """A module's part of a checkpoint, whose parameter `name` is cut over tensor-parallel ranks."""
+    state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        module.state_dict(keep_vars=True),
+        prefix,
+        {name: 0},
+        offsets,
+        tp_group=ps.get_tensor_model_parallel_group(),
+        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
+    )
+    return state
 
 
 def with_sinks(

@@ -18,7 +18,7 @@ CHUNK = 64  # tokens at most; the time of long sequences is the same from 16 to 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
     """x divided by its length, as the models' own code does it."""
-    wide = _wide(x)
+    wide = widened(x)
     return (wide * torch.rsqrt(wide.square().sum(dim, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -31,7 +31,7 @@ def causal_conv1d(
     """
     _check(options, activation="silu", initial_state=None, output_final_state=False)
     position = _positions(x, cu_seqlens)
-    wide, taps = _wide(x), _wide(weight)
+    wide, taps = widened(x), widened(weight)
     out = wide * taps[:, -1]
     for back in range(1, min(weight.size(1), x.size(1))):
         before = F.pad(wide[:, :-back], (0, 0, back, 0))
@@ -64,7 +64,7 @@ def chunk_gated_delta_rule(
     assert q.size(0) == 1, "rows are packed"
     chunks = Chunks.of(torch.tensor([0, q.size(1)]) if cu_seqlens is None else cu_seqlens.long())
     dtype = q.dtype
-    q, k, v, g, beta = (chunks.split(_wide(x[0])) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (chunks.split(widened(x[0])) for x in (q, k, v, g, beta))
     q = q * (q.size(-1) ** -0.5 if scale is None else scale)
     faded = g.cumsum(-1)
     below = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=q.device).tril()
@@ -132,7 +132,7 @@ def _positions(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return tokens - ends[torch.repeat_interleave(ends.diff())]
 
 
-def _wide(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -6,11 +6,11 @@ A family is added by one entry of FAMILIES; `model.py` knows none of them by nam
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as ps
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -20,12 +20,12 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megarl.arch.model_types import checked
 from megarl.arch.settings.families import SETTINGS
 from megarl.arch.settings.hf import HFConfig, Settings
+from megarl.mcore.models.attention import cut_over_ranks
 from megarl.mcore.models.latent import latent_layer
 from megarl.mcore.models.layers import LayerSpec, local_layer
 
@@ -37,6 +37,7 @@ class Family:
     settings: Callable[[HFConfig], Settings]  # fields of `config`; ValueError of one sentence if not supported
     config: type[TransformerConfig] = TransformerConfig
     layer: LayerSpec = local_layer
+    has_rope: bool = True
 
 
 class NormOfAllHeads(nn.Module):
@@ -66,15 +67,7 @@ class NormOfAllHeads(nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """For checkpoints: the weight is cut over tensor-parallel ranks."""
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=ps.get_tensor_model_parallel_group(),
-            dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
-        )
-        return state
+        return cut_over_ranks(self, "weight", prefix, sharded_offsets)
 
 
 def layer_with_norms_of_all_heads(config: TransformerConfig, number: int) -> ModuleSpec:
@@ -116,6 +109,24 @@ def _sparse_layer(config: TransformerConfig, number: int) -> ModuleSpec:
     return sparse_layer(config, number)
 
 
+@dataclass
+class MixedConfig(TransformerConfig):
+    """Of models whose layers are one thing each: also which thing, by transformers' names."""
+
+    layer_kinds: list[str] = field(default_factory=list)
+
+
+def _nemotron_h(hf: HFConfig) -> Settings:
+    """Its settings with the activation, which is Megatron's: relu(x)^2."""
+    return SETTINGS["nemotron_h"](hf) | {"activation_func": squared_relu}
+
+
+def _mixed_layer(config: TransformerConfig, number: int) -> ModuleSpec:
+    from megarl.mcore.models.mamba import mixed_layer  # 0.16.1 has another mixer
+
+    return mixed_layer(config, number)
+
+
 def family_of(hf: HFConfig) -> Family:
     """Raises ValueError for a model_type that is not in FAMILIES."""
     return FAMILIES[checked(hf.get("model_type"), FAMILIES)]
@@ -131,4 +142,5 @@ FAMILIES: dict[str, Family] = {kind: Family(settings) for kind, settings in SETT
     "deepseek_v32": Family(SETTINGS["deepseek_v32"], MLATransformerConfig, _sparse_layer),
     "glm_moe_dsa": Family(SETTINGS["glm_moe_dsa"], MLATransformerConfig, _sparse_layer),
     "gpt_oss": Family(_gpt_oss),
+    "nemotron_h": Family(_nemotron_h, MixedConfig, _mixed_layer, has_rope=False),
 }

@@ -40,13 +40,14 @@ def fusions(
     accumulation: bool,
     latent_attention: bool,
     biases: bool = False,
+    gated: bool = True,
 ) -> dict[str, bool]:
     """Fields of Megatron's TransformerConfig.  All are false without a GPU.
 
     `transformer_engine`: the layers are its own.  `permutation`: `has_fused_permutation`.  `accumulation`:
     `has_fused_accumulation`, and each weight has a permanent main_grad: Megatron-FSDP gives it a new one in float32 for
     every micro-batch, into which Megatron's linears do not multiply 16-bit factors (layers:565).  `latent_attention`:
-    the model has multi-latent attention.  `biases`: its linears have some.
+    the model has multi-latent attention.  `biases`: its linears have some.  `gated`: so are its feed-forwards.
 
     Not here, because nothing would change: masked_softmax_fusion (neither attention uses Megatron's softmax),
     persist_layer_norm (nor its norm), cross_entropy_loss_fusion (nor its loss), bias_dropout_fusion (without
@@ -56,7 +57,7 @@ def fusions(
         # One kernel for silu(gate) * up, compiled by torch.  It and the next product keep 3 numbers of a token for each
         # of the intermediate size; separate operations keep 5 (tests/plan/test_saved_tensors.py).
         # With biases Megatron's local layers would clamp before they add one (fused_bias_geglu); TE's linears add it.
-        "bias_activation_fusion": gpu and (transformer_engine or not biases),
+        "bias_activation_fusion": gpu and gated and (transformer_engine or not biases),
         # Apex's kernel.  Transformer Engine has its own: `fuse_weight_gradients`.
         "gradient_accumulation_fusion": gpu and accumulation,
         # One kernel for a packed row, in float32; ours (`rope.turned`) rounds cosines to the model's dtype.
@@ -67,7 +68,7 @@ def fusions(
 
 
 def available_fusions(
-    *, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool, biases: bool = False
+    *, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool, biases: bool = False, gated: bool = True
 ) -> dict[str, bool]:
     """The fusions on this machine; `fsdp`: Megatron-FSDP wraps the model."""
     return fusions(
@@ -77,6 +78,7 @@ def available_fusions(
         accumulation=has_fused_accumulation() and not fsdp,
         latent_attention=latent_attention,
         biases=biases,
+        gated=gated,
     )
 
 

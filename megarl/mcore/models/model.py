@@ -61,6 +61,7 @@ def transformer_config(
             uses_transformer_engine=engine.uses_transformer_engine,
             latent_attention=latent,
             biases=bool(settings.get("add_bias_linear")),
+            gated=settings["gated_linear_unit"],
             fsdp=engine.strategy == "fsdp",
         ),
         **engine.transformer_settings(),
@@ -221,7 +222,7 @@ def make_chunks(
 ) -> list[GPTModel]:
     """The chunks before they move to the device and are cast to bfloat16; they share one config."""
     config = transformer_config(hf, layout, DTYPES[dtype], engine)
-    kind = CriticModel if role == "critic" else ActorModel
+    kind, has_rope = CriticModel if role == "critic" else ActorModel, family_of(hf).has_rope
     chunks: list[GPTModel] = []
     for stage in range(layout.vpp) if layout.vpp > 1 else (None,):
         gpt = kind(
@@ -233,11 +234,11 @@ def make_chunks(
             post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             parallel_output=True,
             share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
-            position_embedding_type="rope",
+            position_embedding_type="rope" if has_rope else "none",
             vp_stage=stage,
         )
         prepare_biases(gpt)
-        if not config.multi_latent_attention:  # each of its attention layers has its own rope
+        if has_rope and not config.multi_latent_attention:  # each of its attention layers has its own rope
             gpt.rotary_pos_emb.inv_freq = make_rope(hf, config.kv_channels).frequencies
         if engine.uses_transformer_engine:
             mark_shards(gpt)

@@ -6,6 +6,7 @@ under either name, a bare decoder without its prefix.  Trainer, conversion and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +59,9 @@ def _renamed(names: Sequence[str], held: Container[str], hf_config: HFConfig) ->
 def _other_names(name: str, hf_config: HFConfig) -> list[str]:
     """Under which transformers finds a tensor, too: of a bare decoder, beside a vision part, and of experts in its own
     modules."""
-    beside_vision = name_beside_vision(hf_config, name)
-    others = (beside_vision, name.replace(".block_sparse_moe.", ".mlp."), name.removeprefix("model."))
+    beside_vision, bare = name_beside_vision(hf_config, name), name.removeprefix("model.").removeprefix("backbone.")
+    in_modules = (name.replace(".block_sparse_moe.", ".mlp."), re.sub("^backbone", "model", name))
+    others = (beside_vision, *in_modules, bare)
     return [other for other in others if other != name]
 
 

@@ -30,19 +30,19 @@ def is_tied(hf_config: HFConfig) -> bool:
     return bool(hf_config.get("tie_word_embeddings", False))
 
 
-def decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op]) -> list[Op]:
-    """Embedding, layers, final norm, and the head of the role."""
+def decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op], *, names: tuple[str, str]) -> list[Op]:
+    """Embedding, layers, final norm, and the head of the role; `names`: the HF names of embedding and norm."""
     hidden = c["hidden_size"]
     tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # if the last stage is not the first
     embedding = Vocab(
         "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
+        f"{names[0]}.weight",
         c["vocab_size"],
         hidden,
         vocab_multiple,
         copies=tied_copy,
     )
-    final_norm = Rename("decoder.final_layernorm.weight", "model.norm.weight", (hidden,))
+    final_norm = Rename("decoder.final_layernorm.weight", f"{names[1]}.weight", (hidden,))
     head: list[Op] = []
     if role == "critic":
         head = [ValueHead("output_layer.weight", "score.weight", (1, hidden))]

@@ -30,6 +30,7 @@ from megarl.weights.mapping.blocks import (
     stacks_of_biased_experts,
 )
 from megarl.weights.mapping.gated_delta import hybrid_layer
+from megarl.weights.mapping.mamba import mixed_biases, mixed_layer
 from megarl.weights.mapping.names import Op
 from megarl.weights.mapping.stacks import PlainStack, Stack
 
@@ -48,8 +49,9 @@ def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int 
     A critic has a value head instead of the output rows.
     """
     layers = chain.from_iterable(layer_of(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
-    biases = family_of(hf_config).router_biases(hf_config)
-    return decoder(hf_config, role, vocab_multiple, chain(layers, biases))
+    family = family_of(hf_config)
+    layers = chain(layers, family.router_biases(hf_config))
+    return decoder(hf_config, role, vocab_multiple, layers, names=family.around_layers)
 
 
 def layer_of(hf_config: HFConfig, layer: int) -> list[Op]:
@@ -79,11 +81,12 @@ def plain_stacks(table: Iterable[Op]) -> list[PlainStack]:
         first, shape = next(iter(op.hf_shapes.items()))
         if op.expert is None or op.expert[0] or len(shape) != 2:
             continue
-        layer = re.match(r"model\.layers\.\d+", first)
+        layer = re.match(r"(?:model|backbone)\.layers\.\d+", first)
         assert layer, f"{first} is of no layer"
-        name = "gate_up_proj" if len(op.hf_shapes) == 2 else "down_proj"
+        name = "gate_up_proj" if len(op.hf_shapes) == 2 else "up_proj" if ".up_proj." in first else "down_proj"
+        module = "mixer" if ".mixer." in first else "mlp"
         parts = tuple(part.replace(".experts.0.", ".experts.{}.") for part in op.hf_shapes)
-        found.append(PlainStack(f"{layer[0]}.mlp.experts.{name}", op.expert[1], parts, shape))
+        found.append(PlainStack(f"{layer[0]}.{module}.experts.{name}", op.expert[1], parts, shape))
     return found
 
 
@@ -215,6 +218,7 @@ class Family:
     `stacks`: tensors outside in place of those of single experts in the table.
     `untrained`: prefixes of names of parts that are not in the table.
     `beside_vision`: what stands before the layers' names, in place of `model.`, in a folder with a vision part.
+    `around_layers`: the HF names of the embedding and of the final norm.
     """
 
     layer: Layers
@@ -224,6 +228,7 @@ class Family:
     stacks: Callable[[HFConfig], Iterable[Stack]] = _none
     untrained: tuple[str, ...] = ()
     beside_vision: str | None = None
+    around_layers: tuple[str, str] = ("model.embed_tokens", "model.norm")
 
 
 _HYBRID = Family(hybrid_layer, float32_in_sglang=(".A_log",), without_in_sglang=".self_attn.")
@@ -241,6 +246,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
+    "nemotron_h": Family(
+        mixed_layer, mixed_biases, untrained=("mtp.",), around_layers=("backbone.embeddings", "backbone.norm_f")
+    ),
     "qwen3_next": replace(_HYBRID, untrained=("mtp.",)),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),

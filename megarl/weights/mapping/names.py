@@ -81,7 +81,7 @@ class Op(ABC):
     @property
     def layer(self) -> int | None:
         """The number of its transformer layer in the whole model; None if it belongs to no layer."""
-        found = re.match(r"(?:decoder|model)\.layers\.(\d+)\.", self.param)
+        found = re.match(r"(?:decoder|model|backbone)\.layers\.(\d+)\.", self.param)
         return int(found[1]) if found else None
 
     def cut(self, coordinate: ShardCoordinate) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from megarl.arch.model_types import SPARSE_LATENT
+from megarl.arch.sglang_config import UNKNOWN
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import FAMILIES, stacks_for, table_for
 from megarl.weights.mapping.gated_delta import qkv_heads
@@ -44,7 +44,7 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
 
     Raises: ValueError for a family whose parameters in SGLang are not known here.
     """
-    if engine == "sglang" and hf_config["model_type"] in SPARSE_LATENT:
+    if engine == "sglang" and hf_config["model_type"] in UNKNOWN:
         raise ValueError(f"SGLang's parameters of {hf_config['model_type']} are not known here; expected the hf engine")
     shapes = {name: shape for op in table_for(hf_config) for name, shape in op.hf_shapes.items()}
     if stacks := stacks_for(hf_config):  # of these no server's parameters are known here but by their HF names

@@ -93,15 +93,17 @@ def variants(kind: str) -> Iterator[Variant]:
             yield from ((f"{key}={other}", base | {key: other}) for other in others(value))
     for alias, own in of_class.attribute_map.items():
         yield f"{alias} as {own}", base | {alias: base[own]}
-        yield f"{alias} beside {own}", base | {alias: base[own] + 1}
+        other = base[own] + 1 if isinstance(base[own], int) else base[own][:-1]
+        yield f"{alias} beside {own}", base | {alias: other}
         yield f"{alias} for {own}", {name: held for name, held in base.items() if name != own} | {alias: base[own]}
     without = {name: held for name, held in base.items() if name != "rope_parameters"}
-    for key, value in base["rope_parameters"].items():
-        rest = {name: held for name, held in base["rope_parameters"].items() if name != key}
+    of_rope = base.get("rope_parameters", {})  # not every family has one
+    for key, value in of_rope.items():
+        rest = {name: held for name, held in of_rope.items() if name != key}
         yield f"rope without {key}", base | {"rope_parameters": rest}
         for other in others(value):
             yield f"rope with {key}={other}", base | {"rope_parameters": rest | {key: other}}
-    yield "rope_scaling as rope_parameters", base | {"rope_scaling": base["rope_parameters"]}
+    yield "rope_scaling as rope_parameters", base | {"rope_scaling": of_rope}
     for rope in ROPES:
         yield f"rope_parameters={rope}", base | {"rope_parameters": rope}
         yield f"rope_scaling={rope}", without | {"rope_scaling": rope, "rope_theta": 300.0}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hf_configs import hf_of
 from layer_specs import module_of
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tiny_models import FAMILIES as TINY
@@ -46,6 +47,41 @@ PLAIN = {"add_qkv_bias": False, "qk_layernorm": False, "window_size": ABSENT, "s
 EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 24}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none"}
 FULL = ["full_attention"] * 4
+OF_MIXER = {"mamba_num_heads": 8, "mamba_head_dim": 6, "mamba_num_groups": 4, "mamba_state_dim": 8}
+NEMOTRON: list[Any] = [
+    ("nemotron_h", {}, EXPERTS | SIGMOID | OF_MIXER | {"linear_conv_kernel_dim": 3, "activation_func": squared_relu}),
+    ("nemotron_h", {}, {"gated_linear_unit": False, "layernorm_epsilon": 1e-3, "moe_latent_size": ABSENT}),
+    ("nemotron_h", {}, {"moe_layer_freq": [0, 1, 0, 0, 0, 0, 0, 1], "moe_shared_expert_intermediate_size": 40}),
+    ("nemotron_h_latent", {}, {"moe_latent_size": 16, "moe_router_num_groups": 4, "moe_router_group_topk": 2}),
+    (  # as folders of the hub have it
+        "nemotron_h",
+        {"layers_block_type": ..., "hybrid_override_pattern": "M-*-", "num_hidden_layers": 4},
+        {
+            "num_layers": 4,
+            "layer_kinds": ["linear_attention", "mlp", "full_attention", "mlp"],
+            "num_moe_experts": ABSENT,
+        },
+    ),
+]
+NOT_NEMOTRON: list[Any] = [
+    ("nemotron_h", "mlp_hidden_act", "silu", "expected relu2"),
+    ("nemotron_h", "use_bias", True, "expected false"),
+    ("nemotron_h", "use_conv_bias", False, "expected true"),
+    ("nemotron_h", "tie_word_embeddings", True, "expected false"),
+    ("nemotron_h", "n_shared_experts", 2, "expected 1"),
+    ("nemotron_h", "n_groups", 3, "n_groups=3 does not divide mamba_num_heads=8"),
+    ("nemotron_h", "layers_block_type", ["full_attention", "mlp"], "holds no linear_attention; expected some layers"),
+    (
+        "nemotron_h",
+        "layers_block_type",
+        ["linear_attention", "sliding_attention"],
+        "invalid types: {'sliding_attention'}",
+    ),
+    ("nemotron_h", "time_step_limit", [0.0, 0.1], "time_step_limit=[0.0, 0.1] is not supported; expected none"),
+    ("nemotron_h", "quantization_config", {"quant_method": "fp8"}, "quant_method='fp8'; expected unquantized"),
+]
+if "nemotron_h" in LACKING:
+    NEMOTRON = NOT_NEMOTRON = []
 
 
 @pytest.mark.parametrize(
@@ -98,6 +134,7 @@ FULL = ["full_attention"] * 4
         ("gpt_oss", {}, {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 0.5}),
         ("gpt_oss", {}, {"softmax_scale": pytest.approx((0.1 * math.log(8) + 1) ** 2 / 4)}),  # YaRN's factor is 8
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, EXPERTS),
+        *NEMOTRON,
     ],
 )
 def test_megatrons_settings(family: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -195,6 +232,7 @@ UNQUANTIZED = "quant_method='fp8'; expected unquantized weights"
         ("gpt_oss", "layer_types", ["chunked_attention"] * 4, "holds chunked_attention; expected sliding_attention"),
         ("gpt_oss", "layer_types", ["full_attention"], "transformers refuses it for model_type='gpt_oss'"),
         ("gpt_oss", "sliding_window", None, "there is no sliding_window; expected the config of a gpt_oss model"),
+        *NOT_NEMOTRON,
     ],
 )
 def test_other_mathematics_is_refused_in_one_sentence(family: str, key: str, value: Any, expected: str) -> None:

@@ -48,6 +48,7 @@ def test_local_layers_with_biases_have_no_fused_activation() -> None:
     of_gpu = {"gpu": True, "permutation": True, "accumulation": True, "latent_attention": False, "biases": True}
     assert not fusions(transformer_engine=False, **of_gpu)[NAMES["activation"]]
     assert fusions(transformer_engine=True, **of_gpu)[NAMES["activation"]]
+    assert not fusions(transformer_engine=True, gated=False, **of_gpu)[NAMES["activation"]], "Megatron has none"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])

@@ -9,6 +9,7 @@ import tiny_models
 import torch
 from hf_configs import hf_of as config_of
 
+from megarl.arch.hf_config import completed
 from megarl.arch.layout import padded_vocab_size
 from megarl.weights.hf.named import check_names, open_for
 from megarl.weights.mapping.families import FAMILIES, LAYERS_OF_FURTHER_TOKENS, ignorable, table_for
@@ -37,7 +38,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_a_table_names_what_transformers_writes(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """No tensor more and none less, each of the same shape; the HF server holds the same ones."""
     tiny_models.tiny_model(family, **{"tied": False, "num_hidden_layers": 2} | changes).save_pretrained(tmp_path)
-    config = tiny_models.read_config(tmp_path) | {"model_type": config_of(family)["model_type"]}
+    config = completed(tiny_models.read_config(tmp_path) | {"model_type": config_of(family)["model_type"]})
     with open_for(tmp_path, config) as folder:
         check_names(folder, table_for(config), ())
         held = getattr(folder, "hub_shapes", folder.shapes)
@@ -100,6 +101,25 @@ def test_the_gate_of_mixtral_is_w1_and_its_up_is_w3() -> None:
             },
         ),
         (config_of("gpt_oss"), {"decoder.layers.1.self_attention.core_attention.softmax_offset": (2,)}),
+        *(
+            (
+                config_of(family),
+                {
+                    # Of 8 heads of 6 and 4 groups of 8 half: z 24, x 24, B 16, C 16, dt 4
+                    "decoder.layers.0.self_attention.in_proj.weight": (84, 32),
+                    "decoder.layers.0.self_attention.conv1d_weight": (56, 1, 3),
+                    "decoder.layers.0.self_attention.conv1d_bias": (56,),
+                    "decoder.layers.0.self_attention.norm.weight": (24,),
+                    "decoder.layers.1.mlp.fc1_latent_proj.weight": (16, 32),
+                    "decoder.layers.1.mlp.shared_experts.linear_fc1.weight": (20, 32),
+                    "decoder.layers.1.mlp.experts.local_experts.4.linear_fc1.weight": (24, 16),
+                    "decoder.layers.2.self_attention.linear_qkv.weight": (64, 32),
+                    "decoder.layers.3.mlp.linear_fc2.weight": (32, 24),
+                },
+            )
+            for family in ("nemotron_h_latent",)
+            if family in tiny_models.FAMILIES
+        ),
     ],
 )
 def test_shapes_on_the_second_of_two_ranks_by_hand(config: dict[str, Any], held: dict[str, tuple[int, ...]]) -> None:
