@@ -36,6 +36,7 @@ IRRELEVANT = {
     *("return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "router_aux_loss_coef"),
     *("is_encoder_decoder", "chunk_size_feed_forward", "use_cache", "pretraining_tp", "attention_dropout"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"),
+    *("time_step_min", "time_step_max"),  # by which weights are drawn
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ROPES: tuple[dict[str, Any], ...] = (
