@@ -7,8 +7,8 @@ from preset_files import MINIS, NAMES, PUBLISHED, cases_of, content_of, hf_of
 
 from megarl.arch.gpus import of_memory
 from megarl.arch.layout import misfits, numbers_of, rank_misfits
-from megarl.arch.sglang_config import UNKNOWN
 from megarl.arch.settings.families import SETTINGS
+from megarl.arch.sglang_config import UNKNOWN
 from megarl.config import load_config
 from megarl.plan.from_config import job_of
 from megarl.plan.predict import STAGES, predict
