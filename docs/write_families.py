@@ -32,7 +32,7 @@ PROOFS = (
     (("test_families_dist", "test_every_rank_streams_what_the_folder_held_and_saves_it"),),
     (
         ("test_ring_families", "test_a_run_of_each_family_trains_the_weights_that_its_server_has"),
-        ("test_ring_families", "test_a_resumed_run_of_a_new_family_goes_on_to_the_last_bit"),
+        ("test_ring_families", "test_a_run_over_all_ranks_goes_on_to_the_last_bit"),
     ),
     (("test_sglang_families", "test_"),),
 )
