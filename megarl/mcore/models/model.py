@@ -61,7 +61,7 @@ def transformer_config(
             uses_transformer_engine=engine.uses_transformer_engine,
             latent_attention=latent,
             biases=bool(settings.get("add_bias_linear")),
-            gated=settings["gated_linear_unit"],
+            gated=bool(settings["gated_linear_unit"]),
             fsdp=engine.strategy == "fsdp",
         ),
         **engine.transformer_settings(),

@@ -63,7 +63,8 @@ class GivenKeys(dsa.DSAttention):
             return output
         held = self._get_index_share_topk_holder(packed_seq_params)
         held[self.layer_number] = given.to(args[0].device).long()[None]
-        shares, self.index_share, self.skip_topk = self.index_share, True, True
+        shares: bool = getattr(self, "index_share")  # noqa: B009  # Megatron's code says no type
+        self.index_share = self.skip_topk = True
         try:
             output = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:

@@ -185,7 +185,8 @@ def _indexers_of(chunk: nn.Module) -> list[tuple[int, int]]:
     """(number of the layer, from 1, its place among the layers with indexers of the whole model) in this chunk."""
     config: Any = unwrap(chunk).config
     offset, every = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
-    own = [module.layer_number for module in chunk.modules() if isinstance(getattr(module, "indexer", None), nn.Module)]
+    modules: list[Any] = list(chunk.modules())
+    own = [module.layer_number for module in modules if isinstance(getattr(module, "indexer", None), nn.Module)]
     return [(layer, sum(n <= offset or (n - offset) % every == 0 for n in range(1, layer))) for layer in own]
 
 

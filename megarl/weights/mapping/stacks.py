@@ -86,7 +86,8 @@ def joined(stream: Iterable[tuple[str, Tensor]], stacks: Sequence[Stack]) -> Ite
 
     These are one at a time if all parts of a stack are neighbours.
     """
-    where, unfinished = places(stacks), dict[str, tuple[Tensor, int]]()
+    where = places(stacks)
+    unfinished: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in stream:
         if name not in where:
             yield name, tensor
