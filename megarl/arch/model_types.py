@@ -9,9 +9,14 @@ from importlib.metadata import version
 SPARSE_LATENT = ("deepseek_v32", "glm_moe_dsa")  # attention over the keys that an indexer chooses
 # Families whose layers Megatron-Core 0.16.1 lacks, or has without packed rows.
 OF_0_19 = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *SPARSE_LATENT, "nemotron_h")
+_WITH_VISION = "of models with a vision part those of Qwen3.5 alone are read, by their text part"
 MISSING = {
     "kimi_linear": "Megatron-Core has no Kimi delta attention, up to 0.19.2",
     "minimax": "Megatron-Core has no lightning attention, up to 0.19.2",
+    "deepseek_v4": "Megatron-Core has neither its compressed attention nor its hyper-connections, up to 0.19.2",
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "glm5_next", "kimi_k25"), _WITH_VISION),
+    **dict.fromkeys(("nemotron_h_omni", "inkling_mm_model", "inkling2", "minimax_m3_vl"), _WITH_VISION),
+    **dict.fromkeys(("gemma3", "gemma4"), _WITH_VISION),
 }
 
 

@@ -31,3 +31,9 @@ def test_a_model_that_needs_a_newer_megatron_core_says_so(monkeypatch: pytest.Mo
 def test_other_models_are_told_what_there_is() -> None:
     with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported; expected one of \['deepseek_v3', "):
         family_of({"model_type": "gpt2"})
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "qwen3_vl", "kimi_k25", "glm5_next", "inkling2"])
+def test_models_of_this_year_that_cannot_be_trained_are_named_with_the_reason(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"model_type '{kind}' is not supported: .*(Megatron-Core has|vision part)"):
+        family_of({"model_type": kind})
