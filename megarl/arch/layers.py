@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from megarl.arch.layout import numbers_of
 
 HFConfig = Mapping[str, Any]
+# Kinds of layers that are one thing each, by transformers' names.
+LINEAR, FULL, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 CHUNK = 64  # tokens that a kernel of the gated delta rule takes together (flash-linear-attention)
 
 

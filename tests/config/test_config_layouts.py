@@ -57,7 +57,7 @@ KINDS = ",".join("shared" if max(layer - 1, 0) % 4 else "full" for layer in rang
 GLM = f"model.config={{num_hidden_layers:12,index_topk:8,indexer_types:[{KINDS}]}}"
 # Words and sentences have the short names, and no actor.megatron.
 IMPOSSIBLE = """
-@dense tp=3 | tp=3 does not divide the model's num_attention_heads=8; nearest: tp=4, or tp=2, or tp=1
+@dense tp=3 | tp=3 does not divide the model's num_attention_heads=8; nearest: tp=4, or tp=2, or tp=8
 @dense pp=8 | pp=8 does not divide the model's num_hidden_layers=12; nearest: pp=4, or last=5, or
 @dense pp=4 vpp=2 | vpp=2 does not divide the 3 layers of a pipeline rank
 @dense pp=4 first=4 | first=4: 8 of the model's num_hidden_layers=12 are left for the other 3 pipeline
@@ -105,10 +105,10 @@ def test_an_odd_number_of_layers_is_cut_by_a_shorter_last_stage() -> None:
 
 def test_a_layout_is_named_only_if_it_suits_the_roles_that_follow() -> None:
     critic = ("critic.model.path=n", "critic.model.config={num_attention_heads:2}")
-    sentence = refusal(*ON_8, DENSE, *critic, *words("tp=8"))
+    sentence = refusal(*ON_8, DENSE, *critic, *words("tp=3"))
     assert short(sentence).endswith("nearest: actor.megatron.tp=2, or actor.megatron.tp=1")
     own = words("tp=3", "critic")
-    of_actor, of_critic = refusals(*ON_8, DENSE, *critic, *words("tp=8"), *own)
+    of_actor, of_critic = refusals(*ON_8, DENSE, *critic, *words("tp=5"), *own)
     assert "nearest: actor.megatron.tp=4, or " in short(of_actor)
     assert short(of_critic).endswith("nearest: critic.megatron.tp=2, or critic.megatron.tp=1")
 
@@ -132,7 +132,7 @@ def test_the_critic_follows_the_cut_of_a_pipeline_only_where_it_has_one() -> Non
 def test_a_role_that_is_not_there_is_not_asked() -> None:
     load(*ON_8, DENSE, "algorithm.adv_estimator=grpo", *words("tp=4"))
     with pytest.raises(ConfigError, match="does not divide"):
-        load_config([*BASE, *ON_8, DENSE, *words("tp=8", "critic")])
+        load_config([*BASE, *ON_8, DENSE, *words("tp=3", "critic")])
     load_config(["sft.train_files=[a]", "model.path=m", DENSE, "trainer.n_gpus_per_node=4"], command="sft")
 
 

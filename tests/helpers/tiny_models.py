@@ -271,8 +271,8 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 ZERO_CENTRED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # their norms multiply by 1 + weight
 # Those that the installed Megatron-Core lacks.
 LACKING = OF_0_19 if package_info.__version__.startswith("0.16.1") else ()
-for family in LACKING:
-    del FAMILIES[family]
+for variant in [name for name in FAMILIES if name.startswith(LACKING)]:
+    del FAMILIES[variant]
 
 
 def tiny_model(family: str, *, tied: bool, seed: int = 0, **sizes: Any) -> PreTrainedModel:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from megarl.arch.layers import EXPERTS, LINEAR
 from megarl.arch.settings.experts import groups, sigmoid_experts
 from megarl.arch.settings.hf import HFConfig, Settings, at_least, base, in_groups, need, refuse, refuse_quantized
-
-LINEAR, FULL, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 
 
 def nemotron_h(hf: HFConfig) -> Settings:

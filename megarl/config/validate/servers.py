@@ -106,8 +106,6 @@ def _model(config: Config, command: str) -> Iterator[str]:
         yield from (f"rollout.engine=sglang: {sentence}; expected hf" for sentence in misread(found))
         if models.folder_has_vision(path):
             yield "rollout.engine=sglang: SGLang holds a vision part too, which no push brings; expected hf"
-    if found.get("model_type") == "nemotron_h" and rollout.engine == "sglang" and config.trainer.device == "cpu":
-        yield "rollout.engine=sglang: without a GPU SGLang has no Mamba mixers, which nemotron_h needs; expected hf"
     if found.get("model_type") == "gpt_oss" and rollout.engine == "sglang" and config.trainer.device == "cpu":
         yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megarl.arch.settings.mamba import EXPERTS, LINEAR, MLP
+from megarl.arch.layers import EXPERTS, LINEAR, MLP
 from megarl.mcore.models import mamba_kernels
 from megarl.mcore.models.attention import cut_over_ranks
 from megarl.mcore.models.layers import local_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megarl.arch.settings.mamba import EXPERTS, FULL, LINEAR, MLP
+from megarl.arch.layers import EXPERTS, FULL, LINEAR, MLP
 from megarl.weights.mapping.blocks import HFConfig, router_bias
 from megarl.weights.mapping.names import QKV, ByHeads, HeadRows, Op, Rename, Shape
 
