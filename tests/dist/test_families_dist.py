@@ -165,7 +165,7 @@ def run(root: Path, cases: dict[tuple[str, str], Layout], size: int) -> list[Any
             write_vision_folder(root / family, family)
         else:
             write_model(root / family, family, tied=family == "llama3")
-    return run_ranks(size, run_cases, str(root), cases, timeout_s=240)
+    return run_ranks(size, run_cases, str(root), cases, timeout_s=480)
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,7 @@ class Family:
     `without_in_sglang`: a part of HF names that the names of SGLang's parameters lack, from dot to dot.
     `stacks`: tensors outside in place of those of single experts in the table.
     `untrained`: prefixes of names of parts that are not in the table.
+    `zero_centred`: its norms multiply by 1 + weight, but for those of a delta net's heads.
     `beside_vision`: what stands before the layers' names, in place of `model.`, in a folder with a vision part.
     `around_layers`: the HF names of the embedding and of the final norm.
     """
@@ -228,10 +229,11 @@ class Family:
     stacks: Callable[[HFConfig], Iterable[Stack]] = _none
     untrained: tuple[str, ...] = ()
     beside_vision: str | None = None
+    zero_centred: bool = False
     around_layers: tuple[str, str] = ("model.embed_tokens", "model.norm")
 
 
-_HYBRID = Family(hybrid_layer, float32_in_sglang=(".A_log",), without_in_sglang=".self_attn.")
+_HYBRID = Family(hybrid_layer, float32_in_sglang=(".A_log",), without_in_sglang=".self_attn.", zero_centred=True)
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(partial(_dense, qkv_bias=True)),  # Qwen2, Qwen2.5
     "qwen3": Family(partial(_dense, qk_norm="head")),

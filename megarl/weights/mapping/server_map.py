@@ -29,6 +29,7 @@ _CUT_BY_ROWS = re.compile(r"\.((q_b_proj|kv_b_proj|in_proj_qkvz|in_proj_ba)\.wei
 # --enable-dp-lm-head the head; feed-forward layers and experts are always cut over all ranks of the server.
 _OF_ATTENTION_GROUP = re.compile(r"\.(self|linear)_attn\.|embed_tokens\.weight$|lm_head\.weight$")
 _NORM_OF_HEADS = re.compile(r"^(.*\.self_attn)\.[qk]_norm\.weight$")
+_ZERO_CENTRED = re.compile(r"(layernorm|\.[qk]_norm|^model\.norm)\.weight$")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.weight$")
 # first tensor of a stack of experts -> the parameter, the tensors stacked in it by rows, and the dimension of the cut
 _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
@@ -58,6 +59,14 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     ops = [replace(op, axis="attn") if _OF_ATTENTION_GROUP.search(op.param) else op for op in ops]
     without = family.without_in_sglang
     return [replace(op, param=op.param.replace(without, ".")) for op in ops] if without else ops
+
+
+def derived_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
+    """What a server computes from its parameters and holds beside them: 1 + weight of norms around 0 (GemmaRMSNorm)."""
+    if engine == "hf" or not FAMILIES[hf_config["model_type"]].zero_centred:
+        return []
+    norms = [op for op in server_table(engine, hf_config) if _ZERO_CENTRED.search(op.param)]
+    return [replace(op, param=op.param.removesuffix("weight") + "gemma_weight", added=1.0) for op in norms]
 
 
 def coordinates(tp: int, ep: int = 1, attention_dp: int = 1) -> list[ShardCoordinate]:

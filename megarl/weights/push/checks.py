@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import tied
 from megarl.weights.mapping.names import Sizes, some_names
-from megarl.weights.mapping.server_map import server_table
+from megarl.weights.mapping.server_map import derived_table, server_table
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.report import PushError
 from megarl.weights.push.servers import Server, ServerLayout
@@ -34,13 +34,11 @@ class ExpectedDigests:
     def __init__(self, layouts: Iterable[ServerLayout], hf_config: HFConfig, sizes: Sizes) -> None:
         dtypes = {name: dtype for name, (_, dtype) in sizes.items()}
         self.tied = tied(hf_config)  # names that a server may hold in addition -> the tensors that these must equal
-        self._ranks = {
-            layout: [
-                RankDigests(server_table(layout.engine, hf_config), coordinate, dtypes, layout.hashes)
-                for coordinate in layout.coordinates
-            ]
-            for layout in dict.fromkeys(layouts)
-        }
+        self._ranks = {}
+        for layout in dict.fromkeys(layouts):
+            table = [*server_table(layout.engine, hf_config), *derived_table(layout.engine, hf_config)]
+            at = layout.coordinates
+            self._ranks[layout] = [RankDigests(table, coordinate, dtypes, layout.hashes) for coordinate in at]
 
     def add(self, bucket: Bucket) -> None:
         for (name, raw), shape in zip(bucket.parts(), bucket.shapes, strict=True):

@@ -163,6 +163,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             )
         if (derive := getattr(model, "post_load_weights", None)) is not None:
             derive()  # as SGLang's own loading does at its end: compute what it derives from the weights
+        for norm in getattr(model, "modules", tuple)():
+            if (derive := getattr(norm, "refresh_gemma_weight", None)) is not None:
+                derive()  # as the loader of each of its weights does
         answer(messages, params, link)
     except BaseException:
         leave_weight_group(_groups.pop(invitation["meeting"]["name"]))

@@ -150,7 +150,7 @@ class ParameterDigest:
 
     def __init__(self, op: Op, coordinate: ShardCoordinate, dtype: torch.dtype, kind: Kind) -> None:
         shape = op.shape_at(coordinate)
-        self._dtype = dtype
+        self._dtype, self._added = dtype, op.added
         self._hash = HASHES[kind]()
         self._num_bytes, self._at = num_bytes(shape, dtype), 0
         self._device = torch.device("cpu")  # of the tensors, as soon as there was one
@@ -168,7 +168,8 @@ class ParameterDigest:
         """`tensor`: the whole HF tensor, as it is sent; the server converts it to its type."""
         for piece, start in self._pieces[hf_name]:
             assert start in self._starts, f"{hf_name} came twice"
-            raw = as_bytes(piece.of_hf(tensor).to(self._dtype))
+            held = piece.of_hf(tensor).to(self._dtype)
+            raw = as_bytes(held + self._added if self._added else held)
             if start == self._starts[0]:
                 self._take(start, raw)
             else:
