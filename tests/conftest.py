@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, chdir
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         named = re.findall(r"\w+", config.option.markexpr)
         unnamed = set(ONLY_IF_NAMED).difference(named)
         _keep(config, items, [unnamed.isdisjoint(mark.name for mark in item.iter_markers()) for item in items])
+    if version("megatron-core") < "0.19":
+        _keep(config, items, [item.get_closest_marker("megatron_0_19") is None for item in items])
     if (sample := config.getoption("--sample")) is not None:
         count, _, seed = sample.partition(":")
         short = [at for at, item in enumerate(items) if _limit_s(item) <= LONGEST_OF_A_SAMPLE_S]

@@ -53,7 +53,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 
 def has_vision_part(hf: Mapping[str, Any]) -> bool:
-    return hf.get("model_type") in TEXT_OF
+    return str(hf.get("model_type")) in TEXT_OF
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:

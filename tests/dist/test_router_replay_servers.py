@@ -18,7 +18,7 @@ from parity_compare import assert_same_gradient
 from replay_cases import TEMPERATURE, Replayed, run_replayed, whole_column
 from safetensors.torch import load_file, save_file
 from spawn import Ranks, run_ranks
-from tiny_models import LACKING, read_config
+from tiny_models import read_config
 from tiny_server import CURRENT, TOKEN, sglang_of
 
 from megarl.arch.hf_config import read_hf_config
@@ -151,7 +151,7 @@ def test_every_token_has_the_experts_that_the_servers_model_chooses(served: Serv
     assert_chosen(served.own, found, PROMPTS)
 
 
-@pytest.mark.skipif("deepseek_v32" in LACKING, reason="needs the newer Megatron-Core")
+@pytest.mark.megatron_0_19
 @pytest.mark.parametrize("family", SPARSE_LATENT)
 def test_replay_of_keys_makes_up_for_other_indexers(family: str, tmp_path: Path) -> None:
     """The trainer's indexers would choose other keys than the server's, under every layout."""

@@ -97,7 +97,8 @@ def test_every_token_has_the_experts_of_a_pass_over_the_whole_sequence(folders: 
                 assert np.array_equal(reported(completion), expected[:-1])
 
 
-@pytest.mark.parametrize("family", INDEXED)
+@pytest.mark.megatron_0_19
+@pytest.mark.parametrize("family", SPARSE_LATENT)
 def test_every_token_has_the_keys_of_a_pass_over_the_whole_sequence(folders: dict[str, str], family: str) -> None:
     model, reference = HFModel(folders[family], torch.float32, returns_routes=True), reference_of(folders[family])
     keys, noted = IndexedKeys.of(model.config.to_dict()), list[torch.Tensor]()

@@ -60,7 +60,7 @@ def fixed() -> dict[str, tuple[bool, bool]]:
 
 
 def fusions_of_gpu(
-    *, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool, biases: bool = False
+    *, uses_transformer_engine: bool, latent_attention: bool, fsdp: bool, biases: bool = False, gated: bool = True
 ) -> dict[str, bool]:
     """Those of a GPU without Apex, but for the sorting of tokens: it is written in Triton."""
     return fusions(
@@ -70,4 +70,5 @@ def fusions_of_gpu(
         accumulation=False,
         latent_attention=latent_attention,
         biases=biases,
+        gated=gated,
     )

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from megarl.arch.layout import Layout
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.layers import check_trainable
-from megarl.mcore.models.lora import settings_of
 from megarl.mcore.models.low_rank import sum_expert_gradients
 from megarl.mcore.models.model import Model, unwrap
 from megarl.mcore.training.cpu_adam import check_cpu_adam, make_host_state, match_trained, refresh_copies
@@ -70,7 +69,7 @@ def wrap_for_training(model: Model, layout: Layout, engine: ExecutionOptions = E
     check_trainable(config)
     _check(model, layout, engine)
     config.finalize_model_grads_func = _finish_gradients
-    if engine.recompute_granularity == "full" and settings_of(model) is not None:
+    if engine.recompute_granularity == "full" and _has_adapters(model):
         _let_gradients_in(model)
     if engine.strategy == "none":
         return [OneProcess(chunk) for chunk in model]
@@ -103,6 +102,11 @@ def _finish_gradients(model: Model, *args: Any, **more: Any) -> None:
     sum_expert_gradients(model)
 
 
+def _has_adapters(model: Model) -> bool:
+    """Of LoRA; indexers of sparse attention are frozen too."""
+    return any(name.endswith(".lora") for chunk in model for name, _ in chunk.named_modules())
+
+
 def _let_gradients_in(model: Model) -> None:
     """Make a frozen embedding's output require a gradient: recomputed layers get gradients only if their input does."""
     for gpt in map(unwrap, model):
@@ -111,7 +115,7 @@ def _let_gradients_in(model: Model) -> None:
 
 
 def _check(model: Model, layout: Layout, engine: ExecutionOptions) -> None:
-    has_adapters = settings_of(model) is not None
+    has_adapters = _has_adapters(model)
     if engine.overlap_param_gather and not layout.use_distributed_optimizer:
         raise ValueError("overlap_param_gather=true: expected use_distributed_optimizer=true, else nothing is gathered")
     if engine.overlap_param_gather and has_adapters:
@@ -159,7 +163,7 @@ class Optimizer:
         self.step_index = 0
         chunks: list[Any] = list(model)
         config, wrapper = chunks[0].config, chunks[0].ddp_config
-        _check_optimizer(settings.name, wrapper, has_adapters=settings_of(model) is not None)
+        _check_optimizer(settings.name, wrapper, has_adapters=_has_adapters(model))
         is_wrapped = isinstance(chunks[0], DistributedDataParallel)
         check_cpu_adam(settings.override_optimizer_config, name=settings.name, is_wrapped=is_wrapped)
         self.inner: Any = get_megatron_optimizer(

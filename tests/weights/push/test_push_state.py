@@ -86,6 +86,7 @@ def test_a_new_server_that_contradicts_its_replica_has_the_replica_compared_with
     for name, method in (("read_checksums", read), ("open", lambda one: None)):
         monkeypatch.setattr(Server, name, method)
     monkeypatch.setattr(checks, "server_table", lambda *_: [])
+    monkeypatch.setattr(checks, "derived_table", lambda *_: [])
     monkeypatch.setattr(checks, "tied", lambda _: {})
     known, new = server(HERE, is_plain=False), server(THERE, is_plain=False)
     for one, replies, weights in ((known, ["b", "b"], "before"), (new, ["c"], "")):
