@@ -33,7 +33,8 @@ def mamba_split_conv1d_scan_combined(
     `seq_idx` [1, T]: the number of each token's sequence; None: the row is one sequence.
     """
     assert zxbcdt.size(0) == 1 and not options["norm_before_gate"], "rows are packed; the norm is the caller's"
-    total, width, heads, inner = *zxbcdt.shape[1:], len(A), len(A) * headdim
+    total, width = zxbcdt.shape[1:]
+    heads, inner = len(A), len(A) * headdim
     state = (width - 2 * inner - heads) // (2 * ngroups)
     ends = torch.tensor([0, total], device=zxbcdt.device)
     if seq_idx is not None:
