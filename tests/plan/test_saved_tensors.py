@@ -11,7 +11,7 @@ from megatron.core.transformer.mlp import MLP
 from preset_files import hf_of
 from saved_tensors import Kept, kept_by_a_layer, with_again
 from spawn import Ranks
-from tiny_models import LACKING, tiny_model
+from tiny_models import tiny_model
 from torch import nn
 
 from megarl.arch.layout import Layout
@@ -95,7 +95,7 @@ def test_a_local_layer_keeps_what_is_planned(one_rank: Ranks, preset: str, again
 
 @pytest.mark.dist
 @pytest.mark.full
-@pytest.mark.skipif("qwen3_5_text" in LACKING, reason="Megatron-Core 0.16.1 lacks these layers")
+@pytest.mark.megatron_0_19
 @pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
 def test_a_layer_of_qwen3_5_keeps_what_is_planned_within_a_hundredth(one_rank: Ranks, kind: str) -> None:
     hf = hf_of("qwen3_5_mini") | {"layer_types": [kind] * 4}
