@@ -37,7 +37,25 @@ def write_vision_folder(folder: Path, family: str, *, tied: bool = False) -> Pre
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     further = {"mtp.fc.weight": torch.randn(32, 64).bfloat16(), "mtp.norm.weight": torch.randn(32)}
-    save_file(load_file(file) | further, file, {"format": "pt"})
+    save_file(stacked(load_file(file)) | further, file, {"format": "pt"})
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
     return model
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the experts of each layer in two tensors, as on the hub; transformers writes them one by one."""
+    found, experts = dict[str, torch.Tensor](), dict[str, dict[str, list[torch.Tensor]]]()
+    for name, tensor in tensors.items():
+        layer, _, expert = name.partition(".experts.")
+        if not expert:
+            found[name] = tensor
+            continue
+        number, kind, _ = expert.split(".")
+        of_layer = experts.setdefault(layer, {})
+        assert len(of_layer.setdefault(kind, [])) == int(number)
+        of_layer[kind].append(tensor)
+    for layer, kinds in experts.items():
+        both = torch.cat([torch.stack(kinds["gate_proj"]), torch.stack(kinds["up_proj"])], dim=1)
+        found |= {f"{layer}.experts.gate_up_proj": both, f"{layer}.experts.down_proj": torch.stack(kinds["down_proj"])}
+    return found

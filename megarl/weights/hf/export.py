@@ -18,7 +18,7 @@ from megarl.mcore.models.model import Model
 from megarl.weights.clock import Clock
 from megarl.weights.hf.folder import CONFIG, SHARD_BYTES, clear_weights, copy_tokenizer, write_tensors, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, to_its_end, whole_tensors
-from megarl.weights.hf.named import untrained_in
+from megarl.weights.hf.named import names_in, untrained_in
 from megarl.weights.mapping.blocks import HFConfig, Role
 from megarl.weights.mapping.families import (
     LAYERS_OF_FURTHER_TOKENS,
@@ -93,8 +93,9 @@ def save_hf(
         Path(folder).mkdir(parents=True, exist_ok=True)
         clear_weights(Path(folder))
         is_beside_vision = role == "actor" and has_vision_part(json.loads((source / CONFIG).read_text()))
-        stacks = plain_stacks(table_for(hf_config)) if is_beside_vision else []
         stored = partial(name_beside_vision, hf_config) if is_beside_vision else str
+        of_source = names_in(source) if is_beside_vision else set()
+        stacks = [stack for stack in plain_stacks(table_for(hf_config)) if stored(stack.hf_name) in of_source]
         own = {stored(name): size for name, size in joined_sizes(sizes, stacks).items()}
         tensors = ((stored(name), tensor) for name, tensor in joined(stream, stacks))
         with untrained_in(source, hf_config, role) as rest:
@@ -109,9 +110,10 @@ def finish_folder(folder: Path, source: Path, role: Role, dtype: torch.dtype, *,
     """
     config = json.loads((source / CONFIG).read_text())
     config = dict(text_part(config)) if role == "critic" else config
-    for part in (config, *filter(None, [config.get("text_config")])):
-        part.pop("torch_dtype", None)  # the older name of "dtype"
-        part["dtype"] = str(dtype).removeprefix("torch.")
+    for part in (config, config.get("text_config") or {}):
+        older = part.pop("torch_dtype", None)
+        if part is config or older or "dtype" in part:
+            part["dtype"] = str(dtype).removeprefix("torch.")
     config.pop(RANDOM_WEIGHTS, None)  # now there are weights
     config.pop("quantization_config", None)  # which are not quantized
     for key in () if has_rest else LAYERS_OF_FURTHER_TOKENS:

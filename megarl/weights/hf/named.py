@@ -163,6 +163,14 @@ def check_tied(folder: HFFolder, pairs: Mapping[str, str], table: Sequence[Op], 
                 )
 
 
+def names_in(folder: Path) -> set[str]:
+    """Of the tensors of a folder, as they are stored; none if it has no weights."""
+    if not any(folder.glob("*.safetensors")):
+        return set()
+    with open_hf(folder) as held:
+        return set(held.shapes)
+
+
 @contextmanager
 def untrained_in(source: Path, hf_config: HFConfig, role: Role) -> Iterator[HFFolder]:
     """The tensors of a folder that its model holds and does not train, under their names; a critic has none."""
