@@ -143,6 +143,7 @@ def running(
         two_ranks.run(destroy_groups)
 
 
+@pytest.mark.megatron_0_19
 def test_log_probs_of_prompts_and_completions_are_those_of_transformers(running: Running) -> None:
     """Of one row and of several, greedy and sampled, cut where caches end.  Before any push: of the folder's weights.
 
