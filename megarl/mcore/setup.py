@@ -126,7 +126,8 @@ def replica_group(*, timeout_s: float = 600.0) -> Any:
 def destroy_groups() -> None:
     """Destroy every group except the world; Megatron only drops its references, and three gloo threads stay for each.
 
-    The gradient buffers of a model form reference cycles with groups, which only the garbage collector frees.
+    The gradient buffers of a model form reference cycles with groups, which only the garbage collector frees.  It sees
+    no cycle through the graph of a backward pass, which modules keep: dispatchers of experts have their probabilities.
     """
     from megatron.core import parallel_state
 
@@ -134,4 +135,7 @@ def destroy_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    for kept in gc.get_objects():
+        if type(kept) is torch.Tensor and kept.grad_fn is not None and not kept._is_view():
+            kept.detach_()
     gc.collect()

@@ -20,7 +20,7 @@ from megarl.servers.nccl import VARIABLES
 
 DEVICE = os.environ.get("MEGARL_TEST_DEVICE", "cpu")  # | cuda
 # What each rank needs: loaded once, in a process that only forks, since importing costs more than most cases.
-PRELOADED = ["torch.distributed", "megarl.roles.worker", "transformers"]
+PRELOADED = ["torch.distributed", "torch._dynamo", "megarl.roles.worker", "transformers.models.auto"]
 
 
 class Ranks:
