@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from megarl.arch.layout import dense_layers, layers_that_share
+from megarl.arch.model_types import known
 from megarl.weights.mapping.blocks import (
     HFConfig,
     QKNorm,
@@ -60,12 +61,7 @@ def layer_of(hf_config: HFConfig, layer: int) -> list[Op]:
 
 
 def family_of(hf_config: HFConfig) -> Family:
-    model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type={model_type!r} has no table of weight names; expected one of {', '.join(FAMILIES)}"
-        )
-    return FAMILIES[model_type]
+    return FAMILIES[known(hf_config.get("model_type"), FAMILIES)]
 
 
 def stacks_for(hf_config: HFConfig) -> list[Stack]:
