@@ -155,7 +155,7 @@ def _held(case: Case, model: list[Any], optimizer: Optimizer) -> dict[str, list[
     """
     if not case.fsdp:
         parameters = [param for chunk in model for param in chunk.parameters()]
-        gradients = [param.main_grad for param in parameters]
+        gradients = [param.main_grad for param in parameters if param.requires_grad]
         return {
             "weights": parameters,
             "gradients": gradients,

@@ -237,7 +237,7 @@ def misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
         yield Misfit("sequence_parallel", f"sequence_parallel=false: {with_tp}; expected true")
     if numbers.num_hidden_layers is not None:
         wrong = list(_layer_misfits(layout, numbers.num_hidden_layers))
-        yield from wrong or _sharing_misfits(layout, numbers.num_hidden_layers, numbers.layers_that_share)
+        yield from wrong or sharing_misfits(layout, numbers.num_hidden_layers, numbers.layers_that_share)
 
 
 def _mamba_misfits(numbers: ModelNumbers, layout: Layout) -> Iterator[Misfit]:
@@ -340,7 +340,7 @@ def _layer_misfits(layout: Layout, num_layers: int) -> Iterator[Misfit]:
                 return
 
 
-def _sharing_misfits(layout: Layout, num_layers: int, sharing: tuple[int, ...]) -> Iterator[Misfit]:
+def sharing_misfits(layout: Layout, num_layers: int, sharing: tuple[int, ...]) -> Iterator[Misfit]:
     """Of layers that take over chosen keys, which they get inside a chunk only: each chunk begins with another."""
     if not sharing:
         return

@@ -29,10 +29,12 @@ class Matrix(NamedTuple):
 
 
 def trained(role: Role, stage: int) -> Parameters:
-    """Parameters that the optimizer changes, on each rank of a pipeline stage."""
+    """Parameters that the optimizer changes, on each rank of a pipeline stage: indexers are frozen."""
     if role.lora_rank:
         return of_adapters(role.hf, role.layout, stage, role.lora_rank, role.lora_targets)
-    return of_stage(role.hf, role.layout, stage, role.name)
+    parameters, kinds = of_stage(role.hf, role.layout, stage, role.name), kinds_of_stage(role.hf, role.layout, stage)
+    frozen = sum(count * kind.of("indexer") for kind, count in kinds.items())
+    return parameters._replace(dense=parameters.dense - frozen)
 
 
 def of_adapters(hf: HFConfig, layout: Layout, stage: int, rank: int, targets: tuple[str, ...]) -> Parameters:

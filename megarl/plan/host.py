@@ -150,9 +150,10 @@ def cpu_budget(job: Job) -> GpuBudget:
     """Part -> bytes, at the moment when the role with the largest activations works; `total` is the last.
 
     Nothing is offloaded on a CPU, so every role's weights, gradients and moments stay.  Servers of the hf engine
-    have a copy of the weights, and a KV cache of all that runs at a time.
+    have a copy of the weights, and a KV cache of all that runs at a time.  No micro-batch is larger than a step.
     """
-    held = [(role, fullest(role)) for role in job.roles]
+    most = job.prompts * job.n * job.longest if job.num_servers else 2**62
+    held = [(role, fullest(replace(role, max_tokens=min(role.max_tokens, most)))) for role in job.roles]
     ranks = max(role.first_rank + role.num_ranks for role, _ in held)
     server = Server(replace(job, cache_width=job.actor.width))
     return summed(

@@ -35,7 +35,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megarl.arch.layers import CHUNK, Attention, DeltaNet, Experts, FeedForward, LatentAttention
+from megarl.arch.layers import (
+    CHUNK,
+    Attention,
+    DeltaNet,
+    Experts,
+    FeedForward,
+    IndexedAttention,
+    LatentAttention,
+    Mamba,
+)
 from megarl.arch.layout import Layout
 from megarl.plan.adapters import trained
 from megarl.plan.constants import CONSTANTS
@@ -64,16 +73,16 @@ class Memory(NamedTuple):
 
 
 def of_stage_bytes(role: Role, stage: int) -> Memory:
-    """Memory on a GPU of pipeline stage `stage`.  With LoRA the frozen base has weights and activations alone."""
+    """Memory on a GPU of pipeline stage `stage`.  What is frozen, with LoRA the base, has weights and activations."""
     parameters, learnt = of_stage(role.hf, role.layout, stage, role.name), trained(role, stage)
-    whole, part = parameters.total, part_of(parameters, role.layout, role.num_ranks)
-    held = part if role.fsdp else whole
-    weights, activations = role.width * held, _activations(role, stage)
+    there = part_of(parameters, role.layout, role.num_ranks) if role.fsdp else parameters.total
+    weights, activations = role.width * there, _activations(role, stage)
     gathered = _gathered(role, stage, parameters) if role.fsdp else 0
     if role.optimizer is None:
         return Memory(weights, 0, 0, activations, gathered)
+    part = part_of(learnt, role.layout, role.num_ranks)
+    held = part if role.fsdp and not role.lora_rank else learnt.total
     if role.lora_rank:
-        held, part = learnt.total, part_of(learnt, role.layout, role.num_ranks)
         weights += role.width * held
     copy = 0 if role.dtype == "float32" and not role.fsdp else 4
     moments = (0 if role.optimizer_on_host else 4 * MOMENTS[role.optimizer]) + copy
@@ -125,9 +134,9 @@ def _activations(role: Role, stage: int) -> int:
     tokens = -(-(role.max_tokens if role.optimizer else role.log_prob_tokens) // layout.cp)
     kinds = kinds_of_stage(role.hf, layout, stage)
     whole = {kind: _kept(role, kind, ()) for kind in kinds}
-    most = max(whole.values())
+    most, choosing = max(whole.values()), max(_scores_of_indexer(role, kind) for kind in kinds)
     if role.optimizer is None:
-        return role.width * tokens * 2 * most
+        return role.width * tokens * (2 * most + choosing)
     split = layout.tp if layout.sequence_parallel else 1
     again = role.recompute_modules if role.recompute == "selective" else ()
     kept = {kind: _kept(role, kind, again) for kind in kinds}
@@ -135,15 +144,31 @@ def _activations(role: Role, stage: int) -> int:
     under_way = sum(kinds.values()) * role.hf["hidden_size"] // split if in_full else all_kept
     # gradients of kept activations are added; without fused kernels measurements show fewer
     modules = max(whole[kind] - kept[kind] for kind in kinds)  # of the layer whose modules are being recomputed
-    once = (1.5 if role.local else 2) * most if in_full else most + modules
+    once = choosing + ((1.5 if role.local else 2) * most if in_full else most + modules)
     return int(role.width * tokens * (under_way * _micro_batches_under_way(layout, stage) + once))
 
 
 def _kept(role: Role, kind: Kind, again: Collection[str]) -> int:
-    hidden = role.hf["hidden_size"]
+    hidden, scores = role.hf["hidden_size"], kept_scores(kind, role.layout, role.max_tokens, role.width)
     if role.local:
-        return locally_kept(kind, hidden, role.layout, again)
-    return kept_numbers(kind, hidden, role.layout, CONSTANTS.expert_imbalance, again)
+        return scores + locally_kept(kind, hidden, role.layout, again)
+    return scores + kept_numbers(kind, hidden, role.layout, CONSTANTS.expert_imbalance, again)
+
+
+def kept_scores(kind: Kind, layout: Layout, row: int, width: int) -> int:
+    """Numbers of `width` bytes that attention over chosen keys keeps per token, beside `kept_numbers`.
+
+    Megarl has Megatron's plain-torch form of it (dsa.py:_unfused_absorbed_dsa_fn), with a score for every token of the
+    row: its exponential and its probability in float32, the same probability of the operand's type, and three masks.
+    """
+    mixer = kind.layer.mixer
+    return (11 + width) * mixer.heads * row // (width * layout.tp) if isinstance(mixer, IndexedAttention) else 0
+
+
+def _scores_of_indexer(role: Role, kind: Kind) -> int:
+    """Numbers per token that are there while it chooses: all scores in float32, before and after a step of them."""
+    mixer = kind.layer.mixer
+    return 8 * mixer.index_heads * role.max_tokens // role.width if isinstance(mixer, IndexedAttention) else 0
 
 
 def kept_numbers(kind: Kind, hidden: int, layout: Layout, imbalance: float = 1.0, again: Collection[str] = ()) -> int:
@@ -151,21 +176,21 @@ def kept_numbers(kind: Kind, hidden: int, layout: Layout, imbalance: float = 1.0
 
     A gated feed-forward keeps 3 times its width: gate and up, which are one tensor, and their product, the input of the
     last linear.  So it is with Megatron's fused activation (mcore/models/fusions.py) and with our gate
-    (mcore/models/pointwise.py).
+    (mcore/models/pointwise.py).  One without a gate keeps 2 times its width.
 
     imbalance: tokens of a rank's experts, relative to a uniform distribution.  again: modules that are computed again,
     by Megatron's names.  Of the core attention that saves nothing: its operands and its output are those of others.
     """
     split = layout.tp if layout.sequence_parallel else 1
-    inner, made = _mixer_kept(kind, layout.tp, again), kind.layer.feed_forward
+    inner, made, times = _mixer_kept(kind, layout.tp, again), kind.layer.feed_forward, kind.matrices
     if isinstance(made, Experts) and "moe" not in again:
-        of_chosen = made.chosen * (2 * hidden + (2 if "moe_act" in again else 3) * made.width)
-        of_shared = 0 if "shared_experts" in again else 3 * made.shared
-        inner += int(imbalance * of_chosen) + of_shared + made.count
+        of_chosen = made.chosen * (2 * (made.latent or hidden) + (times - ("moe_act" in again)) * made.width)
+        of_shared = 0 if "shared_experts" in again else times * made.shared
+        inner += int(imbalance * of_chosen) + of_shared + made.count + (made.latent or 0)
     elif isinstance(made, FeedForward) and "mlp" not in again:
-        inner += 3 * made.width
-    norms = (2 if "layernorm" in again else 4) * hidden  # inputs, and outputs where these are not computed again
-    return norms // split + inner // layout.tp
+        inner += times * made.width
+    norms = (1 if "layernorm" in again else 2) * hidden  # inputs, and outputs where these are not computed again
+    return kind.layer.halves * norms // split + inner // layout.tp
 
 
 def locally_kept(kind: Kind, hidden: int, layout: Layout, again: Collection[str] = ()) -> int:
@@ -177,18 +202,22 @@ def locally_kept(kind: Kind, hidden: int, layout: Layout, again: Collection[str]
     split = layout.tp if layout.sequence_parallel else 1
     inner, made, routing = _locally_kept_of_mixer(kind, layout.tp), kind.layer.feed_forward, 0
     if isinstance(made, Experts) and "moe" not in again:
-        inner += made.chosen * (hidden + 4 * made.width)  # also before an expert's share is applied
-        inner += 0 if "shared_experts" in again else 3 * made.shared
+        each = (made.latent or hidden) + (kind.matrices + 1) * made.width  # also before an expert's share is applied
+        inner += made.chosen * each + (made.latent or 0)
+        inner += 0 if "shared_experts" in again else kind.matrices * made.shared
         routing = 12 * made.count
     elif isinstance(made, FeedForward) and "mlp" not in again:
-        inner += 3 * made.width
-    norms = 6 if kind.gates_heads or isinstance(kind.layer.mixer, DeltaNet) else 4  # zero-centred ones keep more
-    return norms * hidden // split + 2 + inner // layout.tp + routing
+        inner += kind.matrices * made.width
+    norms = 3 if kind.gates_heads or type(kind.layer.mixer) is DeltaNet else 2  # zero-centred ones keep more
+    return kind.layer.halves * (norms * hidden // split + 1) + inner // layout.tp + routing
 
 
 def _mixer_kept(kind: Kind, tp: int, again: Collection[str] = ()) -> int:
     """Of all `tp` ranks, each of which has one head of keys and values or more."""
     mixer = kind.layer.mixer
+    if isinstance(mixer, IndexedAttention):  # queries that meet latents; latents before and after their norms
+        of_head = mixer.plain + 3 * mixer.rope + 2 * mixer.latent + mixer.value
+        return mixer.heads * of_head + 2 * (mixer.latent + (mixer.query_latent or 0)) + mixer.rope
     if isinstance(mixer, LatentAttention):
         heads = 0 if "mla_up_proj" in again else mixer.heads * (2 * (mixer.plain + mixer.rope) + mixer.value)
         return heads + mixer.heads * mixer.value + mixer.latent + (mixer.query_latent or 0)
@@ -196,6 +225,10 @@ def _mixer_kept(kind: Kind, tp: int, again: Collection[str] = ()) -> int:
         times = 3 if kind.norms_heads else 2  # norms of queries and keys also keep their inputs
         gates = 2 if kind.gates_heads else 0  # a gate, and its product with the output
         return (times * (mixer.heads + max(mixer.pairs, tp)) + gates * mixer.heads) * mixer.size
+    if isinstance(mixer, Mamba):  # the input projection's output; the scan's before its gate, behind it, and normalised
+        return mixer.inputs + 3 * mixer.values * mixer.value
+    if not isinstance(mixer, DeltaNet):
+        return 0
     # The input projection's output; queries and keys divided by their lengths, and for each head of values again;
     # the values, the solved triangle, four numbers of decay and strength; the output, its gate, and their product.
     values = mixer.values * (2 * mixer.key + CHUNK + 4 + 4 * mixer.value)
@@ -204,6 +237,8 @@ def _mixer_kept(kind: Kind, tp: int, again: Collection[str] = ()) -> int:
 
 def _locally_kept_of_mixer(kind: Kind, tp: int) -> int:
     mixer = kind.layer.mixer
+    if isinstance(mixer, IndexedAttention):
+        return _mixer_kept(kind, tp)
     if isinstance(mixer, LatentAttention):
         return 3 * _mixer_kept(kind, tp) // 2
     if isinstance(mixer, Attention):
@@ -211,6 +246,11 @@ def _locally_kept_of_mixer(kind: Kind, tp: int) -> int:
         inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
         inner += 4 * heads * size if kind.gates_heads else 0
         return inner + (heads * size + heads + pairs if kind.norms_heads else 0)
+    if isinstance(mixer, Mamba):  # in plain torch (mcore/models/mamba_kernels.py): for each tap, head and group
+        of_head = 2 * CHUNK + 2 * mixer.key + 5 + mixer.key * mixer.value // CHUNK + 6 * mixer.value
+        return mixer.inputs + (mixer.taps + 3) * mixer.channels + mixer.values * of_head + mixer.keys * (CHUNK + 1) + 6
+    if not isinstance(mixer, DeltaNet):
+        return 0
     # In plain torch (mcore/models/delta_kernels.py): what each tap sees, and the matrices and states of chunks.
     values, key, value = mixer.values, mixer.key, mixer.value
     of_chunks = 23 * key // 2 + 5 * value + 5 * CHUNK + 5 + key * value // CHUNK

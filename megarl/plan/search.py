@@ -19,6 +19,7 @@ from megarl.arch.layout import (
     misfits,
     numbers_of,
     rank_misfits,
+    sharing_misfits,
     training_misfits,
 )
 from megarl.arch.megatron_fields import RECOMPUTED, TRANSFORMER
@@ -218,14 +219,14 @@ def layouts(job: Job) -> Iterator[Layout]:
     tps = [size for size in divisors(job.gpus_per_node) if size in sizes]
     pps = [1] if job.actor.fsdp else [size for size in sizes if size <= min(MOST_PP, job.actor.hf["num_hidden_layers"])]
     cps = [size for size in sizes if size <= (MOST_CP if job.longest >= MANY_TOKENS else 1)]
-    for tp, pp, cp, (ep, etp) in product(tps, pps, cps, _experts(numbers, sizes)):
-        for vpp, first, last in _cuts(numbers, pp):
-            layout = Layout(
-                tp=tp, pp=pp, cp=cp, sequence_parallel=tp > 1, use_distributed_optimizer=True, ep=ep,
-                etp=None if tp == 1 or ep == 1 else etp, vpp=vpp, first_stage_layers=first, last_stage_layers=last,
-            )  # fmt: skip
-            if _can_be(job, numbers, layout):
-                yield layout
+    cuts = [(pp, *cut) for pp in pps for cut in _cuts(numbers, pp)]
+    for tp, (pp, vpp, first, last), cp, (ep, etp) in product(tps, cuts, cps, _experts(numbers, sizes)):
+        layout = Layout(
+            tp=tp, pp=pp, cp=cp, sequence_parallel=tp > 1, use_distributed_optimizer=True, ep=ep,
+            etp=None if tp == 1 or ep == 1 else etp, vpp=vpp, first_stage_layers=first, last_stage_layers=last,
+        )  # fmt: skip
+        if _can_be(job, numbers, layout):
+            yield layout
 
 
 def variants(role: Role, longest: int) -> Iterator[Role]:
@@ -274,13 +275,19 @@ def _experts(numbers: ModelNumbers, sizes: list[int]) -> list[tuple[int, int | N
 
 def _cuts(numbers: ModelNumbers, pp: int) -> Iterator[tuple[int, int | None, int | None]]:
     """vpp, and the layers of the first and the last stage if they differ from the other stages."""
-    layers = numbers.num_hidden_layers or pp
-    if layers % pp == 0:
-        yield from ((vpp, None, None) for vpp in divisors(layers // pp) if vpp <= MOST_VPP and (pp > 1 or vpp == 1))
+    layers, sharing = numbers.num_hidden_layers or pp, numbers.layers_that_share
+
+    def can_be(vpp: int = 1, first: int | None = None, last: int | None = None) -> bool:
+        cut = Layout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
+        return not any(sharing_misfits(cut, layers, sharing))
+
+    vpps = divisors(layers // pp) if layers % pp == 0 else []
+    if evenly := [vpp for vpp in vpps if vpp <= MOST_VPP and (pp > 1 or vpp == 1) and can_be(vpp)]:
+        yield from ((vpp, None, None) for vpp in evenly)
     elif pp > 1:
-        even = layers // pp
-        ends = product((even - 1, even, even + 1), repeat=2)
+        ends = product(range(1, 2 * (layers // pp) + 2), repeat=2)
         fitting = [(middle, *pair) for pair in ends if (middle := _middle(layers, pp, *pair)) is not None]
+        fitting = [cut for cut in fitting if can_be(1, *cut[1:])]
         if fitting:  # the last stage also has the head, so among equally even splits take the smallest last stage
             _, first, last = min(fitting, key=lambda sizes: (max(sizes), max(sizes) - min(sizes), sizes[2]))
             yield 1, first, last

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gamma
 
+from megarl.arch.layers import Mixer
 from megarl.plan.adapters import of_server
 from megarl.plan.job import Job
 from megarl.plan.lengths import context_of_decoding, running, tail_of
@@ -85,16 +86,18 @@ class Server:
 
     @cached_property
     def token_bytes(self) -> float:
-        """Bytes of a token in the KV cache of each GPU of its group: heads are sharded, as far as there are enough."""
-        mixers = [(kind.layer.mixer, count) for kind, count in self.shape.kinds.items()]
-        held = sum(count * mixer.cache_size / min(self.group_gpus, mixer.parts) for mixer, count in mixers)
-        return self.job.cache_width * held
+        """Bytes of a token in the KV cache of each GPU of its group."""
+        return self.job.cache_width * self._held(lambda mixer: mixer.cache_size)
 
     @cached_property
     def state_bytes(self) -> float:
         """Bytes of the states of a completion on each GPU of its group."""
-        mixers, width = [(kind.layer.mixer, count) for kind, count in self.shape.kinds.items()], self.job.actor.width
-        return sum(count * mixer.state_bytes(width) / min(self.group_gpus, mixer.parts) for mixer, count in mixers)
+        return self._held(lambda mixer: mixer.state_bytes(self.job.actor.width))
+
+    def _held(self, of: Callable[[Mixer], float]) -> float:
+        """Of all layers on each GPU of a group: heads are sharded, as far as there are enough."""
+        mixers = ((kind.layer.mixer, count) for kind, count in self.shape.kinds.items())
+        return sum(count * of(mixer) / min(self.group_gpus, mixer.parts) for mixer, count in mixers)
 
     @cached_property
     def free_bytes(self) -> int:
@@ -127,7 +130,9 @@ class Server:
         bandwidth = job.gpu.memory_bandwidth * c.decode_memory
         flops = running * forward_flops(shape, 1, 0) / job.server_gpus
         weights = max(self._read(running) / bandwidth, flops / (self.peak * c.decode_matmul))
-        each = context_of_decoding(job) * self.token_bytes + 2 * self.state_bytes  # a state is read and written
+        context = context_of_decoding(job)
+        each = job.cache_width * self._held(lambda mixer: mixer.read_size(context))
+        each += 2 * self.state_bytes  # a state is read and written
         cache = running / job.attention_dp * each / bandwidth
         return weights + cache + self._sent(running) + c.decode_step_s + shape.num_layers * c.decode_layer_s
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megarl.arch.layers import Experts
+from megarl.arch.layers import Experts, Mixer
 from megarl.plan.adapters import trained
 from megarl.plan.job import Job, Role
 from megarl.plan.lengths import context_of, prefix_group_of
-from megarl.plan.memory import MOMENTS, kept_numbers, part_of
+from megarl.plan.memory import MOMENTS, kept_numbers, kept_scores, part_of
 from megarl.weights.count import Kind, Shape, forward_flops, kinds_of_stage, shape_of
 
 UP = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")  # of latents: to queries, keys and values
@@ -201,19 +201,23 @@ class RoleOnGpus:
         return total + self._head(tokens) if stage == layout.pp - 1 else total
 
     def layer(self, kind: Kind, tokens: float, context: float) -> Pass:
-        """One layer.  Kernels of layers with a state are taken to reach as much as attention's: a guess."""
+        """One layer.  Kernels of layers with a state are taken to reach as much as attention's: a guess.  Matrices of
+        an indexer are counted with a backward pass, which they lack: 2 % of the work of DeepSeek-V3.2's."""
         c, layout, mixer = self.job.constants, self.role.layout, kind.layer.mixer
         own = tokens / (layout.cp * layout.tp)  # a rank's share of the arithmetic
-        of_keys = mixer.key_flops * context / 2 * (1 + c.ring_turn * (layout.cp - 1))
-        keys, mixed = (own * flops / (self.job.gpu.bf16_flops * c.attention) for flops in (of_keys, mixer.token_flops))
+        of_keys = mixer.key_flops(context) * (1 + c.ring_turn * (layout.cp - 1))
+        each = (of_keys, mixer.token_flops, mixer.choice_flops(context) * layout.tp)  # every rank has the whole indexer
+        keys, mixed, chosen = (own * flops / (self.job.gpu.bf16_flops * c.attention) for flops in each)
         products = self._dense(own, kind.parameters().dense)
         if kind.layer.experts:
             products += self._experts(kind, own)
-        moved_s = self._moved(tokens, kept_numbers(kind, self.shape.hidden, layout))
-        least = c.expert_layer_s if kind.layer.experts else c.layer_s
-        forward = max(least, keys + mixed + products.forward + moved_s)
+        scores = kept_scores(kind, layout, int(tokens), self.role.width)
+        moved_s = self._moved(tokens, scores + kept_numbers(kind, self.shape.hidden, layout))
+        least = (c.expert_layer_s if kind.layer.experts else c.layer_s) * kind.layer.halves / 2
+        forward = max(least, keys + mixed + chosen + products.forward + moved_s)
         backward = max(2 * least, 2.5 * (keys + mixed) + products.backward + 2 * moved_s)
-        attention, feed_forward = self._sent(kind, tokens, keys), self._passed(kind.layer.experts, tokens)
+        attention = self._sent(kind, tokens, keys) if mixer != Mixer() else (0.0, 0.0)
+        feed_forward = self._passed(kind.layer.experts, tokens) if kind.layer.feed_forward else (0.0, 0.0)
         sent, sent_back = attention[0] + feed_forward[0], attention[1] + feed_forward[1]
         repeated, resent = 0.0, 0.0
         if self.role.recompute == "full":
@@ -286,6 +290,7 @@ class RoleOnGpus:
             return 2 * one, 3 * one
         chosen = experts.chosen
         own, once = states / layout.tp * c.expert_imbalance, self.job.dispatch == "once"
+        own *= (experts.latent or self.shape.hidden) / self.shape.hidden
         there = links.exchange(own, layout.ep, layout.expert_tp, chosen, once=once) / c.all_to_all
         cut = links.ring(own * layout.expert_tp * chosen, layout.expert_tp) * c.tp_exposed
         return 2 * (there + cut), 2 * there + 3 * cut

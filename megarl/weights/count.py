@@ -5,8 +5,8 @@ separately, because they are sharded over other ranks than the rest.  Biases of 
 no parameters.  FLOPs are the basis of all predicted times:
 
     linear      2 operations per parameter that the token uses: of experts only the chosen ones
-    mixers      attention's per key, causal: half of the sequence; of layers with a state the same for every token
-                (arch/layers.py)
+    mixers      attention's per key, causal: half of the sequence, or the keys that an indexer chooses and its scores
+                of all; of layers with a state the same for every token (arch/layers.py)
     head        2 operations per number of the vocabulary's table
     backward    twice the forward pass
 """
@@ -24,7 +24,7 @@ from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.arch.model_types import known
 from megarl.weights.mapping.blocks import Role, decoder
 from megarl.weights.mapping.families import FAMILIES, VOCAB_MULTIPLE, family_of, layer_of, stacks_for
-from megarl.weights.mapping.names import GatedQKV, Op, ShardCoordinate
+from megarl.weights.mapping.names import GatedQKV, GateUp, Op, ShardCoordinate
 
 
 class Parameters(NamedTuple):
@@ -74,6 +74,11 @@ class Kind:
         """Of the experts that a token chooses."""
         experts = self.layer.experts
         return self.parameters().experts // experts.count * experts.chosen if experts else 0
+
+    @cached_property
+    def matrices(self) -> int:
+        """Of a feed-forward, or of an expert: two, or three with a gate."""
+        return 3 if any(isinstance(op, GateUp) for op in self.ops) else 2
 
     @cached_property
     def norms_heads(self) -> bool:
@@ -186,8 +191,9 @@ class Shape:
     table_params: int  # the embedding and, if it is another table, the head
 
     @cached_property
-    def num_layers(self) -> int:
-        return sum(self.kinds.values())
+    def num_layers(self) -> float:
+        """Those that are one thing count half."""
+        return sum(count * kind.layer.halves for kind, count in self.kinds.items()) / 2
 
     @cached_property
     def mixer_params(self) -> int:
@@ -215,5 +221,7 @@ def shape_of(hf: HFConfig, role: str = "actor") -> Shape:
 def forward_flops(shape: Shape, tokens: float, context: float) -> float:
     """FLOPs of a forward pass over `tokens` in sequences whose lengths have sum(l^2)/sum(l) = context."""
     mixers = [(kind.layer.mixer, count) for kind, count in shape.kinds.items()]
-    beside = sum(count * (one.key_flops * context / 2 + one.token_flops) for one, count in mixers)
+    beside = sum(
+        count * (one.key_flops(context) + one.choice_flops(context) + one.token_flops) for one, count in mixers
+    )
     return tokens * (2 * shape.active_params + beside)

@@ -172,7 +172,7 @@ def test_a_run_on_cpus_is_compared_with_the_memory_of_this_machine(
     assert code == 0
     assert sum(line.startswith("on this machine's CPUs: about ") for line in told) == 1
     assert not any("warning" in line or "GPU" in line for line in told)
-    code, told = checked(*words, "actor.ppo_max_token_len_per_gpu=1000000000")
+    code, told = checked(*words, "actor.ppo_max_token_len_per_gpu=1000000000", "rollout.n=100000000")
     assert code == 0
     (warning,) = (line for line in told if line.startswith("warning: the run takes about "))
     assert "GB are free here: the system may end its processes; lower actor.ppo_max_token_len_per_gpu" in warning

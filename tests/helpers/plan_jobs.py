@@ -33,6 +33,20 @@ HYBRID = HF | {
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 
+# Layers that are one thing each; experts see a latent of 6.
+MIXED = HF | {
+    "model_type": "nemotron_h", "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "head_dim": 4, "mamba_num_heads": 4, "mamba_head_dim": 2, "n_groups": 2, "ssm_state_size": 3, "conv_kernel": 4,
+    "chunk_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_latent_size": 6, "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 12,
+}  # fmt: skip
+# The second and the fourth layer take over the keys that the one before them chose.
+INDEXED = HF | {
+    "model_type": "glm_moe_dsa", "layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "shared"] * 2,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4,
+    "index_topk": 32, "index_n_heads": 2, "index_head_dim": 64, "first_k_dense_replace": 4,
+}  # fmt: skip
+
 # Nothing costs anything but what a test turns on.
 FREE = replace(
     Constants(),

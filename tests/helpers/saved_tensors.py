@@ -48,10 +48,9 @@ def with_again(engine: ExecutionOptions, again: tuple[str, ...]) -> ExecutionOpt
 
 def kept_by_a_layer(hf: dict[str, Any], engine: ExecutionOptions) -> float:
     """Numbers in float32 that the second and the third layer keep of a token, on a world of one rank."""
-    kinds = hf.get("layer_types", [])[:1]
-    few, many = (
-        Case("kept", hf | {"num_hidden_layers": layers, "layer_types": kinds * layers or None}) for layers in (1, 3)
-    )
+    key = "layers_block_type" if "layers_block_type" in hf else "layer_types"
+    kinds = hf.get(key, [])[:1]
+    few, many = (Case("kept", hf | {"num_hidden_layers": layers, key: kinds * layers or None}) for layers in (1, 3))
     return (_kept(many, engine) - _kept(few, engine)) / 2 / 4 / few.tokens
 
 

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from plan_jobs import HF, MOE, SHARED, job
+from plan_jobs import HF, INDEXED, MIXED, MOE, SHARED, job
 from preset_files import hf_of
 
 from megarl.arch.layout import Layout
 from megarl.plan.constants import CONSTANTS
 from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
-from megarl.plan.memory import kept_numbers, of_stage_bytes, push_bucket_bytes
+from megarl.plan.memory import kept_numbers, kept_scores, of_stage_bytes, push_bucket_bytes
 from megarl.weights.count import kinds_of, of_stage
 
 ROLE = Role("actor", HF, Layout(), num_ranks=8, max_tokens=100, log_prob_tokens=100)
@@ -166,3 +166,30 @@ def test_of_experts_the_activation_and_those_that_all_tokens_share_are_computed_
     latent = kinds_of(hf_of("deepseek_v3_671b"))[-1]
     heads = kept_numbers(latent, 7168, Layout()) - kept_numbers(latent, 7168, Layout(), again=("mla_up_proj",))
     assert heads == 128 * (192 + 192 + 128), "queries, keys and values"
+
+
+def test_indexers_are_weights_that_nothing_learns() -> None:
+    indexers = 2 * kinds_of(INDEXED)[0].of("indexer")
+    for cut in ({}, {"tp": 2, "sequence_parallel": True}):
+        parameters = of_stage(INDEXED, Layout(**cut), 0).total
+        memory = of_stage_bytes(replace(ROLE, hf=INDEXED, layout=Layout(**cut)), 0)
+        learnt = parameters - indexers
+        assert (memory.weights, memory.gradients, memory.optimizer) == (2 * parameters, 4 * learnt, 12 * learnt)
+
+
+def test_scores_of_chosen_keys_are_kept_for_all_tokens_of_a_row_and_those_of_an_indexer_are_there_once() -> None:
+    """Of 4 heads 13 bytes a key, halved by two ranks; of the indexer's 2 heads 2 float32 numbers on either rank."""
+    kind, layout = kinds_of(INDEXED)[0], Layout(tp=2, sequence_parallel=True)
+    assert kept_scores(kind, layout, 100, 2) == 13 * 4 * 100 // 4
+    assert kept_scores(kinds_of(HF)[0], layout, 100, 2) == 0
+    kept = kept_numbers(kind, 16, layout) + 13 * 4 * 100 // 4
+    found = of_stage_bytes(replace(ROLE, hf=INDEXED, layout=layout), 0).activations
+    assert found == 2 * 100 * (5 * kept + 2 * 2 * 2 * 100)
+
+
+def test_a_layer_that_is_one_thing_has_one_norm_and_no_gate_is_kept() -> None:
+    mamba, plain, attention, sparse = (kept_numbers(kind, 16, Layout()) for kind in kinds_of(MIXED))
+    inputs = 4 * 2 + 2 * 2 * 3 + 4 * 2 + 4  # x, B and C, the gate, and the steps
+    assert mamba == 2 * 16 + inputs + 3 * 4 * 2
+    assert (plain, attention) == (2 * 16 + 2 * 32, 2 * 16 + 2 * (4 + 2) * 4)
+    assert sparse == 2 * 16 + 2 * (2 * 6 + 2 * 8) + 2 * 12 + 4 + 6

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_jobs import FREE, GPU, HF, HYBRID, MOE, changed, job
+from plan_jobs import FREE, GPU, HF, HYBRID, INDEXED, MIXED, MOE, changed, job
 from preset_files import hf_of
 
 from megarl.arch.layout import Layout
@@ -95,6 +95,23 @@ def test_layers_with_a_state_have_a_pool_of_states_beside_the_cache():
     assert gpu_budgets(one.job)["server"]["states"] == one.pool_bytes
     read = (one.weight_bytes + 4 * (75 * one.token_bytes + 2 * one.state_bytes)) / 1e9
     assert one.step(4) == pytest.approx(read)
+
+
+def test_mamba_layers_have_states_and_those_without_a_mixer_neither_cache_nor_state():
+    """Four heads of 2 x 3 in float32, and 3 inputs of a convolution over x, B and C; one of four layers attends."""
+    one, two = (Server(job(hf=MIXED, server_gpus=n)) for n in (1, 2))
+    assert one.token_bytes == 2 * 2 * 2 * 4 == 2 * two.token_bytes
+    assert one.state_bytes == 4 * 4 * 2 * 3 + 2 * 3 * (4 * 2 + 2 * 2 * 3) == 2 * two.state_bytes
+    reduced = two._reduced(8, 2)
+    assert two._sent(8) == pytest.approx(4 * reduced), "once in each layer, not twice"
+
+
+def test_a_step_reads_the_chosen_latents_and_all_keys_of_indexers():
+    """66 bytes for a key of 64 numbers and its share of a scale, in two of four layers."""
+    server = Server(job(hf=INDEXED))
+    assert server.token_bytes == 4 * 2 * (8 + 2) + 2 * 66
+    read = 4 * 32 * 2 * (8 + 2) + 2 * 75 * 66
+    assert server.step(4) == pytest.approx((server.weight_bytes + 4 * read) / 1e9)
 
 
 def test_a_quantized_server_has_a_byte_for_a_parameter_but_whole_tables():

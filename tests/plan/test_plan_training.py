@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_jobs import FREE, GPU, HF, HYBRID, MOE, SHARED, changed, job
+from plan_jobs import FREE, GPU, HF, HYBRID, INDEXED, MIXED, MOE, SHARED, changed, job
 
 from megarl.arch.layers import layers_of
 from megarl.arch.layout import Layout
@@ -39,7 +39,7 @@ def test_one_latent_serves_all_heads():
     latent = {"kv_lora_rank": 8, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 4}
     (layer,) = set(layers_of(HF | latent))
     assert (layer.mixer.cache_size, layer.mixer.parts) == (10, 1)
-    assert layer.mixer.key_flops == 2 * 4 * (6 + 4)
+    assert layer.mixer.key_flops(100) == 2 * 4 * (6 + 4) * 50
 
 
 def test_a_layer_with_a_state_costs_the_same_at_any_length():
@@ -51,6 +51,48 @@ def test_a_layer_with_a_state_costs_the_same_at_any_length():
     beside = 2 * (products // 64) + convolution
     assert forward_flops(shape, 1, 0) == 2 * shape.active_params + 3 * beside
     assert forward_flops(shape, 1, 100) - forward_flops(shape, 1, 0) == KEYS * 50, "of one layer in four"
+
+
+def test_a_mamba_layer_costs_the_same_at_any_length():
+    """Chunks of 8 tokens, two groups with B and C of 3, four heads of 2; a convolution of 4 taps is in the table."""
+    mamba, *_ = layers_of(MIXED)
+    scores, products, states = 2 * 2 * 8 * 3, 4 * 2 * 8 * 2, 4 * 2 * 2 * 3 * 2
+    assert mamba.mixer.token_flops == scores + products + states
+    shape, channels = shape_of(MIXED), 4 * 2 + 2 * 2 * 3
+    assert next(iter(shape.kinds)).parameters().dense == (
+        16 + 16 * (channels + 4 * 2 + 4) + channels * (4 + 1) + 3 * 4 + 8 + 8 * 16
+    )
+    assert forward_flops(shape, 1, 100) - forward_flops(shape, 1, 0) == KEYS * 50, "of one layer in four"
+
+
+def test_an_indexer_scores_all_keys_and_its_own_layer_and_the_next_attend_to_those_that_it_chooses():
+    chooses, takes_over, *_ = layers_of(INDEXED)
+    read = sum(min(at + 0.5, 32) for at in range(100)) / 100  # by a token of a sequence of 100
+    for layer in (chooses, takes_over):
+        assert layer.mixer.key_flops(100) == pytest.approx(2 * 4 * (8 + 8 + 2) * read)
+        assert layer.mixer.key_flops(20) == pytest.approx(2 * 4 * (8 + 8 + 2) * 10)
+    assert (chooses.mixer.choice_flops(100), takes_over.mixer.choice_flops(100)) == (2 * 2 * 64 * 50, 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_rank_scores_all_keys_without_a_backward_pass_and_matrices_of_indexers_are_counted_as_others(tp):
+    own = job(hf=INDEXED, constants=replace(FREE, memory=1e9), layout=Layout(tp=tp, sequence_parallel=tp > 1))
+    layers = [RoleOnGpus(own, own.actor).layer(kind, 100, 100) for kind in kinds_of(INDEXED)[:2]]
+    indexer = 8 * 2 * 64 + 16 * 64 + 2 * 64 + 2 * 16
+    assert kinds_of(INDEXED)[0].of("indexer") == indexer
+    products = 100 / tp * 2 * indexer / 1e12
+    assert layers[0].forward - layers[1].forward == pytest.approx(products + 100 * 2 * 2 * 64 * 50 / 1e12)
+    assert layers[0].backward - layers[1].backward == pytest.approx(2 * products)
+
+
+def test_a_layer_that_is_one_thing_sends_once_and_experts_are_sent_what_they_see():
+    own = job(hf=MIXED, layout=Layout(tp=2, sequence_parallel=True, ep=2, etp=1), num_ranks=2)
+    mamba, plain, attention, sparse = (RoleOnGpus(own, own.actor).layer(kind, 100, 100) for kind in kinds_of(MIXED))
+    once = 100 * 16 * 2 / 2 / GPU.link_bandwidth  # half of the hidden states
+    for layer in (mamba, plain, attention):
+        assert layer.exposed == pytest.approx((2 + 3) * once)
+    latents = 2 * (100 / 2) * 6 * 2 / 2 / GPU.link_bandwidth  # two experts of each token, half of which are elsewhere
+    assert sparse.exposed == pytest.approx((2 + 2) * latents)
 
 
 def test_ranks_that_share_a_context_exchange_heads_of_layers_with_a_state():

@@ -90,8 +90,8 @@ def parameters_of_transformers(name: str) -> int:
 
 
 def test_layers_of_which_nothing_is_known_are_named():
-    with pytest.raises(ValueError, match="^config.json: the planner does not know layers of the kind indexed"):
-        check(HF | {"layer_types": ["full_attention", "indexed_attention"]})
+    with pytest.raises(ValueError, match="^config.json: the planner does not know layers of the kind chunked"):
+        check(HF | {"layer_types": ["full_attention", "chunked_attention"]})
 
 
 def test_the_parts_of_a_model():
