@@ -53,6 +53,14 @@ def test_of_one_process(one_rank: Ranks, hf: dict[str, Any], fields: dict[str, A
     check(found)
 
 
+@pytest.mark.full
+@pytest.mark.megatron_0_19
+@pytest.mark.parametrize(("preset", "recompute"), [("nemotron_h_mini", True), ("deepseek_v3_2_mini", False)])
+def test_of_one_process_of_states_and_of_indexers(one_rank: Ranks, preset: str, recompute: bool) -> None:
+    (found,) = one_rank.run(measure, Case("one", hf_of(preset), recompute=recompute))
+    check(found)
+
+
 def test_of_one_process_in_bfloat16_with_float32_copies(one_rank: Ranks) -> None:
     (found,) = one_rank.run(measure, Case("one", QWEN, recompute=True, dtype="bfloat16"))
     for part, width in (("weights", 2), ("gradients", 4), ("optimizer", 12)):

@@ -27,7 +27,10 @@ def run(preset, num_ranks, **changes):
     return changed(Job(find("h100"), actor, **sizes, num_servers=num_ranks // 8, server_gpus=8), **changes)
 
 
-@pytest.mark.parametrize(("preset", "ranks"), [("qwen2_5_72b", 64), ("qwen3_30b_a3b", 32), ("deepseek_v3_671b", 512)])
+@pytest.mark.parametrize(
+    ("preset", "ranks"),
+    [("qwen2_5_72b", 64), ("qwen3_30b_a3b", 32), ("deepseek_v3_671b", 512), ("nemotron3_nano_30b_a3b", 32)],
+)
 def test_layouts_that_are_tried_can_be(preset, ranks):
     job = run(preset, ranks)
     found = list(layouts(job))
@@ -42,6 +45,12 @@ def test_stages_are_as_even_as_they_can_be():
     found = {layout.pp: layout for layout in layouts(run("deepseek_v3_671b", 512)) if layout.vpp == 1}
     assert sorted(found[4].stage_layers(61)) == [15, 15, 15, 16]
     assert max(found[8].stage_layers(61)) == 8
+
+
+def test_stages_begin_with_layers_that_choose_their_own_keys():
+    """In GLM-5.2 one of four does, so that stages are as even as that lets them be."""
+    found = {layout.pp: layout.stage_layers(78) for layout in layouts(run("glm5_2_743b", 512))}
+    assert (found[2], found[4], found[8]) == ([38, 40], [18, 20, 20, 20], [2, *[12] * 6, 4])
 
 
 def test_short_sequences_are_not_shared():

@@ -17,7 +17,7 @@ from torch import nn
 from megarl.arch.layout import Layout
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.fusions import fusions
-from megarl.plan.memory import kept_numbers, locally_kept
+from megarl.plan.memory import kept_numbers, kept_scores, locally_kept
 from megarl.weights.count import kinds_of
 
 TOKENS, HIDDEN, WIDTH = 10, 8, 32
@@ -100,6 +100,24 @@ def test_a_local_layer_keeps_what_is_planned(one_rank: Ranks, preset: str, again
 def test_a_layer_of_qwen3_5_keeps_what_is_planned_within_a_hundredth(one_rank: Ranks, kind: str) -> None:
     hf = hf_of("qwen3_5_mini") | {"layer_types": [kind] * 4}
     assert kept(one_rank, hf, ()) == pytest.approx(locally_kept(kinds_of(hf)[0], 64, Layout()), rel=0.01)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.megatron_0_19
+def test_a_mamba_layer_keeps_what_is_planned_within_a_hundredth(one_rank: Ranks) -> None:
+    hf = hf_of("nemotron_h_mini") | {"layers_block_type": ["linear_attention"] * 8}
+    assert kept(one_rank, hf, ()) == pytest.approx(locally_kept(kinds_of(hf)[0], 64, Layout()), rel=0.01)
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.megatron_0_19
+def test_a_layer_with_an_indexer_keeps_scores_of_the_whole_row(one_rank: Ranks) -> None:
+    hf = hf_of("deepseek_v3_2_mini") | {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"] * 4}
+    kind = kinds_of(hf)[0]
+    planned = locally_kept(kind, 64, Layout()) + kept_scores(kind, Layout(), 512, 4)
+    assert kept(one_rank, hf, ()) == pytest.approx(planned, rel=0.03)
 
 
 @pytest.mark.dist

@@ -12,6 +12,7 @@ from preset_files import NAMES, cases_of
 from tiny_server import CURRENT, OLD, ROOT, sglang_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
+from megarl.arch.sglang_config import UNKNOWN
 from megarl.arch.sglang_options import TRIED, refused, untried
 from megarl.config import Config, config_dir, load_config
 from megarl.config.placement import placements
@@ -32,7 +33,7 @@ RECIPES = sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml"))
 
 @cache
 def configs() -> dict[str, Config]:
-    """Of every recipe and of every preset, but those of models so small that our own server has them.
+    """Of every recipe and preset, but of models so small that our own server has them, and of families without pushes.
 
     Of a preset's layouts that start the same servers, one is enough.
     """
@@ -48,7 +49,8 @@ def configs() -> dict[str, Config]:
         seen.add(servers)
     on_gpus = ["data.train_files=[x]", "data.val_files=[x]", "trainer.device=cuda", "model.dtype=bfloat16"]
     found = {name: load_config([*each, *on_gpus], command="train")[0] for name, each in words.items()}
-    return {name: config for name, config in found.items() if config.model.config and config.rollout.engine != "hf"}
+    served = {name: config for name, config in found.items() if config.model.config and config.rollout.engine != "hf"}
+    return {name: config for name, config in served.items() if config.model.config["model_type"] not in UNKNOWN}
 
 
 def launch_of(config: Config, folder: Path, python: str) -> EngineLaunch:
