@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # Of 0.19.2, which Python 3.11 has not.
-NEWER = ("megarl/mcore/models/gated_delta.py", "megarl/mcore/models/mamba.py")
+NEWER = tuple(f"megarl/mcore/models/{name}.py" for name in ("gated_delta", "mamba", "sparse_latent"))
 OF_A_NEWER_MEGATRON = () if sys.version_info >= (3, 12) else NEWER
 NOT_OURS = ("sglang_cpu", "verifiers_worker", "fork_server")  # modules of other environments, or of a fork server
 IMPORT_ALL = """
