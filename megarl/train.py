@@ -48,7 +48,7 @@ def train(config: Config) -> dict[str, Any]:
     with (
         own_folder(config),
         Signals(config.trainer.term_grace_s) as signals,
-        watchdog.watch(config.trainer.driver_silence_s),
+        watchdog.watch(),
         Infrastructure(config) as infrastructure,
     ):
         if not uses_gpus(config) and (sentence := lacks_memory(memory_on_cpu(config, "train"))):

@@ -1,6 +1,7 @@
 """The total actor loss and the critic loss of a packed micro-batch, with their statistics, as a rank computes them.
 
-    actor:   loss = sum_t weight_t (w_t policy_t - entropy_coeff H_t + kl_loss_coef KL_t + distill_weight_t D_t)
+    actor:   loss = sum_t weight_t (w_t policy_t - entropy_coeff H_t + kl_loss_coef KL_t + distill_weight_t D_t
+                                    + mtp_coef M_t)
     critic:  loss = sum_t weight_t value_loss_t
 
 Both are settings objects, called with a Batch and the model's [T] columns; logits, models and ranks are not used here.
@@ -28,9 +29,10 @@ from megarl.algo.tally import Tally
 from megarl.samples.batch import Batch, LossOutput
 
 OLD = "old_log_probs"  # a column of the batch
+MTP = "mtp_log_probs"  # an output [T, MTP layers]
 OWN_STATS = (
     *("pg_loss", "pg_loss_level", "drift_good", "drift_bad", "ppo_kl", "entropy", "kl_loss"),
-    *("ratio_mean", "ratio_std", "ratio_min", "ratio_max"),
+    *("ratio_mean", "ratio_std", "ratio_min", "ratio_max", "mtp_loss", "mtp_acceptance"),
 )
 
 
@@ -53,6 +55,7 @@ class ActorLoss:
     kl_importance: bool = False  # multiply the KL by the ratio r, with r's gradient: unbiased off-policy
     use_rollout_weight: bool = False  # multiply the policy loss by the column rollout_weight
     distillation: Distillation | None = None  # add the divergence from teachers
+    mtp_coef: float = 0.0  # add the cross entropy of MTP layers, the mean over them; 0: the model has none
 
     def __post_init__(self) -> None:
         """Raises: ValueError for unknown hyperparameters; `rehearsal.rehearse` tests the functions themselves."""
@@ -81,7 +84,8 @@ class ActorLoss:
     @property
     def outputs(self) -> tuple[str, ...]:
         """The model's columns that a call needs, all differentiable; the entropy is always used as a statistic."""
-        return (*self._own_outputs, *(self.distillation.outputs if self.distillation else ()))
+        further = (MTP,) if self.mtp_coef else ()
+        return (*self._own_outputs, *further, *(self.distillation.outputs if self.distillation else ()))
 
     @property
     def _own_outputs(self) -> tuple[str, ...]:
@@ -169,6 +173,8 @@ class ActorLoss:
             token_loss = token_loss + self.kl_loss_coef * kl
         if self.distillation is not None:
             token_loss = token_loss + self.distillation(batch.columns, outputs, mask, tally)
+        if self.mtp_coef:
+            token_loss = token_loss + self.mtp_coef * self._mtp(outputs[MTP], log_probs, mask, tally)
 
         tally.mean("actor/ppo_kl", old_log_probs - log_probs)
         tally.mean("actor/ratio_mean", ratio)
@@ -186,6 +192,19 @@ class ActorLoss:
         """The columns that the policy loss takes as keywords."""
         known = keyword_names(POLICY_LOSSES[self.policy_loss].function)
         return tuple(name for name in COLUMN_KEYWORDS if name in known)
+
+    def _mtp(self, drafted: Tensor, log_probs: Tensor, mask: Tensor, tally: Tally) -> Tensor:
+        """M [T]: the cross entropy of MTP layers on the tokens that the policy learns.
+
+        drafted [T, layers]: log q of each token by each layer.  Servers accept a draft of the first layer with the
+        probability sum_v min(p, q), which is the mean of min(1, q / p) over tokens that p has drawn.
+        """
+        drafted = clean(drafted, mask[:, None])
+        loss = -drafted.mean(1)
+        tally.watch("loss of MTP layers", loss)
+        tally.mean("actor/mtp_loss", loss)
+        tally.mean("actor/mtp_acceptance", (drafted[:, 0] - log_probs).clamp(max=0).exp())
+        return loss
 
     def _clips(self) -> dict[str, Any]:
         given = {"clip_low": self.clip_low, "clip_high": self.clip_high, "clip_c": self.clip_c}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from megarl.arch.mtp import TRAINED_MTP
+
 # A key of config.json; if true, the folder has no weights, and models keep Megatron's random initialisation from the
 # run's seed.  For benchmarks only: no published model has it.
 RANDOM_WEIGHTS = "megarl_random_weights"
@@ -360,10 +362,11 @@ def has_states(hf: Mapping[str, Any]) -> bool:
 def can_share_prefixes(hf: Mapping[str, Any], layout: Layout, *, router_replay: bool, transformer_engine: bool) -> bool:
     """Whether ranks in this layout can compute once what rows begin with in common.
 
-    Not layers with states or indexers, whose rows have no trees.  `transformer_engine`: layers are
-    Transformer-Engine's, whose attention takes no trees either.
+    Not layers with states or indexers, whose rows have no trees, and not MTP layers, which read the one token that
+    follows.  `transformer_engine`: layers are Transformer-Engine's, whose attention takes no trees either.
     """
-    return layout.cp == 1 and not router_replay and not transformer_engine and not has_states(hf)
+    needs_rows = router_replay or transformer_engine or has_states(hf) or TRAINED_MTP in hf
+    return layout.cp == 1 and not needs_rows
 
 
 def shares_prefixes(asked: str, role: str, device: str, *, can_share: bool) -> bool:

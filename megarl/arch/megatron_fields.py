@@ -1,4 +1,5 @@
-"""Fields of Megatron-Core's configuration classes that a run may set: they change memory and time only.
+"""Fields of Megatron-Core's configuration classes that a run may set: they change memory and time only, but for the
+weight of the loss of MTP layers.
 
 `override_transformer_config`, `override_ddp_config` and `override_optimizer_config` reach TransformerConfig,
 DistributedDataParallelConfig and OptimizerConfig.
@@ -13,7 +14,7 @@ TRANSFORMER, WRAPPER = "override_transformer_config", "override_ddp_config"
 OPTIMIZER = "override_optimizer_config"
 CPU_OFFLOAD, OFFLOAD_FRACTION = "optimizer_cpu_offload", "optimizer_offload_fraction"  # fields of OPTIMIZER
 OVERRIDES = (TRANSFORMER, WRAPPER)  # of a role's layout; that of the optimizer is in its group of keys
-RECOMPUTED = "recompute_modules"
+RECOMPUTED, MTP_LOSS_SCALE = "recompute_modules", "mtp_loss_scaling_factor"
 _OPTIM = "expected {role}.optim"
 _GROUP = "expected {role}.megatron.{field}"
 
@@ -61,6 +62,7 @@ TRIED: dict[str, dict[str, Field]] = {
             list,
             ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"),
         ),
+        MTP_LOSS_SCALE: Field("weight of the loss of MTP layers beside the policy's, with actor.mtp; 0.1", float),
         # A fused kernel is on wherever the machine has it.
         **dict.fromkeys(FUSIONS, Field("without this fused kernel", bool, (False,))),
     },

@@ -39,10 +39,16 @@ def checked(model_type: object, families: Collection[str]) -> str:
 
 def needs_newer(model_type: str) -> str:
     """A sentence if a model of this type can be planned but not trained in this environment, else ""."""
-    if model_type not in OF_0_19 or (installed := version("megatron-core")) >= "0.19":
+    lacking = lacks_0_19() if model_type in OF_0_19 else ""
+    return lacking and f"model_type {model_type!r} {lacking}"
+
+
+def lacks_0_19() -> str:
+    """What follows a thing that needs Megatron-Core 0.19; "" if it is installed."""
+    if (installed := version("megatron-core")) >= "0.19":
         return ""
     return (
-        f"model_type {model_type!r} needs Megatron-Core 0.19.2, which wants Python 3.12, and Python "
-        f"{sys.version_info.major}.{sys.version_info.minor} has {installed}; expected an environment made by "
-        "`PYTHON=python3.12 bash launch/environment.sh`"
+        f"needs Megatron-Core 0.19.2, which wants Python 3.12, and Python {sys.version_info.major}."
+        f"{sys.version_info.minor} has {installed}; expected an environment made by `PYTHON=python3.12 bash "
+        "launch/environment.sh`"
     )

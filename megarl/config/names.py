@@ -72,6 +72,7 @@ STRATEGIES = ("megatron", "fsdp", "none")  # fsdp: Megatron-FSDP; none: a single
 DISPATCHERS = ("auto", "alltoall", "flex")  # Megatron refuses allgather for rows of different lengths
 TRANSFORMERS = ("auto", "local", "transformer_engine")
 ROUTER_REPLAYS = ("off", "old", "rollout")
+MTP = ("off", "detached", "joint")
 SHARES = ("auto", "on", "off")
 RECOMPUTE_GRANULARITIES = ("selective", "full")
 RECOMPUTE_METHODS = ("uniform", "block")

@@ -29,3 +29,8 @@ def counted_gradients(part: Any) -> list[Tensor]:
     name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
     gradients: list[Tensor] = getattr(part, name)()
     return gradients
+
+
+def norms_of_groups(optimizer: Any, config: Any) -> dict[str | None, float]:
+    """The norms of gradients that 0.19.2 keeps out of the global one: of detached MTP layers.  A collective there."""
+    return optimizer._compute_grad_norms_by_group() if getattr(config, "mtp_detach_heads", False) else {}

@@ -18,6 +18,7 @@ from typing import Any
 
 _EVERY_S = 1.0  # between two settings of the timer, each of which starts a thread
 _STDERR = 2
+LIMIT_S = 1800.0  # of the driver's own work between two heartbeats
 
 _looks: list[Callable[[], None]] = []  # what else is done then
 _limit_s: float | None = None  # None: no thread is watched
@@ -26,7 +27,7 @@ _shown = 0.0  # time.monotonic() when the timer was last set
 
 
 @contextmanager
-def watch(limit_s: float) -> Iterator[None]:
+def watch(limit_s: float = LIMIT_S) -> Iterator[None]:
     """End this process if the calling thread does not call `heartbeat` for so many seconds."""
     global _limit_s, _thread
     assert _limit_s is None, "a process drives one run at a time"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
+from megarl.arch.mtp import with_mtp
 from megarl.mcore.checkpoint.files import Saving
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.lora import AdapterSet, LoraSettings, apply_lora, attached, detach, settings_of
@@ -82,7 +83,8 @@ class Role:
 
 def build_role(asked: Load, layout: Layout) -> Role:
     """A role from an HF folder."""
-    hf, kind, settings = read_hf_config(asked.folder), asked.kind, asked.settings
+    kind, settings = asked.kind, asked.settings
+    hf = with_mtp(read_hf_config(asked.folder), settings.mtp)
     engine = ExecutionOptions(**settings.engine).for_dtype(settings.dtype)
     engine = engine if settings.lora is None else engine.for_adapters()
     engine.check_context_parallel(layout.cp)

@@ -51,3 +51,4 @@ class LoadSettings:
     # role shares its base and its engine (`engine` empty, or the same), and has adapters of its own, or none.
     base: str | None = None
     router_replay: bool = False  # the experts of tokens can be given and noted
+    mtp: str = "off"  # detached | joint: MTP layers are a part of the model

@@ -153,6 +153,7 @@ def load_roles(roles: Roles, config: Config, num_steps: int, critic_warmup: int,
             engine=engine_settings(config.actor),
             reads_weights=lora is not None or not resumes,
             router_replay=config.actor.router_replay != "off",
+            mtp=config.actor.mtp,
         ),
     )
     if roles.critic:

@@ -32,6 +32,7 @@ from megarl.processes.signals import Signals
 from megarl.roles.handles import Actor
 from megarl.roles.settings import LoadSettings, Packing, Update
 from megarl.samples.batch import Batch
+from megarl.trainer.algorithm import mtp_coef
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of
 from megarl.trainer.build import (
     engine_settings,
@@ -51,6 +52,7 @@ VAL_LOSS = "val/loss"
 AVERAGED = 5  # losses of steps, whose batches differ
 LEARNT = 0.05  # a loss below it
 METRICS = {"sft/loss": "actor/pg_loss", "sft/grad_norm": "actor/grad_norm", "sft/lr": "actor/lr"}
+METRICS |= {f"sft/mtp_{name}": f"actor/mtp_{name}" for name in ("loss", "acceptance")}
 
 
 def sft(config: Config) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def sft(config: Config) -> dict[str, Any]:
             examples = read_examples(config, "sft.train_files", config.sft.train_files)
             held_out = read_examples(config, "sft.val_files", config.sft.val_files) if config.sft.val_files else None
             steps = training_steps(config, examples)
-            with watchdog.watch(trainer.driver_silence_s), Infrastructure(config, serves=False) as infrastructure:
+            with watchdog.watch(), Infrastructure(config, serves=False) as infrastructure:
                 resume = to_resume(trainer, warn)
                 plan = SftPlan(config, steps, resume, examples, held_out, examples.state_dict())
                 opened = partial(open_sft, infrastructure=infrastructure, signals=signals)
@@ -211,13 +213,14 @@ def open_sft(plan: SftPlan, infrastructure: Infrastructure, signals: Signals) ->
         stack.enter_context(group).start()
         limits = config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu
         packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
-        update = Update(ActorLoss("reinforce"), prompts_per_step=config.sft.batch_size)
+        update = Update(ActorLoss("reinforce", mtp_coef=mtp_coef(config)), prompts_per_step=config.sft.batch_size)
         actor = Actor("actor", group, packing, update_settings=update)
         settings = LoadSettings(
             config.model.dtype,
             optim=optim_settings(config.actor, plan.num_steps),
             engine=engine_settings(config.actor),
             reads_weights=resume is None,
+            mtp=config.actor.mtp,
         )
         actor.load(model_folder(config.model.path), settings)
         check_profile(config.trainer.profile, plan.num_steps, [group])

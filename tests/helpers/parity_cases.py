@@ -16,10 +16,11 @@ from flex_cases import on_cpus
 from megatron.core.transformer.moe import moe_utils, router
 from spawn import run_ranks
 
-from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.loss import MTP, ActorLoss, CriticLoss
 from megarl.algo.step_columns import step_columns
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
+from megarl.arch.mtp import with_mtp
 from megarl.data.packing import plan
 from megarl.data.prefix_tree import CommonPrefixes, prefix_groups
 from megarl.mcore.logprobs import fused
@@ -133,6 +134,7 @@ class Case:
     lora: bool = False  # adapters are trained: their gradient and weights are looked at
     dtype: str = "float32"  # float32 takes local layers
     folder: str | None = None  # of another model than its table's
+    mtp: str = "off"  # detached or joint: its MTP layers are trained too
     exact: bool = False  # weights, activations and gradients are float64; on one rank, and without steps
     policy_loss: str | None = None  # of an actor: instead of that of LOSSES, over samples of several rows
     policy_args: Mapping[str, float] = field(default_factory=dict)
@@ -210,7 +212,7 @@ def _routers_in_float64() -> Iterator[None]:
 def _run_case(folder: str, case: Case) -> dict[str, Any]:
     where, device = make_groups(case.layout), device_for("auto")
     try:
-        hf, role = read_hf_config(folder), case.role.split()[0]
+        hf, role = with_mtp(read_hf_config(folder), case.mtp), case.role.split()[0]
         engine = case.engine.for_dtype(case.dtype)
         model = build_model(hf, case.layout, role=role, dtype=case.dtype, engine=engine)
         load_hf(model, folder, hf, role=role)
@@ -237,6 +239,8 @@ def _run_case(folder: str, case: Case) -> dict[str, Any]:
         outputs = Outputs(case.layout, hf["vocab_size"], temperature=0.8, names=NAMES[case.role])
         how = {"num_tokens": batch.num_tokens, "device": device, "reference": reference}
         columns = forward_only(model, micros, outputs, device, reference)
+        if case.mtp != "off":
+            loss, outputs = replace(loss, mtp_coef=0.3), replace(outputs, names=(*outputs.names, MTP))
         stats = backward(model, micros, outputs, loss, **how).stats
         if case.lora or case.exact:  # what is sent to servers and files is never float64
             trained = adapters if case.lora else dict(named_parameters(model))

@@ -28,7 +28,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from megarl.arch.hf_config import read_hf_config
 from megarl.arch.model_types import OF_0_19
+from megarl.arch.mtp import COUNTS, with_mtp
+from megarl.weights.mapping.families import table_for
+from megarl.weights.mapping.mtp import shared_copies
 
 SIZES: dict[str, Any] = {
     "vocab_size": 45,  # padded to 48: rank 1 of two holds 21 rows and 3 of padding
@@ -301,6 +305,26 @@ def write_model(folder: Path, family: str, *, tied: bool, max_shard_size: str = 
     if family == "kimi_k2":  # transformers has its model under another family's name
         (folder / "config.json").write_text(json.dumps(read_config(folder) | {"model_type": family}))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def write_with_mtp(folder: Path, family: str, number: int = 1, *, tied: bool = False, **sizes: Any) -> Path:
+    return add_mtp(write_model(folder, family, tied=tied, **sizes), number)
+
+
+def add_mtp(folder: Path, number: int = 1) -> Path:
+    """Random MTP layers in a folder of one file, under the names of their table, and their number in config.json."""
+    config = read_config(folder)
+    if key := COUNTS[config["model_type"]]:
+        (folder / "config.json").write_text(json.dumps(config | {key: number}))
+    hf = with_mtp(read_hf_config(folder), "joint")
+    ops = [op for op in table_for(hf) if op.param.startswith("mtp.")]
+    generator, held = torch.Generator().manual_seed(2), load_file(folder / "model.safetensors")
+    for name, shape in (size for op in ops for size in op.hf_shapes.items()):
+        is_about_one = "norm" in name and hf["model_type"] not in ZERO_CENTRED
+        held[name] = torch.randn(shape, generator=generator) * 0.2 + (1.0 if is_about_one else 0.0)
+    held |= {copy: held[own].clone() for copy, own in shared_copies(hf).items() if own in held}
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

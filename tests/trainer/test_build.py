@@ -104,7 +104,7 @@ def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
 
 
 def test_a_driver_shows_itself_while_a_model_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That may take longer than trainer.driver_silence_s, and is no hang."""
+    """That may take longer than the watchdog's limit, and is no hang."""
     shown = threading.Event()
     monkeypatch.setattr(watchdog, "_EVERY_S", 0.01)
     monkeypatch.setattr(watchdog, "heartbeat", shown.set)

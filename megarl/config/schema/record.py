@@ -163,7 +163,6 @@ Share = Annotated[float, Range(lambda v: 0 < v <= 1, "a number above 0 and at mo
 Factor = Annotated[float, Range(lambda v: v >= 1, "a number of at least 1")]
 Bound = Annotated[float, Range(lambda v: 1 <= v < float("inf"), "null or a number of at least 1")]
 AtLeast10 = Annotated[float, Range(lambda v: v >= 10, "at least 10")]
-AtLeast60 = Annotated[float, Range(lambda v: v >= 60, "at least 60")]
 Temperature = Annotated[
     float, Range(_ABOVE_0.test, "a number above 0, because greedy completions give a policy nothing to learn")
 ]

@@ -220,6 +220,11 @@ class Actor(Learner):
         Choices(names.ROUTER_REPLAYS),
         RL,
     )
+    mtp: str = key(
+        "off",
+        "train the layers that predict further tokens: detached from the policy, or jointly",
+        Choices(names.MTP),
+    )
     lora: Lora = key(Lora, "adapters")
 
 

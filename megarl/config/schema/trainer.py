@@ -14,7 +14,6 @@ from megarl.config.schema.record import (
     RL_SFT,
     AtLeast1,
     AtLeast10,
-    AtLeast60,
     Choices,
     Count,
     If,
@@ -155,9 +154,6 @@ class Trainer:
     )
     call_factor: AtLeast1 = key(
         5.0, "a call may take so many times as long as the longest of its kind in this run so far", RL_SFT, EXPERT
-    )
-    driver_silence_s: AtLeast60 = key(
-        1800.0, "machine 0 ends itself when its loop stands for this long, but in waits with limits", RL_SFT, EXPERT
     )
     silence_s: AtLeast10 = key(
         60.0, "a rank or machine that gives no sign for this long counts as hung; signs come every 2 s", RL_SFT, EXPERT

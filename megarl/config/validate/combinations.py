@@ -43,6 +43,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         return
     roles = used_roles(config, command)
     yield from strategies.contradictions(config, command)
+    yield from models.of_mtp(config, roles)
     yield from _template(config)
     yield from models.unfit(config, roles)
     yield from models.vocabularies(config, roles)
@@ -135,6 +136,7 @@ def _prefixes(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         return
     found: dict[str, tuple[Any, bool]] = {
         "actor.router_replay": (config.actor.router_replay, config.actor.router_replay != "off"),
+        "actor.mtp": (config.actor.mtp, config.actor.mtp != "off"),
     }
     for role in roles:
         megatron, group = config.role(role).megatron, f"{role}.megatron"

@@ -10,7 +10,9 @@ from typing import Any
 
 from megarl.arch.hf_config import completed, has_vision_part, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
-from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT
+from megarl.arch.megatron_fields import CPU_OFFLOAD, OPTIMIZER
+from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT, lacks_0_19
+from megarl.arch.mtp import with_mtp
 from megarl.config.schema import Config
 from megarl.config.schema.record import Range
 from megarl.config.settings import ConfigError, show
@@ -186,6 +188,35 @@ def of_long_rows(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if model_config(config, role).get("index_topk"):
             grow = "time and memory of its sparse attention grow with the square of a micro-batch's tokens"
             yield f"{group_of(role)}.path={model_of(config, role).path}: {grow}; keep ppo_max_token_len_per_gpu small"
+
+
+def of_mtp(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
+    """What does not go together with the training of MTP layers, or was not proved."""
+    actor, megatron, key = config.actor, config.actor.megatron, f"actor.mtp={config.actor.mtp}"
+    if actor.mtp == "off" or "actor" not in roles:
+        return
+    if lacks := lacks_0_19():
+        yield f"{key}: it {lacks}"
+    if hf := model_config(config, "actor"):
+        try:
+            with_mtp(hf, actor.mtp)
+        except ValueError as error:
+            yield f"actor.{error}"
+        if hf.get("tie_word_embeddings") and megatron.pipeline_model_parallel_size > 1:
+            given = f"actor.megatron.pipeline_model_parallel_size={megatron.pipeline_model_parallel_size}"
+            yield f"{given}: {key} was not proved with it for tied embedding and output rows; expected 1"
+    if actor.strategy == "fsdp":
+        yield f"actor.strategy=fsdp: {key} was not proved with it; expected megatron"
+    if actor.optim.name == "muon":
+        yield f"actor.optim.name=muon: {key} was not proved with it; expected adamw"
+    if actor.optim.on_host:
+        given = f"actor.optim.{OPTIMIZER}.{CPU_OFFLOAD}=true"
+        yield f"{given}: {key} was not proved with it; expected false"
+    if actor.lora.rank:
+        yield f"actor.lora.rank={actor.lora.rank}: it trains adapters only, and {key} the layers themselves; expected 0"
+    if megatron.recompute_method == "uniform" and megatron.recompute_num_layers != 1:
+        given = f"actor.megatron.recompute_num_layers={megatron.recompute_num_layers}"
+        yield f"{given}: Megatron recomputes MTP layers one by one; expected 1 with {key}, or recompute_method=block"
 
 
 def more_than_text(hf: dict[str, Any]) -> str:

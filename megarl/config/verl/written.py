@@ -258,7 +258,7 @@ weights in training are not quantized
 transfer_backend bootstrap_port ib_device | a server prefills and decodes
 *.mtp | enable=false | enable_train enable_rollout detach_encoder mtp_loss_scaling_factor speculative_algorithm \
 speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens method num_speculative_tokens | \
-one token is predicted
+actor.mtp says whether MTP layers are trained
 *.profiler | enable=false | tool all_ranks ranks save_path relocate_results finish_hook_cmd finish_hook_all_ranks \
 finish_hook_ranks {_TOOL}.nsys.discrete {_TOOL}.nsys.name {_TOOL}.npu.contents {_TOOL}.npu.level \
 {_TOOL}.npu.analysis {_TOOL}.npu.discrete {_TOOL}.npu.profile_token_start {_TOOL}.npu.profile_token_end \

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megarl.arch.layout import Layout, exchange_misfits, misfits, numbers_of, padded_vocab_size
 from megarl.arch.megatron_fields import FUSIONS
+from megarl.arch.mtp import TRAINED_MTP, block_like, trained_mtp
 from megarl.arch.settings.hf import HFConfig
 from megarl.arch.settings.rope import make_rope
 from megarl.mcore.models.biases import keep_router_biases, prepare_biases
@@ -65,6 +66,7 @@ def transformer_config(
             fsdp=engine.strategy == "fsdp",
         ),
         **engine.transformer_settings(),
+        **_mtp(hf),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -87,6 +89,12 @@ def transformer_config(
     # The name is older than its meaning: activations are modules of the layers' specs.
     chosen["use_te_activation_func"] = not engine.uses_transformer_engine and _has_our_gate(chosen)
     return family.config(**chosen)
+
+
+def _mtp(hf: HFConfig) -> dict[str, Any]:
+    """Settings of MTP layers; none, which 0.16.1 has not all, of a model without them."""
+    number = trained_mtp(hf)
+    return {"mtp_num_layers": number, "mtp_detach_heads": hf[TRAINED_MTP] == "detached"} if number else {}
 
 
 def _has_our_gate(settings: dict[str, Any]) -> bool:
@@ -182,13 +190,32 @@ class _Together(torch.autograd.Function):
 
 
 class ActorModel(GPTModel):
-    """GPTModel whose output is the last hidden state of each token, [1, T, H]."""
+    """GPTModel whose output is the last hidden state of each token, [1, T, H].
+
+    In training the hidden states of MTP layers follow it, [1 + layers, T, H].
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.post_process:
             # Not a new layer: a second [V, H] would be allocated.  The subclass only adds a forward.
             self.output_layer.__class__ = VocabularyHead
+        if self.mtp_process and self.share_embeddings_and_output_weights:
+            # MTP layers have the embedding on the last stage: a copy that Megatron makes for the head stays unused.
+            self.output_layer.register_parameter("weight", None)
+
+    def _postprocess(self, *, hidden_states: Tensor, **given: Any) -> Tensor:
+        """`hidden_states`: [T, 1, H].  Megarl computes the loss of MTP layers, as all others, from hidden states."""
+        if not self.mtp_process:
+            out: Tensor = super()._postprocess(hidden_states=hidden_states, **given)
+            return out
+        hidden_states, _ = self.output_layer(hidden_states)
+        if not self.training:
+            return hidden_states.transpose(0, 1)
+        names = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+        needed = {name: given[name] for name in names}
+        own_and_further: Tensor = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **needed)
+        return own_and_further.unflatten(0, (-1, len(hidden_states)))[:, :, 0]
 
 
 class CriticModel(GPTModel):
@@ -222,12 +249,18 @@ def make_chunks(
 ) -> list[GPTModel]:
     """The chunks before they move to the device and are cast to bfloat16; they share one config."""
     config = transformer_config(hf, layout, DTYPES[dtype], engine)
-    kind, has_rope = CriticModel if role == "critic" else ActorModel, family_of(hf).has_rope
+    kind = CriticModel if role == "critic" else ActorModel
+    layer, has_rope = family_of(hf).layer, family_of(hf).has_rope
+    mtp = {}
+    if trained_mtp(hf):
+        from megarl.mcore.models.mtp import mtp_block  # 0.16.1 has not all of it
+
+        mtp = {"mtp_block_spec": mtp_block(config, layer, block_like(hf), engine)}
     chunks: list[GPTModel] = []
     for stage in range(layout.vpp) if layout.vpp > 1 else (None,):
         gpt = kind(
             config=config,
-            transformer_layer_spec=block_spec(config, family_of(hf).layer, engine, stage),
+            transformer_layer_spec=block_spec(config, layer, engine, stage),
             vocab_size=padded_vocab_size(hf["vocab_size"], layout.tp),
             max_sequence_length=hf.get("max_position_embeddings", 4096),
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -236,6 +269,7 @@ def make_chunks(
             share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
             position_embedding_type="rope" if has_rope else "none",
             vp_stage=stage,
+            **mtp,
         )
         prepare_biases(gpt)
         if has_rope and not config.multi_latent_attention:  # each of its attention layers has its own rope
@@ -272,11 +306,14 @@ def whole_name(gpt: Any, name: str) -> str:
     second of two ranks that have 8 experts each: decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight ->
     decoder.layers.4.mlp.experts.local_experts.9.linear_fc1.weight.
     """
-    found = re.match(r"decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.)?(\d+)?", name)
+    found = re.match(
+        r"(decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.(mlp\.experts\.local_experts\.)?(\d+)?", name
+    )
     if not found:
         return name
-    layer, experts, expert = gpt.decoder.layers[int(found[1])], found[2], found[3]
-    whole = f"decoder.layers.{layer.layer_number - 1}."
+    path, experts, expert = found.groups()
+    layer: Any = gpt.get_submodule(path)
+    whole = f"{path}." if path.startswith("mtp.") else f"decoder.layers.{layer.layer_number - 1}."
     if experts:
         whole += f"{experts}{layer.mlp.local_expert_indices[int(expert)]}"
     return whole + name[found.end() :]

@@ -26,6 +26,7 @@ from megarl.mcore.training.cpu_adam import check_cpu_adam, make_host_state, matc
 from megarl.mcore.training.gradient_check import uncounted_included
 from megarl.mcore.training.muon import Muon, muon_matrices
 from megarl.mcore.training.wrappers import FsdpOptimizer, OneProcess, wrap_fsdp
+from megarl.mcore.versions import norms_of_groups
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,7 @@ class Optimizer:
     def gradient_norm(self) -> float:
         """The global norm of the gradient before clipping, the same on all ranks; a collective.
 
+        Without that of detached MTP layers, which is clipped by its own: they do not change the policy's step.
         NaN or infinite if any rank's gradient is, or if float32 cannot hold the norm: then there must be no `step`.
         """
         needs_scaling = self.inner.prepare_grads()
@@ -288,9 +290,13 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = self.lr * group["lr_mult"]
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
+        chunk: Any = self.model[0]
+        norms = {None: grad_norm} | norms_of_groups(self.inner, chunk.config)
         for part in self.parts:
-            if not part.is_stub_optimizer:
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.max_grad_norm, grad_norm)
+            params = [] if part.is_stub_optimizer else part.get_parameters()
+            for group, norm in norms.items():
+                if own := [param for param in params if getattr(param, "grad_norm_group", None) == group]:
+                    clip_grad_by_total_norm_fp32(own, self.settings.max_grad_norm, norm)
         self.inner.step_with_ready_grads()
         self.step_index += 1
 

@@ -76,11 +76,15 @@ class RouterReplay:
 
 
 def add_router_replay(model: Model) -> None:
-    """Let the experts of this model be given and noted; before it is wrapped for training."""
+    """Let the experts of this model be given and noted; before it is wrapped for training.
+
+    Those of its decoder: MTP layers, whose routers are numbered from 1 too, choose for themselves.
+    """
+    chunk: Any
     for chunk in map(unwrap, model):
         sparse = [layer for layer, has_experts in enumerate(layers_with_experts(chunk.config)) if has_experts]
         router: Any
-        for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+        for router in (module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)):
             router.router_replay = RouterReplay(sparse.index(router.layer_number - 1))
 
 

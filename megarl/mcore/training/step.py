@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megarl.algo.divergences import Divergence
 from megarl.algo.finite import NonFiniteError
+from megarl.algo.loss import MTP
 from megarl.algo.spikes import Limits
 from megarl.arch.layout import Layout
 from megarl.arch.routed_experts import REPLAYED, ROUTED_EXPERTS
@@ -56,7 +57,7 @@ class Outputs:
     layout: Layout
     vocab_size: int
     temperature: float = 1.0
-    # actor: of logprobs.NAMES, DIVERGENCE and OF_IDS; (HIDDEN,) or TOP_K alone; critic: ("values",)
+    # actor: of logprobs.NAMES, DIVERGENCE, OF_IDS, in training MTP; (HIDDEN,) or TOP_K alone; critic: ("values",)
     names: tuple[str, ...] = ("log_probs",)
     divergence: Divergence | None = None  # the one from the teachers
     heads: Sequence[Tensor] = ()  # of the teachers, on the last stage: see TeacherStates
@@ -84,7 +85,7 @@ class Outputs:
             found = top_k_of_chunks(job, output[0], output_weight(chunk), self.top_k)
             return {name: row.column(column) for name, column in zip(TOP_K, found, strict=True)}
         hidden, weight = output[0], output_weight(chunk)
-        own = [name for name in self.names if name not in (DIVERGENCE, OF_IDS)]
+        own = [name for name in self.names if name not in (DIVERGENCE, OF_IDS, MTP)]
         job = job_of(chunk, own, self.vocab_size, self.temperature)
         columns = token_columns(job, hidden, weight, row.labels, reference=reference, support=row.support_there())
         if DIVERGENCE in self.names:
@@ -94,7 +95,19 @@ class Outputs:
         if OF_IDS in self.names:
             ids = on_device([row.slice(given[TEACHER_IDS])], output.device)[0]
             columns[OF_IDS] = log_probs_of_ids(job, hidden, weight, ids)
-        return {name: row.column(column) for name, column in columns.items()}
+        further = {MTP: self._further(chunk, row, output[1:])} if MTP in self.names else {}
+        return {name: row.column(column) for name, column in columns.items()} | further
+
+    def _further(self, chunk: nn.Module, row: PackedRow, hidden: Tensor) -> Tensor:
+        """hidden [layers, T, H] of MTP layers -> [N, layers]: each token's log-prob by each, 0 where it has none."""
+        assert row.following is not None, "the row knows no tokens behind the next one"
+        weight = output_weight(chunk)
+        weight = weight.detach() if unwrap(chunk).config.mtp_detach_heads else weight
+        job, columns = job_of(chunk, ("log_probs",), self.vocab_size, self.temperature), []
+        for depth, (own, labels) in enumerate(zip(hidden, row.following[1:], strict=True), 1):
+            found = token_columns(job, own, weight, labels.clamp(min=0))["log_probs"]
+            columns.append(row.column_ahead(torch.where(labels >= 0, found, 0.0), depth))
+        return torch.stack(columns, 1)
 
     def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
         teacher, hidden = (row.slice(given[name]) for name in (TEACHER, TEACHER_HIDDEN))
@@ -230,7 +243,7 @@ def backward(
     is_last = ps.is_pipeline_last_stage(ignore_virtual=True)
     of_loss = [name for name in micros[0].batch.columns if name not in MODEL_INPUTS]
     of_loss = [*of_loss, SEGMENT_IDS] if is_last else []
-    rows = Rows(micros, outputs.layout, device, of_loss)
+    rows = Rows(micros, outputs.layout, device, of_loss, unwrap(model[0]).config.mtp_num_layers or 0)
     references = _references(reference, rows, outputs)
     trained: list[Any] = model  # each wrapped for training
     reduce_in_last(model)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megarl.arch.hf_config import has_vision_part, of_transformers, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS
+from megarl.arch.mtp import trained_mtp
 from megarl.io.durable_files import WEIGHTS, write_sums
 from megarl.mcore.models.model import Model
 from megarl.weights.clock import Clock
 from megarl.weights.hf.folder import CONFIG, SHARD_BYTES, clear_weights, copy_tokenizer, write_tensors, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, to_its_end, whole_tensors
-from megarl.weights.hf.named import names_in, untrained_in
+from megarl.weights.hf.named import copies_in, names_in, untrained_in
 from megarl.weights.mapping.blocks import HFConfig, Role
 from megarl.weights.mapping.families import (
     LAYERS_OF_FURTHER_TOKENS,
@@ -94,13 +95,15 @@ def save_hf(
         clear_weights(Path(folder))
         is_beside_vision = role == "actor" and has_vision_part(json.loads((source / CONFIG).read_text()))
         stored = partial(name_beside_vision, hf_config) if is_beside_vision else str
-        of_source = names_in(source) if is_beside_vision else set()
+        of_source, copies = names_in(source) if is_beside_vision else set(), copies_in(source, hf_config)
         stacks = [stack for stack in plain_stacks(table_for(hf_config)) if stored(stack.hf_name) in of_source]
-        own = {stored(name): size for name, size in joined_sizes(sizes, stacks).items()}
-        tensors = ((stored(name), tensor) for name, tensor in joined(stream, stacks))
+        names = {name: (stored(name), *copies.get(name, ())) for name in joined_sizes(sizes, stacks)}
+        own = {each: size for name, size in joined_sizes(sizes, stacks).items() for each in names[name]}
+        tensors = ((each, tensor) for name, tensor in joined(stream, stacks) for each in names[name])
         with untrained_in(source, hf_config, role) as rest:
             write_tensors(Path(folder), own, tensors, rest, shard_bytes)
-        finish_folder(Path(folder), source, role, next(d for _, d in sizes.values()), has_rest=bool(rest.shapes))
+        has_rest = bool(rest.shapes) or trained_mtp(hf_config) > 0
+        finish_folder(Path(folder), source, role, next(d for _, d in sizes.values()), has_rest=has_rest)
 
 
 def finish_folder(folder: Path, source: Path, role: Role, dtype: torch.dtype, *, has_rest: bool = False) -> None:

@@ -25,6 +25,7 @@ from megarl.mcore.models.lora import adapted, merged_weight, settings_of
 from megarl.mcore.models.model import Model, unwrap, whole_name
 from megarl.mcore.models.transformer_engine import local_name
 from megarl.weights.clock import Clock
+from megarl.weights.mapping.mtp import MTP_PREFIX
 from megarl.weights.mapping.names import Op, ShardCoordinate, num_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,7 +158,8 @@ def owner_dtypes(table: Sequence[Op], params: Mapping[str, Tensor], where: Model
 def _owners(table: Sequence[Op], params: Mapping[str, Tensor], where: ModelParallel) -> list[Owner]:
     """The owner of each parameter, by small all-reduces: a rank knows neither other stages' types nor other experts."""
     known = {name for op in table for name in (op.param, *op.copies)}
-    assert not (unknown := sorted(set(params) - known)), f"the table has no mapping for {', '.join(unknown)}"
+    unknown = sorted(name for name in set(params) - known if not name.startswith(MTP_PREFIX))  # servers get none
+    assert not unknown, f"the table has no mapping for {', '.join(unknown)}"
     codes = [
         where.pp_rank * len(DTYPES) + DTYPES.index(dtype_of(params, op.param)) if op.param in params else -1
         for op in table

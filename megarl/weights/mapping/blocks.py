@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.arch.mtp import TRAINED_MTP
 from megarl.weights.mapping.names import QKV, GatedQKV, GateUp, Op, Rename, ValueHead, Vocab
 from megarl.weights.mapping.stacks import Stack
 
@@ -33,14 +34,17 @@ def is_tied(hf_config: HFConfig) -> bool:
 def decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op], *, names: tuple[str, str]) -> list[Op]:
     """Embedding, layers, final norm, and the head of the role; `names`: the HF names of embedding and norm."""
     hidden = c["hidden_size"]
-    tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()  # if the last stage is not the first
+    name = "embedding.word_embeddings.weight"
+    # Of the last stage, if it is not the first: MTP layers have the embedding there, which is then also a tied head.
+    tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()
+    copies = (name,) if TRAINED_MTP in c else tied_copy
     embedding = Vocab(
-        "embedding.word_embeddings.weight",
+        name,
         f"{names[0]}.weight",
         c["vocab_size"],
         hidden,
         vocab_multiple,
-        copies=tied_copy,
+        copies=copies,
     )
     final_norm = Rename("decoder.final_layernorm.weight", f"{names[1]}.weight", (hidden,))
     head: list[Op] = []

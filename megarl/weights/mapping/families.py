@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.arch.layout import dense_layers, layers_that_share
 from megarl.arch.model_types import known
+from megarl.arch.mtp import trained_mtp
 from megarl.weights.mapping.blocks import (
     HFConfig,
     QKNorm,
@@ -32,6 +33,7 @@ from megarl.weights.mapping.blocks import (
 )
 from megarl.weights.mapping.gated_delta import hybrid_layer
 from megarl.weights.mapping.mamba import mixed_biases, mixed_layer
+from megarl.weights.mapping.mtp import MTP_PREFIX, mtp_layers, shared_copies
 from megarl.weights.mapping.names import Op
 from megarl.weights.mapping.stacks import PlainStack, Stack
 
@@ -51,7 +53,8 @@ def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int 
     """
     layers = chain.from_iterable(layer_of(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
     family = family_of(hf_config)
-    layers = chain(layers, family.router_biases(hf_config))
+    further = mtp_layers(hf_config, family.layer, family.router_biases)
+    layers = chain(layers, family.router_biases(hf_config), further)
     return decoder(hf_config, role, vocab_multiple, layers, names=family.around_layers)
 
 
@@ -77,7 +80,7 @@ def plain_stacks(table: Iterable[Op]) -> list[PlainStack]:
         first, shape = next(iter(op.hf_shapes.items()))
         if op.expert is None or op.expert[0] or len(shape) != 2:
             continue
-        layer = re.match(r"(?:model|backbone)\.layers\.\d+", first)
+        layer = re.match(r"(?:model|backbone|mtp)\.layers\.\d+", first)
         assert layer, f"{first} is of no layer"
         name = "gate_up_proj" if len(op.hf_shapes) == 2 else "up_proj" if ".up_proj." in first else "down_proj"
         module = "mixer" if ".mixer." in first else "mlp"
@@ -110,18 +113,21 @@ class Ignorable(Container[str]):
 def ignorable(hf_config: HFConfig, role: Role) -> Container[str]:
     """HF names that a folder may hold although this model does not have them.
 
-    These are a critic's output rows, output rows that are tied, what is `untrained`, and frequencies of the rotary
-    embedding.
+    These are a critic's output rows, output rows that are tied, what is `untrained`, copies of embedding and output
+    rows in MTP layers that are trained, and frequencies of the rotary embedding.
     """
     names = {"lm_head.weight"} if role == "critic" else set(tied(hf_config))
-    return Ignorable(frozenset(names), untrained(hf_config))
+    return Ignorable(frozenset(names | shared_copies(hf_config).keys()), untrained(hf_config))
 
 
 def untrained(c: HFConfig) -> tuple[str, ...]:
     """Prefixes of HF names of what is neither trained nor served here: multi-token-prediction layers, vision parts."""
+    others = FAMILIES[c["model_type"]].untrained
+    if trained_mtp(c):
+        return tuple(prefix for prefix in others if prefix != MTP_PREFIX)
     first, count = c["num_hidden_layers"], next((c[key] for key in LAYERS_OF_FURTHER_TOKENS if c.get(key)), 0)
     layers = tuple(f"model.layers.{i}." for i in range(first, first + count))
-    return (*layers, *FAMILIES[c["model_type"]].untrained)
+    return (*layers, *others)
 
 
 def _dense(c: HFConfig, layer: int, *, qkv_bias: bool = False, qk_norm: QKNorm | None = None) -> list[Op]:
@@ -245,11 +251,11 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
     "nemotron_h": Family(
-        mixed_layer, mixed_biases, untrained=("mtp.",), around_layers=("backbone.embeddings", "backbone.norm_f")
+        mixed_layer, mixed_biases, untrained=(MTP_PREFIX,), around_layers=("backbone.embeddings", "backbone.norm_f")
     ),
-    "qwen3_next": replace(_HYBRID, untrained=("mtp.",)),
+    "qwen3_next": replace(_HYBRID, untrained=(MTP_PREFIX,)),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
-        replace(_HYBRID, untrained=("mtp.", "model.visual."), beside_vision="model.language_model."),
+        replace(_HYBRID, untrained=(MTP_PREFIX, "model.visual."), beside_vision="model.language_model."),
     ),
 }

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:  # the planner reads the tables without torch
     import torch
@@ -84,6 +84,10 @@ class Op(ABC):
         """The number of its transformer layer in the whole model; None if it belongs to no layer."""
         found = re.match(r"(?:decoder|model|backbone)\.layers\.(\d+)\.", self.param)
         return int(found[1]) if found else None
+
+    def moved(self, prefixes: Mapping[str, str]) -> Op:
+        """The same with other names: each that begins with a key of `prefixes` begins with its value."""
+        return replace(self, **{part.name: _moved(getattr(self, part.name), prefixes) for part in fields(self)})
 
     def cut(self, coordinate: ShardCoordinate) -> tuple[int, int]:
         """(rank, size) of `coordinate` along the axis over which this parameter is cut."""
@@ -345,6 +349,15 @@ class ValueHead(Rename):
     """The critic's head [1, hidden], whole on every rank; if a folder has none, the model keeps its initial values."""
 
     required = False
+
+
+def _moved(value: Any, prefixes: Mapping[str, str]) -> Any:
+    """Of a name, or of all names in nested tuples."""
+    if isinstance(value, tuple):
+        parts = [_moved(part, prefixes) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    found = [old for old in prefixes if isinstance(value, str) and value.startswith(old)]
+    return prefixes[found[0]] + value.removeprefix(found[0]) if found else value
 
 
 def _cut(runs: Iterator[Piece], start: int, stop: int) -> Iterator[Piece]:

@@ -12,6 +12,7 @@ from hf_configs import hf_of as config_of
 
 from megarl.arch.hf_config import completed
 from megarl.arch.layout import padded_vocab_size
+from megarl.arch.mtp import with_mtp, without_mtp
 from megarl.weights.hf.named import check_names, open_for
 from megarl.weights.mapping.families import FAMILIES, LAYERS_OF_FURTHER_TOKENS, ignorable, table_for
 from megarl.weights.mapping.names import Op, Piece, ShardCoordinate, Vocab
@@ -170,6 +171,22 @@ def test_layers_of_further_tokens_are_passed_over_as_far_as_config_json_counts_t
     passed = ignorable(QWEN3 | {key: 2}, "actor")
     assert [n for n in range(8) if f"model.layers.{n}.eh_proj.weight" in passed] == [2, 3]
     assert "model.layers.2.eh_proj.weight" not in ignorable(QWEN3, "actor")
+
+
+def test_mtp_layers_are_in_the_table_of_a_model_that_trains_them() -> None:
+    """By hand; elsewhere they are passed over, and with them what they hold of the model again."""
+    hf = config_of("deepseek_v3", num_hidden_layers=2, num_nextn_predict_layers=1)
+    own, kept = with_mtp(hf, "joint"), "model.layers.2.enorm.weight"
+    further = {op.param: [*op.hf_shapes.items()] for op in table_for(own) if op.param.startswith("mtp.")}
+    assert further["mtp.layers.0.eh_proj.weight"] == [("model.layers.2.eh_proj.weight", (32, 64))]
+    assert further["mtp.layers.0.final_layernorm.weight"] == [("model.layers.2.shared_head.norm.weight", (32,))]
+    assert {name.split(".")[2] for shapes in further.values() for name, _ in shapes} == {"2"}
+    in_block = {name.partition(".mtp_model_layer.")[2] for name in further} - {""}
+    assert in_block == {op.param.split(".", 3)[3] for op in table_for(hf) if op.layer == 1}
+    assert [op.layer for op in table_for(own) if op.param in further] == [None] * len(further)
+    assert kept in ignorable(hf, "actor") and kept not in ignorable(own, "actor")
+    assert "model.layers.2.shared_head.head.weight" in ignorable(own, "actor")
+    assert [op.param for op in table_for(without_mtp(own))] == [op.param for op in table_for(hf)]
 
 
 FLOAT32 = {"glm4_moe": "1.mlp.gate.weight", "minimax_m2": "1.block_sparse_moe.gate.weight"}

@@ -1,0 +1,43 @@
+"""Whole small runs that train layers which predict further tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import package_info
+from ring_cases import make_parts, settings, steps
+from safetensors.torch import load_file
+from tiny_models import add_mtp
+
+from megarl.cli import main
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.dist,
+    pytest.mark.skipif(package_info.__version__.startswith("0.16"), reason="MTP layers need Megatron-Core 0.19"),
+]
+LAYOUTS = {"detached": "pipeline_model_parallel_size=2", "joint": "context_parallel_size=2"}
+
+
+@pytest.mark.parametrize(("family", "how"), [("qwen3_5_text", "detached"), ("deepseek_v3", "joint")])
+def test_mtp_layers_learn_what_the_policy_writes(tmp_path: Path, family: str, how: str) -> None:
+    """Pushes go on without them, and the model that is written has them as they have become."""
+    parts = make_parts(tmp_path / "parts", family=family, tied=False)
+    add_mtp(parts / "model")
+    more = [f"actor.mtp={how}", f"actor.megatron.{LAYOUTS[how]}", "algorithm.adv_estimator=grpo"]
+    # A policy of random weights is nearly uniform: at this temperature there is something to learn.
+    more += ["rollout.temperature=0.1", "actor.optim.lr=1e-2", "trainer.total_training_steps=12"]
+    assert main(["train", *settings(parts, tmp_path, "run", *more)]) == 0
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["pushes"] == summary["pushes_verified"] == 13
+    assert 0 < max(steps(run, "rollout_corr/log_prob_gap_max").values()) < 1e-4
+    losses, accepted = (list(steps(run, f"actor/mtp_{name}").values()) for name in ("loss", "acceptance"))
+    assert sum(losses[-3:]) < sum(losses[:3]) - 0.1, "of other prompts in each step"
+    assert all(0 < share < 1 for share in accepted)
+    before, after = (load_file(folder / "model.safetensors") for folder in (parts / "model", run / "hf"))
+    assert sorted(before) == sorted(after)
+    assert not any(torch.equal(before[name], after[name]) for name in before if "eh_proj" in name or "mtp.fc" in name)
+    if family == "deepseek_v3":  # whose folder has embedding and output rows twice
+        assert torch.equal(after["model.layers.2.embed_tokens.weight"], after["model.embed_tokens.weight"])
