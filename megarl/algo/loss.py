@@ -84,8 +84,8 @@ class ActorLoss:
     @property
     def outputs(self) -> tuple[str, ...]:
         """The model's columns that a call needs, all differentiable; the entropy is always used as a statistic."""
-        further = (MTP,) if self.mtp_coef else ()
-        return (*self._own_outputs, *further, *(self.distillation.outputs if self.distillation else ()))
+        own = (*self._own_outputs, MTP) if self.mtp_coef else self._own_outputs
+        return (*own, *(self.distillation.outputs if self.distillation else ()))
 
     @property
     def _own_outputs(self) -> tuple[str, ...]:
@@ -194,10 +194,10 @@ class ActorLoss:
         return tuple(name for name in COLUMN_KEYWORDS if name in known)
 
     def _mtp(self, drafted: Tensor, log_probs: Tensor, mask: Tensor, tally: Tally) -> Tensor:
-        """M [T]: the cross entropy of MTP layers on the tokens that the policy learns.
+        """M [T]: the cross entropy of MTP layers on the tokens that the policy learns.  drafted [T, layers]: log q.
 
-        drafted [T, layers]: log q of each token by each layer.  Servers accept a draft of the first layer with the
-        probability sum_v min(p, q), which is the mean of min(1, q / p) over tokens that p has drawn.
+        Servers accept a draft of the first layer with the probability sum_v min(p, q), which is the mean of
+        min(1, q / p) over tokens that p has drawn.
         """
         drafted = clean(drafted, mask[:, None])
         loss = -drafted.mean(1)

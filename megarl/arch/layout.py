@@ -365,8 +365,7 @@ def can_share_prefixes(hf: Mapping[str, Any], layout: Layout, *, router_replay: 
     Not layers with states or indexers, whose rows have no trees, and not MTP layers, which read the one token that
     follows.  `transformer_engine`: layers are Transformer-Engine's, whose attention takes no trees either.
     """
-    needs_rows = router_replay or transformer_engine or has_states(hf) or TRAINED_MTP in hf
-    return layout.cp == 1 and not needs_rows
+    return layout.cp == 1 and not (router_replay or transformer_engine or has_states(hf) or TRAINED_MTP in hf)
 
 
 def shares_prefixes(asked: str, role: str, device: str, *, can_share: bool) -> bool:

@@ -1,5 +1,4 @@
-"""Fields of Megatron-Core's configuration classes that a run may set: they change memory and time only, but for the
-weight of the loss of MTP layers.
+"""Fields of Megatron-Core's configuration classes that a run may set: they change memory and time, but for MTP's loss.
 
 `override_transformer_config`, `override_ddp_config` and `override_optimizer_config` reach TransformerConfig,
 DistributedDataParallelConfig and OptimizerConfig.

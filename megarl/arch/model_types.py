@@ -37,18 +37,13 @@ def checked(model_type: object, families: Collection[str]) -> str:
     return str(model_type)
 
 
-def needs_newer(model_type: str) -> str:
-    """A sentence if a model of this type can be planned but not trained in this environment, else ""."""
-    lacking = lacks_0_19() if model_type in OF_0_19 else ""
-    return lacking and f"model_type {model_type!r} {lacking}"
-
-
-def lacks_0_19() -> str:
-    """What follows a thing that needs Megatron-Core 0.19; "" if it is installed."""
-    if (installed := version("megatron-core")) >= "0.19":
+def needs_newer(model_type: str, mtp: str = "off") -> str:
+    """A sentence if such a model can be planned but not trained in this environment, or not its MTP layers, else ""."""
+    what = f"model_type {model_type!r}" if model_type in OF_0_19 else "" if mtp == "off" else f"actor.mtp={mtp}"
+    if not what or (installed := version("megatron-core")) >= "0.19":
         return ""
     return (
-        f"needs Megatron-Core 0.19.2, which wants Python 3.12, and Python {sys.version_info.major}."
-        f"{sys.version_info.minor} has {installed}; expected an environment made by `PYTHON=python3.12 bash "
-        "launch/environment.sh`"
+        f"{what} needs Megatron-Core 0.19.2, which wants Python 3.12, and Python "
+        f"{sys.version_info.major}.{sys.version_info.minor} has {installed}; expected an environment made by "
+        "`PYTHON=python3.12 bash launch/environment.sh`"
     )

@@ -21,21 +21,17 @@ COUNTS = {
 }
 
 
-def num_mtp(hf: Mapping[str, Any]) -> int:
-    """How many MTP layers a folder has by its config.json; 0 for families whose layers are not known here."""
-    key = COUNTS.get(hf["model_type"])
-    return 0 if key is None else (hf.get(key) or 0) if key else 1
-
-
 def with_mtp(hf: Mapping[str, Any], how: str) -> dict[str, Any]:
     """The numbers of the model that a run trains, by its key `mtp`: off | detached | joint.
 
     Raises ValueError of one sentence for a folder without such layers.
     """
-    if how != "off" and not num_mtp(hf):
+    trained = dict(hf) if how == "off" else {**hf, TRAINED_MTP: how}
+    last = (hf.get("layer_types") or ["full_attention"])[-1]  # as which they are built
+    if how != "off" and not (trained_mtp(trained) and last == "full_attention"):
         said = f"config.json of model_type={hf['model_type']} names no MTP layers that are known here"
         raise ValueError(f"mtp={how}: {said}; expected off")
-    return dict(hf) if how == "off" else {**hf, TRAINED_MTP: how}
+    return trained
 
 
 def without_mtp(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,10 +41,5 @@ def without_mtp(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def trained_mtp(hf: Mapping[str, Any]) -> int:
     """How many MTP layers are a part of this model, or of what is served of it."""
-    return num_mtp(hf) if hf.get(TRAINED_MTP) else 0
-
-
-def block_like(hf: Mapping[str, Any]) -> int:
-    """The layer of the model that is built as the block of an MTP layer: the last one with full attention."""
-    kinds = hf.get("layer_types") or ["full_attention"] * hf["num_hidden_layers"]
-    return max(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    key = COUNTS.get(hf["model_type"]) if hf.get(TRAINED_MTP) else None
+    return 0 if key is None else (hf.get(key) or 0) if key else 1

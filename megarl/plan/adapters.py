@@ -32,7 +32,8 @@ def trained(role: Role, stage: int) -> Parameters:
     """Parameters that the optimizer changes, on each rank of a pipeline stage: indexers are frozen."""
     if role.lora_rank:
         return of_adapters(role.hf, role.layout, stage, role.lora_rank, role.lora_targets)
-    parameters, kinds = of_stage(role.hf, role.layout, stage, role.name), kinds_of_stage(role.hf, role.layout, stage)
+    here = role.hf, role.layout, stage
+    parameters, kinds = of_stage(*here, role.name, role.mtp), kinds_of_stage(*here, role.mtp)
     frozen = sum(count * kind.of("indexer") for kind, count in kinds.items())
     return parameters._replace(dense=parameters.dense - frozen)
 

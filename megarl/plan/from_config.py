@@ -14,6 +14,7 @@ from megarl.arch.buckets import bucket_bytes_of
 from megarl.arch.gpus import Gpu
 from megarl.arch.layout import can_share_prefixes, shares_prefixes
 from megarl.arch.megatron_fields import RECOMPUTED
+from megarl.arch.mtp import trained_mtp, with_mtp
 from megarl.arch.sglang_options import options_of
 from megarl.config import Config, layout_of, model_config
 from megarl.config.old_log_probs import pass_share
@@ -127,7 +128,8 @@ def role_of(config: Config, name: str) -> Role:
     replays = name == "actor" and config.actor.router_replay != "off"
     asked, impl = config.trainer.share_prefixes, megatron.transformer_impl
     hf, has_te = numbers_of_model(config, name), impl == "transformer_engine" and device == "cuda"
-    can_share = can_share_prefixes(hf, layout, router_replay=replays, transformer_engine=has_te)
+    trained = with_mtp(hf, config.actor.mtp if name == "actor" else "off")
+    can_share = can_share_prefixes(trained, layout, router_replay=replays, transformer_engine=has_te)
     return Role(
         name=name,
         hf=hf,
@@ -148,6 +150,7 @@ def role_of(config: Config, name: str) -> Role:
         optimizer_on_host=name in ("actor", "critic") and node.optim.on_host,
         lora_rank=lora_rank,
         lora_targets=tuple(config.actor.lora.targets),
+        mtp=trained_mtp(trained),
         local=device == "cpu" or impl == "local" or config.model.dtype == "float32" or lora_rank > 0 or asked == "on",
         shares_prefixes=shares_prefixes(asked, name, device, can_share=can_share),
     )

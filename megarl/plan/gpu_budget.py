@@ -81,8 +81,9 @@ class Stages:
 
 def equal_stages(role: Role) -> list[Stages]:
     """The stages of a role, equal ones together."""
-    hf, layout = role.hf, role.layout
-    contents = [(kinds_of_stage(hf, layout, at), of_stage(hf, layout, at, role.name)) for at in range(layout.pp)]
+    hf, layout, mtp = role.hf, role.layout, role.mtp
+    here = range(layout.pp)
+    contents = [(kinds_of_stage(hf, layout, at, mtp), of_stage(hf, layout, at, role.name, mtp)) for at in here]
     stages, first = [], 0
     for (kinds, parameters), alike in groupby(contents):
         last = first + len(list(alike)) - 1
@@ -177,11 +178,11 @@ def _push(job: Job) -> GpuBudget:
     weights are on the same GPU.  With fsdp, too, the whole stage counts: a push unshards the parameters that it reads.
     """
     role = job.actor
-    stage = max(range(role.layout.pp), key=lambda at: of_stage(role.hf, role.layout, at).total)
-    memory = of_stage_bytes(role, stage)
+    held = [of_stage(role.hf, role.layout, at, mtp=role.mtp).total for at in range(role.layout.pp)]
+    memory = of_stage_bytes(role, held.index(max(held)))
     stays = _resident(job, role) + _staying(role, memory) - (0 if role.param_offload else memory.weights)
     return summed(
-        weights=role.width * of_stage(role.hf, role.layout, stage).total,
+        weights=role.width * max(held),
         server_weights=Server(job).weight_bytes if job.shared else 0,
         push_bucket=push_bucket_bytes(role, job.bucket_bytes),
         others=0 if job.shared else stays,

@@ -39,7 +39,7 @@ def saved_bytes(role: Role) -> int:
     if role.lora_rank:
         count = of_adapters(role.hf, Layout(), 0, role.lora_rank, role.lora_targets).total
     else:
-        count = whole(role.hf, role.name)
+        count = whole(role.hf, role.name, role.mtp)
     return count * (role.width + 4 * MOMENTS[role.optimizer or "adamw"] + (0 if role.width == 4 else 4))
 
 

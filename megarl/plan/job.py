@@ -35,6 +35,7 @@ class Role:
     lora_rank: int = 0  # above 0 only adapters are trained
     local: bool = False  # layers without Transformer-Engine
     lora_targets: tuple[str, ...] = (ALL,)
+    mtp: int = 0  # MTP layers that are trained beside it
     shares_prefixes: bool = False  # the prompt of several completions is computed once
 
     @property

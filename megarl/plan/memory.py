@@ -74,7 +74,7 @@ class Memory(NamedTuple):
 
 def of_stage_bytes(role: Role, stage: int) -> Memory:
     """Memory on a GPU of pipeline stage `stage`.  What is frozen, with LoRA the base, has weights and activations."""
-    parameters, learnt = of_stage(role.hf, role.layout, stage, role.name), trained(role, stage)
+    parameters, learnt = of_stage(role.hf, role.layout, stage, role.name, role.mtp), trained(role, stage)
     there = part_of(parameters, role.layout, role.num_ranks) if role.fsdp else parameters.total
     weights, activations = role.width * there, _activations(role, stage)
     gathered = _gathered(role, stage, parameters) if role.fsdp else 0
@@ -132,7 +132,7 @@ def _gathered(role: Role, stage: int, parameters: Parameters) -> int:
 def _activations(role: Role, stage: int) -> int:
     layout, in_full = role.layout, role.recompute == "full"
     tokens = -(-(role.max_tokens if role.optimizer else role.log_prob_tokens) // layout.cp)
-    kinds = kinds_of_stage(role.hf, layout, stage)
+    kinds = kinds_of_stage(role.hf, layout, stage, role.mtp)
     whole = {kind: _kept(role, kind, ()) for kind in kinds}
     most, choosing = max(whole.values()), max(_scores_of_indexer(role, kind) for kind in kinds)
     if role.optimizer is None:
@@ -140,8 +140,9 @@ def _activations(role: Role, stage: int) -> int:
     split = layout.tp if layout.sequence_parallel else 1
     again = role.recompute_modules if role.recompute == "selective" else ()
     kept = {kind: _kept(role, kind, again) for kind in kinds}
-    all_kept = sum(count * kept[kind] for kind, count in kinds.items())
-    under_way = sum(kinds.values()) * role.hf["hidden_size"] // split if in_full else all_kept
+    mtp = role.mtp if stage == layout.pp - 1 else 0  # an embedding, and operands of norms and a projection
+    all_kept = sum(count * kept[kind] for kind, count in kinds.items()) + 6 * mtp * role.hf["hidden_size"] // split
+    under_way = (sum(kinds.values()) + mtp) * role.hf["hidden_size"] // split if in_full else all_kept
     # gradients of kept activations are added; without fused kernels measurements show fewer
     modules = max(whole[kind] - kept[kind] for kind in kinds)  # of the layer whose modules are being recomputed
     once = choosing + ((1.5 if role.local else 2) * most if in_full else most + modules)

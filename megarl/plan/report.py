@@ -85,7 +85,7 @@ def _layouts(roles: Sequence[Role]) -> Table:
         layout = role.layout
         sizes = (layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.expert_tp)
         ranks = f"{role.first_rank}-{role.first_rank + role.num_ranks - 1}"
-        table.add_row(role.name, *map(str, sizes), str(role.copies), ranks, f"{whole(role.hf, role.name):,}")
+        table.add_row(role.name, *map(str, sizes), str(role.copies), ranks, f"{whole(role.hf, role.name, role.mtp):,}")
     return table
 
 

@@ -5,7 +5,7 @@ A pass of a micro-batch in a pipeline stage is matrix products, memory traffic a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -73,8 +73,8 @@ def training(job: Job, role: Role | None = None) -> Training:
 
 
 def scoring(job: Job, role: Role | None = None) -> float:
-    """Seconds of a forward pass over the sequences of a step: log-probs or values."""
-    role = role or job.actor
+    """Seconds of a forward pass over the sequences of a step: log-probs or values, without MTP layers."""
+    role = replace(role or job.actor, mtp=0)
     on_gpus, layout = RoleOnGpus(job, role), role.layout
     cut = micro_batches(job, role, job.tokens, role.log_prob_tokens)
     context = context_of(job, prefix_group_of(job, role, job.tokens, role.log_prob_tokens))
@@ -178,7 +178,7 @@ class RoleOnGpus:
 
     @cached_property
     def shape(self) -> Shape:
-        return shape_of(self.role.hf, self.role.name)
+        return shape_of(self.role.hf, self.role.name, self.role.mtp)
 
     @property
     def peak(self) -> float:
@@ -196,7 +196,7 @@ class RoleOnGpus:
         """tokens: of the micro-batch, over all context-parallel ranks; context: sum(l^2)/sum(l) of its sequences."""
         layout = self.role.layout
         total = Pass()
-        for kind, count in kinds_of_stage(self.role.hf, layout, stage).items():
+        for kind, count in kinds_of_stage(self.role.hf, layout, stage, self.role.mtp).items():
             total += self.layer(kind, tokens, context).times(count)
         return total + self._head(tokens) if stage == layout.pp - 1 else total
 

@@ -22,7 +22,6 @@ from megarl.algo.loss import ActorLoss, CriticLoss
 from megarl.algo.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from megarl.algo.rehearsal import rehearse
 from megarl.algo.reward_shaping import overlong_filter, overlong_penalty
-from megarl.arch.megatron_fields import MTP_LOSS_SCALE
 from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.config import Config, names, schema
 from megarl.config.old_log_probs import why_own_pass
@@ -244,7 +243,7 @@ def actor_update(config: Config) -> Update:
         kl_importance=actor.kl_importance and actor.use_kl_loss,  # a recipe may set it without the KL
         use_rollout_weight=algorithm.rollout_correction.level is not None,
         distillation=_distillation(config),
-        mtp_coef=mtp_coef(config),
+        mtp_coef=actor.mtp_coef,
     )
     rehearse(loss)
     loss.require_agg_mode(actor.loss_agg_mode)
@@ -257,12 +256,6 @@ def actor_update(config: Config) -> Update:
         bypass=how.bypass,
         reference=REFERENCE if "full_kl" in loss.outputs else None,
     )
-
-
-def mtp_coef(config: Config) -> float:
-    """The weight of the loss of MTP layers, Megatron's field; 0 without them."""
-    given = config.actor.megatron.override_transformer_config.get(MTP_LOSS_SCALE, 0.1)
-    return 0.0 if config.actor.mtp == "off" else float(given)
 
 
 def _distillation(config: Config) -> Distillation | None:

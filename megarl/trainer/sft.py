@@ -32,7 +32,6 @@ from megarl.processes.signals import Signals
 from megarl.roles.handles import Actor
 from megarl.roles.settings import LoadSettings, Packing, Update
 from megarl.samples.batch import Batch
-from megarl.trainer.algorithm import mtp_coef
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of
 from megarl.trainer.build import (
     engine_settings,
@@ -213,7 +212,7 @@ def open_sft(plan: SftPlan, infrastructure: Infrastructure, signals: Signals) ->
         stack.enter_context(group).start()
         limits = config.actor.ppo_max_token_len_per_gpu, config.actor.ppo_micro_batch_size_per_gpu
         packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
-        update = Update(ActorLoss("reinforce", mtp_coef=mtp_coef(config)), prompts_per_step=config.sft.batch_size)
+        update = Update(ActorLoss("reinforce", mtp_coef=config.actor.mtp_coef), prompts_per_step=config.sft.batch_size)
         actor = Actor("actor", group, packing, update_settings=update)
         settings = LoadSettings(
             config.model.dtype,

@@ -22,8 +22,10 @@ from typing import NamedTuple
 from megarl.arch.layers import HFConfig, Layer, layers_of
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.arch.model_types import known
+from megarl.arch.mtp import TRAINED_MTP
 from megarl.weights.mapping.blocks import Role, decoder
 from megarl.weights.mapping.families import FAMILIES, VOCAB_MULTIPLE, family_of, layer_of, stacks_for
+from megarl.weights.mapping.mtp import mtp_layers
 from megarl.weights.mapping.names import GatedQKV, GateUp, Op, ShardCoordinate
 
 
@@ -104,9 +106,9 @@ class _Same:
         return isinstance(other, _Same) and other.hf is self.hf
 
 
-def kinds_of(hf: HFConfig) -> tuple[Kind, ...]:
-    """The kind of each layer."""
-    return _kinds(_Same(hf))
+def kinds_of(hf: HFConfig, mtp: int = 0) -> tuple[Kind, ...]:
+    """The kind of each layer, and of `mtp` MTP layers behind them."""
+    return (*_kinds(_Same(hf)), *[_mtp_kind(_Same(hf))] * mtp) if mtp else _kinds(_Same(hf))
 
 
 @lru_cache(maxsize=64)
@@ -117,6 +119,14 @@ def _kinds(same: _Same) -> tuple[Kind, ...]:
         if layer not in made:
             made[layer] = Kind(layer, tuple(op for op in layer_of(hf, at) if op.expert is None or op.expert[0] == 0))
     return tuple(made[layer] for layer in layers)
+
+
+@lru_cache(maxsize=64)
+def _mtp_kind(same: _Same) -> Kind:
+    """As the last layer, with a projection and norms of its own."""
+    ops = mtp_layers({**same.hf, TRAINED_MTP: "joint"}, family_of(same.hf).layer, lambda _: ())
+    first = (op for op in ops if op.param.startswith("mtp.layers.0."))
+    return Kind(_kinds(same)[-1].layer, tuple(op for op in first if op.expert is None or op.expert[0] == 0))
 
 
 def check(hf: HFConfig) -> None:
@@ -131,19 +141,20 @@ def check(hf: HFConfig) -> None:
         raise ValueError(said) from None
 
 
-def whole(hf: HFConfig, role: str = "actor") -> int:
-    """Parameters of the model as its authors count them: not sharded, not padded, no duplicates."""
+def whole(hf: HFConfig, role: str = "actor", mtp: int = 0) -> int:
+    """Parameters of the model as its authors count them: not sharded, not padded, no duplicates; with MTP layers."""
     ends = sum(prod(shape) for op in _ends(hf, role) for shape in op.hf_shapes.values())
-    return ends + sum(kind.parameters().total for kind in kinds_of(hf))
+    return ends + sum(kind.parameters().total for kind in kinds_of(hf, mtp))
 
 
-def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor") -> Parameters:
-    """Parameters of each rank of pipeline stage `stage`.  role: only a critic has a value head."""
+def of_stage(hf: HFConfig, layout: Layout, stage: int, role: str = "actor", mtp: int = 0) -> Parameters:
+    """Parameters of each rank of pipeline stage `stage`.  role: only a critic has a value head.  mtp: MTP layers."""
     embedding, *last = _ends(hf, role)
-    held = [embedding] if stage == 0 or (stage == layout.pp - 1 and embedding.copies) else []  # of tied tables a copy
-    held += last if stage == layout.pp - 1 else []
+    is_last = stage == layout.pp - 1
+    held = [embedding] if stage == 0 or (is_last and (embedding.copies or mtp)) else []  # of tied tables a copy
+    held += last if is_last else []
     dense, experts = sum(prod(op.shard_shape(layout.tp)) for op in held), 0
-    for kind, count in kinds_of_stage(hf, layout, stage).items():
+    for kind, count in kinds_of_stage(hf, layout, stage, mtp).items():
         each = kind.parameters(layout)
         dense, experts = dense + count * each.dense, experts + count * each.experts
     return Parameters(dense, experts)
@@ -155,18 +166,19 @@ def _ends(hf: HFConfig, role: str) -> list[Op]:
     return decoder(hf, named, VOCAB_MULTIPLE, (), names=family_of(hf).around_layers)
 
 
-def layers_of_stage(hf: HFConfig, layout: Layout, stage: int) -> list[int]:
-    """Indices of the stage's layers.  Interleaved: the first chunks of all stages come before the second chunks."""
+def layers_of_stage(hf: HFConfig, layout: Layout, stage: int, mtp: int = 0) -> list[int]:
+    """Indices of the stage's layers, MTP layers last.  Interleaved: first chunks of all stages come before second."""
     parts = [layers // layout.vpp for layers in layout.stage_layers(hf["num_hidden_layers"])]
     turn, before = sum(parts), sum(parts[:stage])
     firsts = range(before, before + layout.vpp * turn, turn)
-    return [layer for first in firsts for layer in range(first, first + parts[stage])]
+    behind = range(layout.vpp * turn, layout.vpp * turn + (mtp if stage == layout.pp - 1 else 0))
+    return [*(layer for first in firsts for layer in range(first, first + parts[stage])), *behind]
 
 
-def kinds_of_stage(hf: HFConfig, layout: Layout, stage: int) -> dict[Kind, int]:
+def kinds_of_stage(hf: HFConfig, layout: Layout, stage: int, mtp: int = 0) -> dict[Kind, int]:
     """The kinds of the stage's layers, and how many there are of each."""
-    kinds = kinds_of(hf)
-    return Counter(kinds[layer] for layer in layers_of_stage(hf, layout, stage))
+    kinds = kinds_of(hf, mtp)
+    return Counter(kinds[layer] for layer in layers_of_stage(hf, layout, stage, mtp))
 
 
 def largest_tensor(hf: HFConfig) -> int:
@@ -187,7 +199,7 @@ class Shape:
 
     hidden: int
     kinds: dict[Kind, int]  # how many layers there are of each kind
-    head_params: int
+    head_params: int  # once more for each MTP layer, as they use it too
     table_params: int  # the embedding and, if it is another table, the head
 
     @cached_property
@@ -207,13 +219,13 @@ class Shape:
         return sum(count * (kind.parameters().dense + kind.chosen_params) for kind, count in layers) + self.head_params
 
 
-def shape_of(hf: HFConfig, role: str = "actor") -> Shape:
-    """role: a critic has no vocabulary head."""
+def shape_of(hf: HFConfig, role: str = "actor", mtp: int = 0) -> Shape:
+    """role: a critic has no vocabulary head.  mtp: MTP layers."""
     hidden, vocab = hf["hidden_size"], hf["vocab_size"]
     return Shape(
         hidden=hidden,
-        kinds=Counter(kinds_of(hf)),
-        head_params=0 if role == "critic" else padded_vocab_size(vocab, 1) * hidden,
+        kinds=Counter(kinds_of(hf, mtp)),
+        head_params=0 if role == "critic" else (1 + mtp) * padded_vocab_size(vocab, 1) * hidden,
         table_params=vocab * hidden * (1 if role == "critic" or hf.get("tie_word_embeddings") else 2),
     )
 

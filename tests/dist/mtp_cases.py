@@ -4,18 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from chunks import parameters
+from megatron.core.parallel_state import get_pipeline_model_parallel_rank
 from megatron.core.transformer.moe.router import TopKRouter
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
-from megarl.arch.mtp import num_mtp, with_mtp
+from megarl.arch.mtp import trained_mtp, with_mtp
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.packed_rows import make_row, micro_batches
 from megarl.mcore.training.router_replay import add_router_replay
 from megarl.samples.batch import Batch
+from megarl.weights.count import of_stage
 from megarl.weights.hf.export import save_hf
 from megarl.weights.hf.load import load_hf
 
@@ -35,7 +38,9 @@ def hidden_states(folder: str) -> list[torch.Tensor]:
         load_hf([model], folder, hf)
         batch, found = Batch(tokens(), torch.tensor(LENGTHS)), []
         for sizes in ([len(LENGTHS)], [1] * len(LENGTHS)):
-            rows = [make_row(m, Layout(), torch.device("cpu"), (), num_mtp(hf)) for m in micro_batches(batch, sizes)]
+            rows = [
+                make_row(m, Layout(), torch.device("cpu"), (), trained_mtp(hf)) for m in micro_batches(batch, sizes)
+            ]
             outs = [model(row.tokens, row.positions, None, packed_seq_params=row.packed) for row in rows]
             found.append(torch.cat(outs, 1).detach())
         return found
@@ -49,8 +54,8 @@ def of_transformers(folder: str) -> torch.Tensor:
 
     0 where an MTP layer lacks a token that follows.
     """
-    hf = read_hf_config(folder)
-    number = num_mtp(hf)
+    hf = with_mtp(read_hf_config(folder), "joint")
+    number = trained_mtp(hf)
     main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     main.config.num_mtp_layers = number
     if hasattr(main.config, "layer_types"):
@@ -88,13 +93,15 @@ def given_routers(folder: str) -> list[tuple[str, int]]:
         destroy_groups()
 
 
-def round_trip(source: str, folder: str, layout: Layout) -> None:
-    """From a folder into ranks, and into another folder."""
+def round_trip(source: str, folder: str, layout: Layout) -> tuple[int, int]:
+    """From a folder into ranks and into another one -> the rank's number of parameters, and the planned one."""
     make_groups(layout)
     try:
         hf = with_mtp(read_hf_config(source), "joint")
         model = build_model(hf, layout)
         load_hf(model, source, hf)
         save_hf(model, hf, Path(folder), source_folder=source)
+        planned = of_stage(hf, layout, get_pipeline_model_parallel_rank(), mtp=trained_mtp(hf)).total
+        return sum(param.numel() for param in parameters(model)), planned
     finally:
         destroy_groups()

@@ -11,7 +11,7 @@ from megarl.plan.constants import CONSTANTS
 from megarl.plan.gpu_budget import gpu_budgets
 from megarl.plan.job import Role
 from megarl.plan.memory import kept_numbers, kept_scores, of_stage_bytes, push_bucket_bytes
-from megarl.weights.count import kinds_of, of_stage
+from megarl.weights.count import kinds_of, of_stage, shape_of, whole
 
 ROLE = Role("actor", HF, Layout(), num_ranks=8, max_tokens=100, log_prob_tokens=100)
 # of one token: four times the hidden state; queries, keys, values and what attention makes of them; gate, up, product
@@ -193,3 +193,20 @@ def test_a_layer_that_is_one_thing_has_one_norm_and_no_gate_is_kept() -> None:
     assert mamba == 2 * 16 + inputs + 3 * 4 * 2
     assert (plain, attention) == (2 * 16 + 2 * 32, 2 * 16 + 2 * (4 + 2) * 4)
     assert sparse == 2 * 16 + 2 * (2 * 6 + 2 * 8) + 2 * 12 + 4 + 6
+
+
+def test_mtp_layers_that_are_trained_are_on_the_last_stage_with_an_embedding_of_their_own() -> None:
+    """By hand, of DeepSeek-V3; its README_WEIGHTS.md says 11.5 billion parameters, without embedding and head."""
+    hf, hidden = hf_of("deepseek_v3_671b"), 7168
+    latents = hidden * (1536 + 576) + 1536 * (1 + 128 * 192) + 512 * (1 + 128 * 256) + 128 * 128 * hidden
+    expert, outside = 3 * hidden * 2048, latents + 256 * hidden + 2 * hidden * hidden + 5 * hidden
+    assert whole(hf, mtp=1) - whole(hf) == outside + 257 * expert == pytest.approx(11.5e9, rel=0.02)
+    layout, table = Layout(pp=2, first_stage_layers=31), 129280 * hidden
+    more = [of_stage(hf, layout, at, mtp=1).total - of_stage(hf, layout, at).total for at in (0, 1)]
+    assert more == [0, outside + 257 * expert + table]
+    assert shape_of(hf, mtp=1).active_params - shape_of(hf).active_params == outside + 9 * expert + table
+    role = replace(ROLE, hf=hf, max_tokens=2)
+    trained, plain = (of_stage_bytes(replace(role, mtp=mtp), 0) for mtp in (1, 0))
+    of_layer = kept_numbers(kinds_of(hf)[-1], hidden, Layout(), CONSTANTS.expert_imbalance)
+    assert trained.optimizer - plain.optimizer == 12 * (outside + 257 * expert)
+    assert trained.activations - plain.activations == 2 * 2 * (of_layer + 6 * hidden)

@@ -254,3 +254,10 @@ def test_every_optimizer_step_costs_its_own():
 def test_scoring_is_a_forward_pass_of_all_tokens():
     own = job(gpu=replace(GPU, memory_bandwidth=1e30))
     assert scoring(own, None) == pytest.approx(forward_flops(shape_of(HF), 800, 100) / 1e12)
+
+
+def test_mtp_layers_cost_time_in_training_and_none_in_passes_for_log_probs():
+    hf = HYBRID | {"mtp_num_hidden_layers": 1}
+    plain, trained = job(hf=hf), job(hf=hf, mtp=1)
+    assert scoring(trained) == scoring(plain)
+    assert training(trained).passes_s > training(plain).passes_s

@@ -5,18 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import package_info
 from ring_cases import make_parts, settings, steps
 from safetensors.torch import load_file
 from tiny_models import add_mtp
 
 from megarl.cli import main
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.dist,
-    pytest.mark.skipif(package_info.__version__.startswith("0.16"), reason="MTP layers need Megatron-Core 0.19"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.dist, pytest.mark.megatron_0_19]
 LAYOUTS = {"detached": "pipeline_model_parallel_size=2", "joint": "context_parallel_size=2"}
 
 
@@ -27,15 +22,15 @@ def test_mtp_layers_learn_what_the_policy_writes(tmp_path: Path, family: str, ho
     add_mtp(parts / "model")
     more = [f"actor.mtp={how}", f"actor.megatron.{LAYOUTS[how]}", "algorithm.adv_estimator=grpo"]
     # A policy of random weights is nearly uniform: at this temperature there is something to learn.
-    more += ["rollout.temperature=0.1", "actor.optim.lr=1e-2", "trainer.total_training_steps=12"]
+    more += ["rollout.temperature=0.1", "actor.optim.lr=1e-2", "trainer.total_training_steps=8"]
     assert main(["train", *settings(parts, tmp_path, "run", *more)]) == 0
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["pushes"] == summary["pushes_verified"] == 13
+    assert summary["pushes"] == summary["pushes_verified"] == 9
     assert 0 < max(steps(run, "rollout_corr/log_prob_gap_max").values()) < 1e-4
-    losses, accepted = (list(steps(run, f"actor/mtp_{name}").values()) for name in ("loss", "acceptance"))
-    assert sum(losses[-3:]) < sum(losses[:3]) - 0.1, "of other prompts in each step"
-    assert all(0 < share < 1 for share in accepted)
+    loss, accepted, entropy = (steps(run, f"actor/{name}") for name in ("mtp_loss", "mtp_acceptance", "entropy"))
+    assert loss[8] < loss[1] / 4 and loss[8] - entropy[8] < (loss[1] - entropy[1]) / 2, "not only as the policy's falls"
+    assert 0 < accepted[1] < 0.6 < accepted[8] <= 1
     before, after = (load_file(folder / "model.safetensors") for folder in (parts / "model", run / "hf"))
     assert sorted(before) == sorted(after)
     assert not any(torch.equal(before[name], after[name]) for name in before if "eh_proj" in name or "mtp.fc" in name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import II
 
-from megarl.arch.megatron_fields import CPU_OFFLOAD
+from megarl.arch.megatron_fields import CPU_OFFLOAD, MTP_LOSS_SCALE
 from megarl.arch.projections import ALL
 from megarl.config import names
 from megarl.config.schema.data import Folder, Gpus, Keyed, Served, Typed
@@ -220,12 +220,13 @@ class Actor(Learner):
         Choices(names.ROUTER_REPLAYS),
         RL,
     )
-    mtp: str = key(
-        "off",
-        "train the layers that predict further tokens: detached from the policy, or jointly",
-        Choices(names.MTP),
-    )
+    mtp: str = key("off", "train the MTP layers, which predict further tokens: apart or jointly", Choices(names.MTP))
     lora: Lora = key(Lora, "adapters")
+
+    @property
+    def mtp_coef(self) -> float:
+        """The weight of the loss of MTP layers, Megatron's field; 0 without them."""
+        return 0.0 if self.mtp == "off" else float(self.megatron.override_transformer_config.get(MTP_LOSS_SCALE, 0.1))
 
 
 @dataclass

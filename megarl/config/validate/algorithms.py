@@ -43,7 +43,7 @@ def advice(config: Config) -> Iterator[str]:
         wanted = f"{actor.kl_loss_type}+ or low_var_kl"
         yield f"actor.kl_loss_type={actor.kl_loss_type}: its expected gradient is zero; expected {wanted}"
     if actor.mtp != "off":
-        yield f"actor.mtp={actor.mtp}: plans of memory do not count these layers and their embedding on the last stage"
+        yield f"actor.mtp={actor.mtp}: servers of this run do not draft with the trained layers; exports have them"
     mode = names.AGG_MODE_OF_LOSS.get(loss)
     if mode is not None and actor.loss_agg_mode not in names.AGG_MODES_OF[mode]:
         given = f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}"

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.arch.hf_config import completed, has_vision_part, text_part
 from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
 from megarl.arch.megatron_fields import CPU_OFFLOAD, OPTIMIZER
-from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT, lacks_0_19
+from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT, needs_newer
 from megarl.arch.mtp import with_mtp
 from megarl.config.schema import Config
 from megarl.config.schema.record import Range
@@ -158,15 +158,21 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
 
 def _with_states(config: Config, role: str, model_type: str) -> Iterator[str]:
     """What would be wrong, or was not proved, for models with gated delta nets or Mamba mixers."""
-    node, layers = config.role(role), f"{model_type} has layers for which it is not made; expected"
-    if node.optim.name == "muon":
-        yield f"{role}.optim.name=muon: {layers} adamw"
-    if node.strategy == "fsdp":
-        yield f"{role}.strategy=fsdp: {layers} megatron"
-    if role == "actor" and config.actor.lora.rank:
-        yield f"actor.lora.rank={config.actor.lora.rank}: {layers} 0"
+    layers = f"{model_type} has layers for which it is not made; expected"
+    yield from _unproved(config, role, layers)
     if role == "actor" and config.actor.router_replay != "off":
         yield f"actor.router_replay={config.actor.router_replay}: {layers} off"
+
+
+def _unproved(config: Config, role: str, why: str) -> Iterator[str]:
+    """The ways to train that were not proved for some models; `why` ends before what is expected."""
+    node = config.role(role)
+    if node.optim.name == "muon":
+        yield f"{role}.optim.name=muon: {why} adamw"
+    if node.strategy == "fsdp":
+        yield f"{role}.strategy=fsdp: {why} megatron"
+    if role == "actor" and config.actor.lora.rank:
+        yield f"actor.lora.rank={config.actor.lora.rank}: {why} 0"
 
 
 def _of_indexers(config: Config, role: str, model_type: str) -> Iterator[str]:
@@ -192,31 +198,21 @@ def of_long_rows(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
 
 def of_mtp(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
     """What does not go together with the training of MTP layers, or was not proved."""
-    actor, megatron, key = config.actor, config.actor.megatron, f"actor.mtp={config.actor.mtp}"
+    actor, megatron = config.actor, config.actor.megatron
+    why = f"actor.mtp={actor.mtp} is not made for it; expected"
     if actor.mtp == "off" or "actor" not in roles:
         return
-    if lacks := lacks_0_19():
-        yield f"{key}: it {lacks}"
-    if hf := model_config(config, "actor"):
-        try:
-            with_mtp(hf, actor.mtp)
-        except ValueError as error:
-            yield f"actor.{error}"
-        if hf.get("tie_word_embeddings") and megatron.pipeline_model_parallel_size > 1:
-            given = f"actor.megatron.pipeline_model_parallel_size={megatron.pipeline_model_parallel_size}"
-            yield f"{given}: {key} was not proved with it for tied embedding and output rows; expected 1"
-    if actor.strategy == "fsdp":
-        yield f"actor.strategy=fsdp: {key} was not proved with it; expected megatron"
-    if actor.optim.name == "muon":
-        yield f"actor.optim.name=muon: {key} was not proved with it; expected adamw"
+    if newer := needs_newer("", actor.mtp):
+        yield newer
+    try:
+        with_mtp(hf := model_config(config, "actor"), actor.mtp if hf else "off")
+    except ValueError as error:
+        yield f"actor.{error}"
+    yield from _unproved(config, "actor", why)
     if actor.optim.on_host:
-        given = f"actor.optim.{OPTIMIZER}.{CPU_OFFLOAD}=true"
-        yield f"{given}: {key} was not proved with it; expected false"
-    if actor.lora.rank:
-        yield f"actor.lora.rank={actor.lora.rank}: it trains adapters only, and {key} the layers themselves; expected 0"
+        yield f"actor.optim.{OPTIMIZER}.{CPU_OFFLOAD}=true: {why} false"
     if megatron.recompute_method == "uniform" and megatron.recompute_num_layers != 1:
-        given = f"actor.megatron.recompute_num_layers={megatron.recompute_num_layers}"
-        yield f"{given}: Megatron recomputes MTP layers one by one; expected 1 with {key}, or recompute_method=block"
+        yield f"actor.megatron.recompute_num_layers={megatron.recompute_num_layers}: {why} 1, or recompute_method=block"
 
 
 def more_than_text(hf: dict[str, Any]) -> str:

@@ -106,7 +106,7 @@ class PackedParams(PackedSeqParams):
     # By the number of a layer, from 1: the keys that are given in place of its indexer's choice, as places in the whole
     # row, -1 for none: [this rank's tokens, keys of a token] int32 in host memory.
     keys: dict[int, Tensor] = field(default_factory=dict)
-    following: Tensor | None = None  # as in PackedRow
+    labels: Any = None  # Tensor [1 + MTP layers, T/cp] int64, the tokens that follow each place, the next one first
 
 
 class SDPAttention(MegatronModule):

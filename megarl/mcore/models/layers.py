@@ -107,19 +107,8 @@ def block_spec(
     """The layers of a chunk, and the final norm.  `vp_stage`: which chunk of this rank; None if it has only one."""
     first = get_transformer_layer_offset(config, vp_stage)
     here = range(first, first + get_num_layers_to_build(config, vp_stage))
-    specs = layer_specs(config, layer, here, engine)
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider_of(engine).layer_norm())
-
-
-def layer_specs(
-    config: TransformerConfig, layer: LayerSpec, numbers: Iterable[int], engine: ExecutionOptions
-) -> list[ModuleSpec]:
-    """The layers of the model with these numbers."""
+    provider = TransformerEngineProvider if engine.uses_transformer_engine else LocalProvider
     # Megatron's function has its provider hard-coded; it is replaced by ours during the call.
-    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", type(provider_of(engine))):
-        return [layer(config, number) for number in numbers]
-
-
-def provider_of(engine: ExecutionOptions) -> LocalSpecProvider:
-    """Of the modules of layers."""
-    return TransformerEngineProvider() if engine.uses_transformer_engine else LocalProvider()
+    with mock.patch.object(gpt_layer_specs, "LocalSpecProvider", provider):
+        specs = [layer(config, number) for number in here]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider().layer_norm())

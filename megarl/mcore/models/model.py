@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from megarl.arch.layout import Layout, exchange_misfits, misfits, numbers_of, padded_vocab_size
 from megarl.arch.megatron_fields import FUSIONS
-from megarl.arch.mtp import TRAINED_MTP, block_like, trained_mtp
 from megarl.arch.settings.hf import HFConfig
 from megarl.arch.settings.rope import make_rope
 from megarl.mcore.models.biases import keep_router_biases, prepare_biases
@@ -26,6 +25,7 @@ from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
 from megarl.mcore.models.layers import block_spec
+from megarl.mcore.models.mtp import mtp_block, mtp_settings
 from megarl.mcore.models.transformer_engine import mark_shards, share_sinks
 
 Model = list[nn.Module]  # this rank's chunks in layer order: one, or one for each interleaved stage
@@ -66,7 +66,7 @@ def transformer_config(
             fsdp=engine.strategy == "fsdp",
         ),
         **engine.transformer_settings(),
-        **_mtp(hf),
+        **mtp_settings(hf),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -89,12 +89,6 @@ def transformer_config(
     # The name is older than its meaning: activations are modules of the layers' specs.
     chosen["use_te_activation_func"] = not engine.uses_transformer_engine and _has_our_gate(chosen)
     return family.config(**chosen)
-
-
-def _mtp(hf: HFConfig) -> dict[str, Any]:
-    """Settings of MTP layers; none, which 0.16.1 has not all, of a model without them."""
-    number = trained_mtp(hf)
-    return {"mtp_num_layers": number, "mtp_detach_heads": hf[TRAINED_MTP] == "detached"} if number else {}
 
 
 def _has_our_gate(settings: dict[str, Any]) -> bool:
@@ -202,20 +196,20 @@ class ActorModel(GPTModel):
             self.output_layer.__class__ = VocabularyHead
         if self.mtp_process and self.share_embeddings_and_output_weights:
             # MTP layers have the embedding on the last stage: a copy that Megatron makes for the head stays unused.
-            self.output_layer.register_parameter("weight", None)
+            self.output_layer.weight = None
+            self.embedding.word_embeddings.weight.zero_out_wgrad = True  # its own gradient comes beside the head's
 
     def _postprocess(self, *, hidden_states: Tensor, **given: Any) -> Tensor:
         """`hidden_states`: [T, 1, H].  Megarl computes the loss of MTP layers, as all others, from hidden states."""
         if not self.mtp_process:
             out: Tensor = super()._postprocess(hidden_states=hidden_states, **given)
             return out
-        hidden_states, _ = self.output_layer(hidden_states)
-        if not self.training:
-            return hidden_states.transpose(0, 1)
-        names = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
-        needed = {name: given[name] for name in names}
-        own_and_further: Tensor = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **needed)
-        return own_and_further.unflatten(0, (-1, len(hidden_states)))[:, :, 0]
+        states, _ = self.output_layer(hidden_states)
+        if self.training:
+            names = ("input_ids", "position_ids", "attention_mask", "rotary_pos_emb", "packed_seq_params")
+            needed = {name: given[name] for name in names}
+            states = self.mtp(hidden_states=states, embedding=self.embedding, **needed)
+        return states.unflatten(0, (-1, len(hidden_states)))[:, :, 0]
 
 
 class CriticModel(GPTModel):
@@ -249,18 +243,13 @@ def make_chunks(
 ) -> list[GPTModel]:
     """The chunks before they move to the device and are cast to bfloat16; they share one config."""
     config = transformer_config(hf, layout, DTYPES[dtype], engine)
-    kind = CriticModel if role == "critic" else ActorModel
-    layer, has_rope = family_of(hf).layer, family_of(hf).has_rope
-    mtp = {}
-    if trained_mtp(hf):
-        from megarl.mcore.models.mtp import mtp_block  # 0.16.1 has not all of it
-
-        mtp = {"mtp_block_spec": mtp_block(config, layer, block_like(hf), engine)}
+    kind, has_rope = CriticModel if role == "critic" else ActorModel, family_of(hf).has_rope
     chunks: list[GPTModel] = []
     for stage in range(layout.vpp) if layout.vpp > 1 else (None,):
+        layers = block_spec(config, family_of(hf).layer, engine, stage)
         gpt = kind(
             config=config,
-            transformer_layer_spec=block_spec(config, layer, engine, stage),
+            transformer_layer_spec=layers,
             vocab_size=padded_vocab_size(hf["vocab_size"], layout.tp),
             max_sequence_length=hf.get("max_position_embeddings", 4096),
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -269,7 +258,7 @@ def make_chunks(
             share_embeddings_and_output_weights=role != "critic" and bool(hf.get("tie_word_embeddings")),
             position_embedding_type="rope" if has_rope else "none",
             vp_stage=stage,
-            **mtp,
+            mtp_block_spec=mtp_block(config, layers),
         )
         prepare_biases(gpt)
         if has_rope and not config.multi_latent_attention:  # each of its attention layers has its own rope
@@ -306,9 +295,8 @@ def whole_name(gpt: Any, name: str) -> str:
     second of two ranks that have 8 experts each: decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight ->
     decoder.layers.4.mlp.experts.local_experts.9.linear_fc1.weight.
     """
-    found = re.match(
-        r"(decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.(mlp\.experts\.local_experts\.)?(\d+)?", name
-    )
+    block = r"((?:decoder|mtp)\.layers\.\d+(?:\.mtp_model_layer)?)\."
+    found = re.match(block + r"(mlp\.experts\.local_experts\.)?(\d+)?", name)
     if not found:
         return name
     path, experts, expert = found.groups()

@@ -48,8 +48,6 @@ class PackedRow:
     starts: Tensor  # [T/cp] the same: where its sequence begins in the whole row
     support: Support | None  # of `labels`, in host memory, if the batch knows it
     packed: PackedParams
-    # [1 + MTP layers, T/cp] int64, the tokens that follow each place, the next one first; -1: there is none.
-    following: Tensor | None  # None: the row is for no such layers
     predicts: Tensor  # [N'] index, in the gathered row, of the output that predicts a token; N' = predicted tokens
     predicted: Tensor  # [N'] indices of these tokens in the batch
     num_tokens: int  # of the batch
@@ -67,10 +65,11 @@ class PackedRow:
             return None
         return Support(*on_device([own.starts, own.counts, own.ids], self.tokens.device))
 
-    def column_ahead(self, output: Tensor, depth: int) -> Tensor:
-        """This rank's outputs [T/cp] about the token that MTP layer `depth`, from 1, predicts at each place, 0 where
-        there is none -> the batch's column [N].  It is `depth` tokens behind the one that the model predicts there."""
-        return F.pad(self.column(output), (depth, 0))[: self.num_tokens]
+    def later(self, column: Tensor, places: int) -> Tensor:
+        """The batch's column [N] with each number so many tokens later in its sequence; 0 where none comes to stand."""
+        for _ in range(places):
+            column = torch.zeros_like(column).index_copy(0, self.predicted, column[self.predicted - 1])
+        return column
 
     def column(self, output: Tensor) -> Tensor:
         """This rank's outputs [T/cp, ...] -> the batch's column [N, ...], whole on every context-parallel rank."""
@@ -83,14 +82,9 @@ class Rows(Sequence[PackedRow]):
     """The rows of micro-batches.  Each is made when its turn comes, while the device computes the one before."""
 
     def __init__(
-        self,
-        micros: Sequence[MicroBatch],
-        layout: Layout,
-        device: torch.device,
-        columns: Columns = (),
-        num_mtp: int = 0,
+        self, micros: Sequence[MicroBatch], layout: Layout, device: torch.device, columns: Columns = (), mtp: int = 0
     ) -> None:
-        self._make = [partial(make_row, micro, layout, device, columns, num_mtp) for micro in micros]
+        self._make = [partial(make_row, micro, layout, device, columns, mtp) for micro in micros]
         self._made: dict[int, PackedRow] = {}
 
     def __len__(self) -> int:
@@ -102,15 +96,9 @@ class Rows(Sequence[PackedRow]):
         return self._made[index]
 
 
-def make_row(
-    micro: MicroBatch, layout: Layout, device: torch.device, columns: Columns = (), num_mtp: int = 0
-) -> PackedRow:
-    """Pack a micro-batch and take this rank's context-parallel slice.
-
-    `columns`: names of those for the row's loss.  `num_mtp`: MTP layers that compute over it.
-    """
+def make_row(micro: MicroBatch, layout: Layout, device: torch.device, columns: Columns = (), mtp: int = 0) -> PackedRow:
+    """Pack a micro-batch and take this rank's context-parallel slice.  `columns`: for its loss; `mtp`: MTP layers."""
     if micro.shares_prefixes:
-        assert not num_mtp, "places of a tree have no one token that follows"
         return _make_tree_row(micro, layout, device, columns)
     batch, lengths = micro.batch, micro.batch.lengths
     padded = padded_lengths(lengths.tolist(), layout)
@@ -127,13 +115,12 @@ def make_row(
     predicted = torch.nonzero(inside > 0).squeeze(1)
     following = torch.full((batch.num_tokens + 1,), -1).index_copy(0, predicted - 1, predicted)  # the last: of padding
     positions = torch.arange(total) - torch.repeat_interleave(starts, sizes)
-    ahead = [following[sources]]
-    for _ in range(num_mtp):
-        ahead.append(following[ahead[-1]])
+    targets = [following[sources]]
+    for _ in range(mtp):
+        targets.append(following[targets[-1]])
     places = _Places(
         sources=sources,
-        targets=ahead[0],
-        ahead=torch.stack(ahead) if num_mtp else None,
+        targets=torch.stack(targets),
         positions=positions[own],
         starts=own - positions[own],
         ends=ends,
@@ -157,8 +144,7 @@ def _make_tree_row(micro: MicroBatch, layout: Layout, device: torch.device, colu
     predicted = torch.nonzero(tree.predicts >= 0).squeeze(1)
     places = _Places(
         sources=F.pad(tree.sources, (0, padding), value=-1),
-        targets=F.pad(tree.targets, (0, padding), value=-1),
-        ahead=None,
+        targets=F.pad(tree.targets, (0, padding), value=-1)[None],
         positions=F.pad(torch.from_numpy(tree.place_positions), (0, padding)),
         starts=torch.zeros(tree.num_places + padding, dtype=torch.int64),
         ends=torch.tensor([tree.num_places + padding]),
@@ -177,8 +163,7 @@ class _Places:
     """Where tokens stand in a row, and what they predict; for `predicts` and what follows it see PackedRow."""
 
     sources: Tensor  # [T/cp] of this rank's places: the index in the batch of each one's token; -1: padding
-    targets: Tensor  # [T/cp]
-    ahead: Tensor | None  # [1 + MTP layers, T/cp] the indices in the batch of `following`
+    targets: Tensor  # [1 + MTP layers, T/cp], those of the model first
     positions: Tensor  # [T/cp]
     starts: Tensor  # [T/cp]
     ends: Tensor  # [sequences] of the whole row
@@ -201,8 +186,6 @@ def _row(micro: MicroBatch, device: torch.device, columns: Columns, places: _Pla
         "predicts": places.predicts,
         "predicted": places.predicted,
     }
-    if places.ahead is not None:
-        of_row["following"] = torch.where(places.ahead >= 0, batch.tokens[places.ahead], -1)
     # cuDNN compiles attention anew for each number of sequences, and Megatron makes a table of angles for each longest
     # one: empty sequences and a rounded length leave a few of both.
     rounded = F.pad(ends, (0, -len(ends) % _SEQUENCES), value=int(ends[-1]))
@@ -211,7 +194,7 @@ def _row(micro: MicroBatch, device: torch.device, columns: Columns, places: _Pla
     of_loss = {name: batch.segment_ids if name == SEGMENT_IDS else batch.columns[name] for name in columns}
     slots = cu_seqlens if pad is None else pad.slots
     *found, cu_seqlens, slots = on_device([*of_row.values(), *of_loss.values(), cu_seqlens, slots], device)
-    there: dict[str, Any] = dict(zip(of_row, found, strict=False))
+    there = dict(zip(of_row, found, strict=False))
     cu_seqlens = with_positions(cu_seqlens, there["positions"][0])
     packed = PackedParams(
         qkv_format="thd",
@@ -221,14 +204,14 @@ def _row(micro: MicroBatch, device: torch.device, columns: Columns, places: _Pla
         max_seqlen_kv=longest,
         pad=None if pad is None else replace(pad, slots=slots),
         tree=places.tree,
-        following=there.setdefault("following", None),
+        labels=there["labels"],
     )
     return PackedRow(
-        **there,
-        targets=places.targets,
+        **there | {"labels": there["labels"][0]},
+        targets=places.targets[0],
         inside=places.positions,
         starts=places.starts,
-        support=Support.of(batch, places.targets),
+        support=Support.of(batch, places.targets[0]),
         packed=packed,
         num_tokens=batch.num_tokens,
         num_own_tokens=0 if micro.is_dummy else places.num_own_tokens,

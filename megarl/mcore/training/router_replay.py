@@ -76,10 +76,7 @@ class RouterReplay:
 
 
 def add_router_replay(model: Model) -> None:
-    """Let the experts of this model be given and noted; before it is wrapped for training.
-
-    Those of its decoder: MTP layers, whose routers are numbered from 1 too, choose for themselves.
-    """
+    """Let the experts of decoder layers be given and noted, not of MTP layers; before it is wrapped for training."""
     chunk: Any
     for chunk in map(unwrap, model):
         sparse = [layer for layer, has_experts in enumerate(layers_with_experts(chunk.config)) if has_experts]

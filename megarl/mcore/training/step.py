@@ -95,19 +95,16 @@ class Outputs:
         if OF_IDS in self.names:
             ids = on_device([row.slice(given[TEACHER_IDS])], output.device)[0]
             columns[OF_IDS] = log_probs_of_ids(job, hidden, weight, ids)
-        further = {MTP: self._further(chunk, row, output[1:])} if MTP in self.names else {}
-        return {name: row.column(column) for name, column in columns.items()} | further
+        of_mtp = {MTP: self._of_mtp(chunk, row, output[1:])} if MTP in self.names else {}
+        return {name: row.column(column) for name, column in columns.items()} | of_mtp
 
-    def _further(self, chunk: nn.Module, row: PackedRow, hidden: Tensor) -> Tensor:
+    def _of_mtp(self, chunk: nn.Module, row: PackedRow, hidden: Tensor) -> Tensor:
         """hidden [layers, T, H] of MTP layers -> [N, layers]: each token's log-prob by each, 0 where it has none."""
-        assert row.following is not None, "the row knows no tokens behind the next one"
-        weight = output_weight(chunk)
-        weight = weight.detach() if unwrap(chunk).config.mtp_detach_heads else weight
-        job, columns = job_of(chunk, ("log_probs",), self.vocab_size, self.temperature), []
-        for depth, (own, labels) in enumerate(zip(hidden, row.following[1:], strict=True), 1):
-            found = token_columns(job, own, weight, labels.clamp(min=0))["log_probs"]
-            columns.append(row.column_ahead(torch.where(labels >= 0, found, 0.0), depth))
-        return torch.stack(columns, 1)
+        config, weight = unwrap(chunk).config, output_weight(chunk)
+        weight = weight.detach() if config.mtp_detach_heads else weight
+        job, labels = job_of(chunk, ("log_probs",), self.vocab_size, self.temperature), row.packed.labels
+        found = (token_columns(job, hidden[i], weight, labels[i + 1])["log_probs"] for i in range(len(hidden)))
+        return torch.stack([row.later(row.column(each), depth) for depth, each in enumerate(found, 1)], 1)
 
     def _teachers(self, row: PackedRow, given: Mapping[str, Tensor], device: torch.device) -> TeacherStates:
         teacher, hidden = (row.slice(given[name]) for name in (TEACHER, TEACHER_HIDDEN))

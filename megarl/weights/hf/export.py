@@ -19,7 +19,7 @@ from megarl.mcore.models.model import Model
 from megarl.weights.clock import Clock
 from megarl.weights.hf.folder import CONFIG, SHARD_BYTES, clear_weights, copy_tokenizer, write_tensors, write_whole
 from megarl.weights.hf.gather import ModelParallel, local_parameters, owner_dtypes, to_its_end, whole_tensors
-from megarl.weights.hf.named import copies_in, names_in, untrained_in
+from megarl.weights.hf.named import names_in, untrained_in
 from megarl.weights.mapping.blocks import HFConfig, Role
 from megarl.weights.mapping.families import (
     LAYERS_OF_FURTHER_TOKENS,
@@ -28,6 +28,7 @@ from megarl.weights.mapping.families import (
     stacks_for,
     table_for,
 )
+from megarl.weights.mapping.mtp import shared_copies
 from megarl.weights.mapping.names import Sizes
 from megarl.weights.mapping.stacks import joined, joined_sizes
 
@@ -95,10 +96,13 @@ def save_hf(
         clear_weights(Path(folder))
         is_beside_vision = role == "actor" and has_vision_part(json.loads((source / CONFIG).read_text()))
         stored = partial(name_beside_vision, hf_config) if is_beside_vision else str
-        of_source, copies = names_in(source) if is_beside_vision else set(), copies_in(source, hf_config)
-        stacks = [stack for stack in plain_stacks(table_for(hf_config)) if stored(stack.hf_name) in of_source]
-        names = {name: (stored(name), *copies.get(name, ())) for name in joined_sizes(sizes, stacks)}
-        own = {each: size for name, size in joined_sizes(sizes, stacks).items() for each in names[name]}
+        of_source = names_in(source)
+        plain = plain_stacks(table_for(hf_config)) if is_beside_vision else []
+        stacks = [stack for stack in plain if stored(stack.hf_name) in of_source]
+        copies = [pair for pair in shared_copies(hf_config).items() if pair[0] in of_source]
+        sizes = joined_sizes(sizes, stacks)
+        names = {name: [stored(name), *(copy for copy, of in copies if of == name)] for name in sizes}
+        own = {each: size for name, size in sizes.items() for each in names[name]}
         tensors = ((each, tensor) for name, tensor in joined(stream, stacks) for each in names[name])
         with untrained_in(source, hf_config, role) as rest:
             write_tensors(Path(folder), own, tensors, rest, shard_bytes)

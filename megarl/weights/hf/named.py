@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from megarl.arch.hf_config import read_hf_config
-from megarl.arch.mtp import trained_mtp
 from megarl.arch.settings.families import settings_of
 from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index, open_hf
 from megarl.weights.hf.unstacked import Unstacked
@@ -29,7 +28,6 @@ from megarl.weights.mapping.families import (
     tied,
     untrained,
 )
-from megarl.weights.mapping.mtp import shared_copies
 from megarl.weights.mapping.names import Op, ShardCoordinate, some_names
 
 
@@ -183,15 +181,3 @@ def untrained_in(source: Path, hf_config: HFConfig, role: Role) -> Iterator[HFFo
     with open_hf(source) as held:
         held.shapes = {name: shape for name, shape in held.shapes.items() if name.startswith(prefixes)}
         yield held
-
-
-def copies_in(source: Path, hf_config: HFConfig) -> dict[str, list[str]]:
-    """HF names of embedding and output rows -> those under which a folder's MTP layers hold them again, if these layers
-    are trained: exports give them what the model has."""
-    found: dict[str, list[str]] = {}
-    if trained_mtp(hf_config):
-        with open_hf(source) as held:
-            for copy, own in shared_copies(hf_config).items():
-                if copy in held.shapes:
-                    found.setdefault(tied(hf_config).get(own, own), []).append(copy)
-    return found

@@ -38,14 +38,7 @@ def decoder(c: HFConfig, role: Role, vocab_multiple: int, layers: Iterable[Op], 
     # Of the last stage, if it is not the first: MTP layers have the embedding there, which is then also a tied head.
     tied_copy = ("output_layer.weight",) if is_tied(c) and role == "actor" else ()
     copies = (name,) if TRAINED_MTP in c else tied_copy
-    embedding = Vocab(
-        name,
-        f"{names[0]}.weight",
-        c["vocab_size"],
-        hidden,
-        vocab_multiple,
-        copies=copies,
-    )
+    embedding = Vocab(name, f"{names[0]}.weight", c["vocab_size"], hidden, vocab_multiple, copies=copies)
     final_norm = Rename("decoder.final_layernorm.weight", f"{names[1]}.weight", (hidden,))
     head: list[Op] = []
     if role == "critic":

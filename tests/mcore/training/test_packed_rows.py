@@ -64,6 +64,15 @@ def test_two_sequences_by_hand() -> None:
     assert row.column(torch.arange(10.0).view(5, 2)).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
 
 
+def test_an_mtp_layer_predicts_the_token_behind_the_next_one() -> None:
+    """As above: the first layer predicts c, at the position of a, and the second one nothing."""
+    batch = Batch(torch.tensor([10, 11, 12, 20, 21]), torch.tensor([3, 2]))
+    row = make_row(MicroBatch(batch), Layout(), CPU, mtp=2)
+    assert row.packed.labels.tolist() == [row.labels.tolist(), [12, 0, 0, 0, 0], [0] * 5]
+    column = row.column(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert [row.later(column, places).tolist() for places in (1, 2)] == [[0, 0, 1, 0, 0], [0] * 5]
+
+
 @given(st.lists(st.tuples(st.sampled_from(["uint8", "int32", "int64", "float32", "bool"]), st.integers(0, 9))))
 def test_tensors_that_travel_in_one_block_arrive_as_they_were(drawn: list[tuple[str, int]]) -> None:
     tensors = [torch.arange(size).to(getattr(torch, dtype)).view(1, size) for dtype, size in drawn]
