@@ -22,21 +22,13 @@ COUNTS = {
 
 
 def with_mtp(hf: Mapping[str, Any], how: str) -> dict[str, Any]:
-    """The numbers of the model that a run trains, by its key `mtp`: off | detached | joint.
-
-    Raises ValueError of one sentence for a folder without such layers.
-    """
+    """The model that a run trains, by its key `mtp`: off | detached | joint.  ValueError if it has no such layers."""
     trained = dict(hf) if how == "off" else {**hf, TRAINED_MTP: how}
     last = (hf.get("layer_types") or ["full_attention"])[-1]  # as which they are built
     if how != "off" and not (trained_mtp(trained) and last == "full_attention"):
         said = f"config.json of model_type={hf['model_type']} names no MTP layers that are known here"
         raise ValueError(f"mtp={how}: {said}; expected off")
     return trained
-
-
-def without_mtp(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The same model, of which servers get all but its MTP layers: none drafts with them."""
-    return {**hf, TRAINED_MTP: ""} if TRAINED_MTP in hf else dict(hf)
 
 
 def trained_mtp(hf: Mapping[str, Any]) -> int:

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from megarl.algo.loss import ActorLoss
 from megarl.arch.layout import Layout, can_share_prefixes
-from megarl.arch.mtp import without_mtp
+from megarl.arch.mtp import TRAINED_MTP
 from megarl.arch.routed_experts import ROUTED_EXPERTS
 from megarl.group.follow import Answer, Handler, follow
 from megarl.group.message import Message, Place, Setup
@@ -265,7 +265,8 @@ class Worker:
         if settings.adapters_kept:
             role.pusher = AdapterPusher(settings, role.hf, base_model=role.source_folder, life=self.life)
         else:
-            role.pusher = Pusher(settings, without_mtp(role.hf), source_folder=role.source_folder)
+            served = {**role.hf, TRAINED_MTP: ""} if TRAINED_MTP in role.hf else role.hf  # none drafts with them
+            role.pusher = Pusher(settings, served, source_folder=role.source_folder)
         return {}, {}
 
     def push(self, message: messages.Push, _: Tensors) -> Answer:

@@ -71,7 +71,7 @@ class Ranks:
             with console.status("starting ranks"):
                 group.start()
                 model = (Critic if source.role == "critic" else Role)(MODEL, group, Packing())
-                model.load(str(source.hf_folder), LoadSettings(dtype, reads_weights=False))
+                model.load(str(source.hf_folder), LoadSettings(dtype, reads_weights=False, mtp=source.mtp))
             found = group.call_leader(messages.Sizes(model.name)).result["tensors"].items()
             yield cls(group, console, model, {n: (tuple(shape), getattr(torch, kind)) for n, (shape, kind) in found})
 

@@ -28,6 +28,7 @@ from megarl.trainer.checkpoint.checkpoint import FILES_OF_RANKS, MANIFEST, fault
 from megarl.weights.hf.folder import CONFIG, copy_tokenizer, write_tensors
 from megarl.weights.hf.named import open_for, untrained_in
 from megarl.weights.mapping.blocks import Role
+from megarl.weights.mapping.mtp import MTP_PREFIX
 from megarl.weights.mapping.names import num_bytes
 
 Format = Literal["hf", "megatron", "torch_dist"]
@@ -45,6 +46,12 @@ class ModelFolder:
     hf_folder: Path  # with its config.json and tokenizer; for adapters also with the base weights
     dtype: str  # of most of its bytes
     has_adapters: bool = False  # it holds only LoRA adapters
+
+    @property
+    def mtp(self) -> str:
+        """Whether MTP layers are in its shards, which then are a part of its model: joint | off."""
+        names = weights_in(self.path) if self.format == "megatron" else ()
+        return "joint" if any(name.startswith(MTP_PREFIX) for name in names) else "off"
 
     def __str__(self) -> str:
         return f"{self.path} ({self.format}, {self.role}, {self.dtype}{', adapters' if self.has_adapters else ''})"

@@ -52,10 +52,8 @@ def mtp_settings(hf: HFConfig) -> dict[str, Any]:
     return {"mtp_num_layers": number, "mtp_detach_heads": hf[TRAINED_MTP] == "detached"} if number else {}
 
 
-def mtp_block(
-    config: TransformerConfig, chunk: TransformerBlockSubmodules
-) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers behind a chunk of the model, whose blocks are as its last layer; None without MTP layers."""
+def mtp_block(config: TransformerConfig, chunk: TransformerBlockSubmodules) -> Any:
+    """What the layers behind a chunk are built of, whose blocks are as its last layer; None without MTP layers."""
     if not config.mtp_num_layers:
         return None
     norm, block = chunk.layer_norm, chunk.layer_specs[-1]

@@ -100,8 +100,7 @@ class Outputs:
 
     def _of_mtp(self, chunk: nn.Module, row: PackedRow, hidden: Tensor) -> Tensor:
         """hidden [layers, T, H] of MTP layers -> [N, layers]: each token's log-prob by each, 0 where it has none."""
-        config, weight = unwrap(chunk).config, output_weight(chunk)
-        weight = weight.detach() if config.mtp_detach_heads else weight
+        weight = output_weight(chunk).detach() if unwrap(chunk).config.mtp_detach_heads else output_weight(chunk)
         job, labels = job_of(chunk, ("log_probs",), self.vocab_size, self.temperature), row.packed.labels
         found = (token_columns(job, hidden[i], weight, labels[i + 1])["log_probs"] for i in range(len(hidden)))
         return torch.stack([row.later(row.column(each), depth) for depth, each in enumerate(found, 1)], 1)

@@ -12,7 +12,7 @@ from hf_configs import hf_of as config_of
 
 from megarl.arch.hf_config import completed
 from megarl.arch.layout import padded_vocab_size
-from megarl.arch.mtp import with_mtp, without_mtp
+from megarl.arch.mtp import TRAINED_MTP, with_mtp
 from megarl.weights.hf.named import check_names, open_for
 from megarl.weights.mapping.families import FAMILIES, LAYERS_OF_FURTHER_TOKENS, ignorable, table_for
 from megarl.weights.mapping.names import Op, Piece, ShardCoordinate, Vocab
@@ -186,7 +186,7 @@ def test_mtp_layers_are_in_the_table_of_a_model_that_trains_them() -> None:
     assert [op.layer for op in table_for(own) if op.param in further] == [None] * len(further)
     assert kept in ignorable(hf, "actor") and kept not in ignorable(own, "actor")
     assert "model.layers.2.shared_head.head.weight" in ignorable(own, "actor")
-    assert [op.param for op in table_for(without_mtp(own))] == [op.param for op in table_for(hf)]
+    assert [op.param for op in table_for(own | {TRAINED_MTP: ""})] == [op.param for op in table_for(hf)]
 
 
 FLOAT32 = {"glm4_moe": "1.mlp.gate.weight", "minimax_m2": "1.block_sparse_moe.gate.weight"}
