@@ -31,6 +31,6 @@ def counted_gradients(part: Any) -> list[Tensor]:
     return gradients
 
 
-def norms_of_groups(optimizer: Any, config: Any) -> dict[str | None, float]:
+def norms_of_groups(optimizer: Any, chunk: Any) -> dict[str | None, float]:
     """The norms of gradients that 0.19.2 keeps out of the global one: of detached MTP layers.  A collective there."""
-    return optimizer._compute_grad_norms_by_group() if getattr(config, "mtp_detach_heads", False) else {}
+    return optimizer._compute_grad_norms_by_group() if getattr(chunk.config, "mtp_detach_heads", False) else {}

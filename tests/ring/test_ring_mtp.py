@@ -40,7 +40,7 @@ def test_mtp_layers_learn_what_the_policy_writes(tmp_path: Path, family: str, ho
     if how == "joint":  # DeepSeek's folder has embedding and output rows twice
         assert torch.equal(after["model.layers.2.embed_tokens.weight"], after["model.embed_tokens.weight"])
     else:
-        saved = run / "checkpoints" / "global_step_8" / "actor"
+        saved = run / "checkpoints" / "step_00000008" / "actor"
         assert main(["convert", f"from={saved}", f"to={tmp_path}/converted"]) == 0
         converted = load_file(tmp_path / "converted" / "model.safetensors")
         assert_same_bits(converted, after)

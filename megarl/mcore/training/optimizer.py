@@ -290,7 +290,7 @@ class Optimizer:
         for group in self.inner.param_groups:
             group["lr"] = self.lr * group["lr_mult"]
             group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]  # 0 for norms and biases
-        norms = {None: grad_norm} | norms_of_groups(self.inner, unwrap(self.model[0]).config)
+        norms = {None: grad_norm} | norms_of_groups(self.inner, self.model[0])
         for part in self.parts:
             params = [] if part.is_stub_optimizer else part.get_parameters()
             for group, norm in norms.items():
