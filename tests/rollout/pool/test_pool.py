@@ -410,7 +410,8 @@ async def test_a_senseless_reply_to_several_requests_counts_once():
         num = len((await request.json())["input_ids"])
         return web.json_response([{"output_ids": [3]}] * num if num_bad >= 0 else reply_to() * num)
 
-    async with pool_of(moody, rest_s=0.001, joins=True, unfit=unfit) as (pool, _, seen):
+    # A rest lasts until all eight have failed: what asks again earlier travels in a request of its own.
+    async with pool_of(moody, rest_s=0.2, joins=True, unfit=unfit) as (pool, _, seen):
         await asyncio.gather(*(pool.generate(PieceRequest([3, 4], PARAMS)) for _ in range(8)))
         assert [len(body["rid"]) for body in seen[0]] == [8] * FAULTS and not unfit
 
