@@ -292,6 +292,10 @@ def layers_of(hf: HFConfig) -> tuple[Layer, ...]:
     Raises: KeyError for a number that config.json does not have; ValueError of one sentence for a kind of layer of
     which it is not known here what it costs.
     """
+    shares = (hf.get("index_topk_freq") or 1) > 1
+    for key, is_needed in (("layer_types", hf.get("index_topk")), ("indexer_types", shares)):
+        if is_needed and not hf.get(key):  # transformers' class makes it of a folder's numbers, but not of typed ones
+            raise ValueError(f"config.json: {key} is missing; expected a word for each layer, as its indexers want it")
     numbers, sharing = numbers_of(hf), layers_that_share(hf)
     kinds = hf.get("layers_block_type") or hf.get("layer_types") or (FULL,) * hf["num_hidden_layers"]
     kinds = [SHARED if at in sharing else kind for at, kind in enumerate(kinds)]

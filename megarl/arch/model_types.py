@@ -40,7 +40,7 @@ def checked(model_type: object, families: Collection[str]) -> str:
 def needs_newer(model_type: str, mtp: str = "off") -> str:
     """A sentence if such a model can be planned but not trained in this environment, or not its MTP layers, else ""."""
     what = f"model_type {model_type!r}" if model_type in OF_0_19 else "" if mtp == "off" else f"actor.mtp={mtp}"
-    if not what or (installed := version("megatron-core")) >= "0.19":
+    if not what or tuple(map(int, (installed := version("megatron-core")).split(".")[:2])) >= (0, 19):
         return ""
     return (
         f"{what} needs Megatron-Core 0.19.2, which wants Python 3.12, and Python "

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gamma
+from math import gamma, inf
 
 from megarl.arch.layers import Mixer
 from megarl.plan.adapters import of_server
@@ -120,7 +120,9 @@ class Server:
     def room(self) -> float:
         """Number of completions of mean context that fit into the KV cache, and whose states fit into the pool."""
         held = context_of_decoding(self.job)
-        cached = self.cache_bytes * self.job.constants.cache_waste / (self.token_bytes * held)
+        cached = inf  # for a model without attention
+        if self.token_bytes:
+            cached = self.cache_bytes * self.job.constants.cache_waste / (self.token_bytes * held)
         states = self.pool_bytes / (STATES * self.state_bytes) if self.state_bytes else cached
         return self.job.attention_dp * min(cached, states)
 

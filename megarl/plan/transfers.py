@@ -21,8 +21,6 @@ from megarl.plan.job import Job, Role
 from megarl.plan.memory import Memory
 from megarl.weights.count import kinds_of, of_stage, whole
 
-DENSE_TENSORS, EXPERT_TENSORS = 12, 3  # of a layer, and of an expert, in Hugging Face's format
-
 
 def push(job: Job) -> float:
     """Seconds until every server has the new weights."""
@@ -55,9 +53,11 @@ def mapped_push(job: Job, num_bytes: int, gather_s: float) -> float:
 
 def tensors(job: Job) -> int:
     """Number of tensors, each with a fixed cost; in shards, the experts of a layer are sent stacked."""
-    experts = [kind.layer.experts for kind in kinds_of(job.actor.hf)]
-    sent = sum(one.count if _has_buckets(job) else 1 for one in experts if one)
-    return len(experts) * DENSE_TENSORS + sent * EXPERT_TENSORS
+    return sum(
+        len(op.hf_shapes) * (op.expert[1] if op.expert and _has_buckets(job) else 1)
+        for kind in kinds_of(job.actor.hf)
+        for op in kind.ops
+    )
 
 
 def _has_buckets(job: Job) -> bool:

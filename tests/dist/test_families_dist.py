@@ -140,6 +140,7 @@ OF_FAMILY: dict[str, tuple[str, ...]] = {
     "deepseek_v32": ("tp2cp2+sp ep2", "dp4 ep2 etp2", "pp2dp2 vpp2 ep2"),
     "glm_moe_dsa": ("tp2cp2+sp ep2 etp1", "pp2dp2 uneven ep2"),  # its third layer cannot begin a stage
     "nemotron_h": SOME_SPARSE,
+    "nemotron_h_dense": tuple(name for name in DENSE if name != "tp4"),  # it has two groups of B and C
     "nemotron_h_latent": ("tp2pp2 ep2 etp1", "tp2cp2+sp ep2"),
 }
 ON: dict[int, dict[tuple[str, str], Layout]] = {

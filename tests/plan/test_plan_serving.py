@@ -246,9 +246,10 @@ def test_a_bucket_costs_what_its_request_costs():
 
 
 def test_experts_go_stacked_unless_they_are_gathered():
-    assert transfers.tensors(job(hf=MOE, shared=False)) == 4 * (12 + 3)
-    assert transfers.tensors(job(hf=MOE, shared=False, push="gathered")) == 4 * (12 + 3 * 4)
-    assert transfers.tensors(job(hf=MOE)) == 4 * (12 + 3 * 4)
+    """Of each layer four projections, two norms and a router; three matrices of each expert."""
+    assert transfers.tensors(job(hf=MOE, shared=False)) == 4 * (7 + 3)
+    assert transfers.tensors(job(hf=MOE, shared=False, push="gathered")) == 4 * (7 + 3 * 4)
+    assert transfers.tensors(job(hf=MOE)) == 4 * (7 + 3 * 4)
 
 
 def test_an_offloaded_role_comes_for_each_pass_and_comes_and_goes_once_for_an_update():

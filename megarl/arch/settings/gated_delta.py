@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.arch.settings.experts import softmax_experts
-from megarl.arch.settings.hf import HFConfig, Settings, at_least, in_groups, need
+from megarl.arch.settings.hf import HFConfig, Settings, at_least, in_groups, need, refuse
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -13,6 +13,9 @@ def gated_delta(attention: Settings, hf: HFConfig) -> Settings:
     kinds = need(hf, "layer_types")
     if other := sorted(set(kinds) - {LINEAR, FULL}):
         raise ValueError(f"config.json: layer_types holds {other[0]}; expected {LINEAR} and {FULL} only")
+    refuse(hf, attn_output_gate=True)  # SGLang alone reads this key and the next
+    if (gate := hf.get("output_gate_type")) not in (None, "silu", "swish"):
+        raise ValueError(f"config.json: output_gate_type={gate} is not supported; expected silu, also called swish")
     values, keys = in_groups(hf, "linear_num_value_heads", "linear_num_key_heads")
     return attention | {
         "experimental_attention_variant": "gated_delta_net",

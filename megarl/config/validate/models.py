@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.arch.hf_config import completed, has_vision_part, text_part
-from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, numbers_of
+from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, has_states, numbers_of
 from megarl.arch.megatron_fields import CPU_OFFLOAD, OPTIMIZER
-from megarl.arch.model_types import MISSING, OF_0_19, SPARSE_LATENT, needs_newer
+from megarl.arch.model_types import MISSING, needs_newer
 from megarl.arch.mtp import with_mtp
 from megarl.config.schema import Config
 from megarl.config.schema.record import Range
@@ -151,9 +151,9 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
             yield f"{place}: it is of model_type {hf['model_type']}, and {missing}"
         if sentence := more_than_text(hf):
             yield f"{place}: {sentence}"
-        if roles and role in ("actor", "critic") and hf.get("model_type") in OF_0_19:
-            faults = _of_indexers if hf["model_type"] in SPARSE_LATENT else _with_states
-            yield from faults(config, role, hf["model_type"])
+        if roles and role in ("actor", "critic") and has_states(hf):
+            faults = _of_indexers if hf.get("index_topk") else _with_states
+            yield from faults(config, role, str(hf.get("model_type")))
 
 
 def _with_states(config: Config, role: str, model_type: str) -> Iterator[str]:

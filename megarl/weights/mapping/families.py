@@ -137,8 +137,7 @@ def _dense(c: HFConfig, layer: int, *, qkv_bias: bool = False, qk_norm: QKNorm |
 
 def _qwen3_moe(c: HFConfig, layer: int) -> list[Op]:
     """Qwen3 with experts as feed-forwards, except in the layers that config.json leaves dense."""
-    step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
-    if (layer + 1) % step or layer in plain:
+    if layer in dense_layers(c):
         return _dense(c, layer, qk_norm="head")
     mlp = experts(c, layer, f"model.layers.{layer}.mlp", num_experts(c), c["moe_intermediate_size"])
     return [*attention(c, layer, qk_norm="head"), *mlp]

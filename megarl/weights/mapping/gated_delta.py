@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.arch.layout import dense_layers
 from megarl.weights.mapping.blocks import HFConfig, attention, experts, feed_forward, gated
 from megarl.weights.mapping.names import ByHeads, HeadRows, Op, Rename, Shape
 
@@ -10,12 +11,8 @@ def hybrid_layer(c: HFConfig, layer: int) -> list[Op]:
     """Layer `layer` as config.json's layer_types and experts have it."""
     is_linear = c["layer_types"][layer] == "linear_attention"
     own = delta_net(c, layer) if is_linear else attention(c, layer, qk_norm="head", gated=True)
-    return [*own, *(_experts(c, layer) if has_experts(c, layer) else feed_forward(c, layer))]
-
-
-def has_experts(c: HFConfig, layer: int) -> bool:
-    step, plain = c.get("decoder_sparse_step") or 1, c.get("mlp_only_layers") or ()
-    return bool(c.get("num_experts")) and (layer + 1) % step == 0 and layer not in plain
+    is_dense = not c.get("num_experts") or layer in dense_layers(c)
+    return [*own, *(feed_forward(c, layer) if is_dense else _experts(c, layer))]
 
 
 def _experts(c: HFConfig, layer: int) -> list[Op]:

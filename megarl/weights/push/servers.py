@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megarl.arch.layout import numbers_of
+from megarl.arch.sglang_config import OVERRIDE, overrides
 from megarl.arch.sglang_options import untried
 from megarl.rollout.client import ServerClient, ServerError
 from megarl.rollout.protocol import DTYPE_NAMES, Route, digest_bytes
@@ -30,6 +31,7 @@ from megarl.weights.verify.digests import Kind
 
 _MOST_RANKS = 4096  # of one server; what claims more is no size
 _SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")  # keys of config.json that say of some
+_OVERRIDES = OVERRIDE.removeprefix("--").replace("-", "_")
 _TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
 CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
 # How servers of these formats read a folder: one that started with random weights would read none in its own way.  The
@@ -73,6 +75,9 @@ class ServerCapabilities:
         engine: EngineKind = "hf" if info.get("version") == "megarl-hf" else "sglang"
         attention_dp, is_stacked = _size(info, "attn_dp_size"), bool(stacks_for(hf_config))
         has_shared_experts = any(hf_config.get(name) for name in _SHARED_EXPERTS)
+        told, wanted = info.get(_OVERRIDES) or "{}", overrides(hf_config) or "{}"
+        if engine == "sglang" and json.loads(told) not in ({}, json.loads(wanted)):  # {}: its folder says all of it
+            raise ValueError(f"{_OVERRIDES}={told}: expected {wanted}, as the trainer reads this model's config.json")
         if tp % ep or tp % attention_dp:
             raise ValueError(f"tp_size={tp}: expected a multiple of ep_size={ep} and of attn_dp_size={attention_dp}")
         return cls(
