@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megarl.arch.hf_config import completed
+from megarl.arch.layers import layers_of
 from megarl.arch.layout import layers_that_share, numbers_of
 from megarl.arch.settings.families import SETTINGS
 
@@ -25,6 +26,15 @@ def test_every_rhythm_of_transformers_is_one_of_megatrons(layers: int) -> None:
             shared = tuple(layer for layer in range(layers) if hf["indexer_types"][layer] == "shared")
             assert layers_that_share(hf) == shared
             assert tuple(layer for layer in range(layers) if shares_in_megatron(layer + 1, *rhythm)) == shared
+
+
+@pytest.mark.parametrize(
+    ("key", "given"), [("layer_types", {}), ("indexer_types", {"layer_types": ["indexed_attention"] * 4})]
+)
+def test_typed_numbers_without_the_kinds_of_layers_are_no_other_model(key: str, given: dict[str, object]) -> None:
+    typed = {"num_hidden_layers": 4, "index_topk": 32, "index_topk_freq": 2} | given
+    with pytest.raises(ValueError, match=f"^config.json: {key} is missing; expected a word for each layer"):
+        layers_of({"model_type": "glm_moe_dsa", **typed})
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,11 @@ def test_layers_with_a_state_have_a_pool_of_states_beside_the_cache():
     assert one.step(4) == pytest.approx(read)
 
 
+def test_of_a_model_without_attention_states_alone_take_room():
+    one = Server(job(hf=HYBRID | {"layer_types": ["linear_attention"] * 4}))
+    assert one.token_bytes == 0 and one.room == pytest.approx(one.pool_bytes / (5 * one.state_bytes))
+
+
 def test_mamba_layers_have_states_and_those_without_a_mixer_neither_cache_nor_state():
     """Four heads of 2 x 3 in float32, and 3 inputs of a convolution over x, B and C; one of four layers attends."""
     one, two = (Server(job(hf=MIXED, server_gpus=n)) for n in (1, 2))

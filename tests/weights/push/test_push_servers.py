@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megarl.arch.sglang_config import overrides
 from megarl.arch.sglang_options import TRIED
 from megarl.rollout.client import ServerClient
 from megarl.servers.launch import WEIGHT_LOADER
@@ -78,6 +79,17 @@ def test_attention_groups_are_read_from_the_server() -> None:
 )
 def test_servers_that_hold_tensors_in_a_way_of_their_own_are_told_apart(change: dict[str, object]) -> None:
     assert not ServerCapabilities.read(ON_GPU | change, CONFIG).is_plain
+
+
+def test_a_server_that_was_told_another_model_than_the_trainers_is_refused() -> None:
+    """Of rope no weight says anything, so no push would notice it."""
+    hf = CONFIG | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+    hf |= {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25}}
+    told = {"json_model_override_args": overrides(hf)}
+    assert ServerCapabilities.read(ON_GPU | told, hf).is_plain
+    other = {"json_model_override_args": overrides(hf).replace("10000000.0", "1.0")}
+    with pytest.raises(ValueError, match=r'^json_model_override_args=\{.*"rope_theta": 1.0.*: expected \{.*10000000.0'):
+        ServerCapabilities.read(ON_GPU | other, hf)
 
 
 def test_a_server_that_fuses_shared_experts_or_does_not_say_what_it_does_is_told_apart() -> None:
