@@ -93,8 +93,9 @@ LEAD = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("update", LEAD)
+@pytest.mark.parametrize(
+    "update", [pytest.param("in_place", marks=pytest.mark.full), pytest.param("drain", marks=pytest.mark.long)]
+)
 def test_with_a_lead_no_visit_is_lost_or_settled_twice(parts: Path, tmp_path: Path, update: str) -> None:
     """The prefetcher is ahead by two iterations, so groups run, wait and are trained when a strike falls."""
     filters = update == "in_place"
@@ -115,7 +116,7 @@ def test_with_a_lead_no_visit_is_lost_or_settled_twice(parts: Path, tmp_path: Pa
     assert set(steps(tmp_path / "ahead", "rollout/collector_restarts").values()) == {0}, "SIGTERM passes them by"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_with_agents_a_run_that_is_struck_is_the_same_to_the_bit(parts: Path, tmp_path: Path) -> None:
     """Episodes of two turns: those that a strike cuts are played again from their first turn."""
     (parts / "chat.py").write_text(CHAT)

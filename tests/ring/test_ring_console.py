@@ -77,6 +77,7 @@ def finished(parts: Path) -> tuple[Path, bytes]:
     return parts / "runs" / "done", (parts / "log").read_bytes()
 
 
+@pytest.mark.full
 def test_signal_tree_a_run_whose_processes_all_get_a_signal_saves_and_goes_on(
     finished: tuple[Path, bytes], parts: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_signal_tree_a_run_whose_processes_all_get_a_signal_saves_and_goes_on(
         assert time.monotonic() < deadline, left
 
 
+@pytest.mark.full
 def test_terminal_text_of_a_run_is_obeyed_by_no_terminal(finished: tuple[Path, bytes]) -> None:
     folder, shown = finished
     check(shown)

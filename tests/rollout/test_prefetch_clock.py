@@ -112,6 +112,7 @@ def harm(servers: VirtualCollectors, rng: random.Random, version: Callable[[], i
     servers.at(when + 5, lambda: servers.trust(url, version()))
 
 
+@pytest.mark.full
 def test_a_thousand_runs_settle_every_visit_once_whatever_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each life has its own lead.  With order=prompts the visits are trained in their order, over all lives."""
     monkeypatch.setattr("megarl.data.groups.os.fsync", lambda file: None)  # its time is that of the disk
