@@ -20,7 +20,7 @@ from megarl.arch.model_types import OF_0_19
 
 PAGE = Path(__file__).parent / "parallelism.md"
 BEGIN, END = "<!-- families: docs/write_families.py -->\n", "<!-- /families -->\n"
-HEADS = ("log-probs as transformers'", "gradients in layouts", "folders in layouts", "whole runs", "SGLang")
+HEADS = ("log-probs as transformers'", "gradients in layouts", "folders in layouts", "runs", "SGLang on a CPU", "MTP")
 # For each column the tests (file, function) whose passed cases count.
 PROOFS = (
     (("test_families_dist", "test_log_probs_equal_those_of_transformers"),),
@@ -34,7 +34,8 @@ PROOFS = (
         ("test_ring_families", "test_a_run_of_each_family_trains_the_weights_that_its_server_has"),
         ("test_ring_families", "test_a_run_over_all_ranks_goes_on_to_the_last_bit"),
     ),
-    (("test_sglang_families", "test_"),),
+    (("test_push_sglang", "test_"), ("test_ring_sglang", "test_"), ("test_adapter_sglang", "test_")),
+    (("test_mtp", "test_"), ("test_ring_mtp", "test_")),
 )
 # Names of cases that are no model_type -> the family of which they are variants.
 VARIANTS = {"llama2": "llama", "llama3": "llama", "mistral_nemo": "mistral"}

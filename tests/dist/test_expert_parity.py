@@ -106,7 +106,7 @@ CRITICS = tuple(
 NAMES = [f"{family}/{name}" for family, sizes in LAYOUTS.items() for layouts in sizes.values() for name in layouts]
 HEADS = ("", "tied ")  # whether the head has weights of its own, as in models of this size, or those of the embedding
 MODELS = [head + family for head in HEADS for family in LAYOUTS if not (head and family.startswith("nemotron"))]
-ADAM: dict[str, Any] = {"optim": "adamw", "num_steps": 3}
+ADAM: dict[str, Any] = {"optim": "adamw", "num_steps": 2}
 SHARDED = {
     "qwen3_moe": (4, Layout(pp=2, vpp=2, ep=2, use_distributed_optimizer=True)),
     "deepseek_v3": (2, Layout(**SP, ep=2, etp=1, use_distributed_optimizer=True)),
@@ -133,11 +133,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(root: Path) -> Found:
     tables = []
     for family, sizes in LAYOUTS.items():
-        alone = {f"{family}/one": Case("actor", num_steps=3), f"{family}/adam": Case("actor", **ADAM)}
-        alone[f"{family}/one critic"] = Case("critic", num_steps=3)
+        alone = {f"{family}/one": Case("actor", num_steps=2), f"{family}/adam": Case("actor", **ADAM)}
+        alone[f"{family}/one critic"] = Case("critic", num_steps=2)
         tables.append(with_both_heads(Table(1, str(root / family), alone)))
         for size, layouts in sizes.items():
-            cases = {f"{family}/{name}": Case("actor", how, num_steps=3) for name, how in layouts.items()}
+            cases = {f"{family}/{name}": Case("actor", how, num_steps=2) for name, how in layouts.items()}
             critics = [name for name in CRITICS if name in cases]
             cases |= {f"{name} critic": replace(cases[name], role="critic") for name in critics}
             if size == SHARDED.get(family, (0,))[0]:

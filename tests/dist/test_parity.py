@@ -83,7 +83,7 @@ COUNTED = {"pp2 vpp2": Layout(pp=2, vpp=2), "pp2 vpp4": Layout(pp=2, vpp=4)}
 def cases(layouts: dict[str, Layout], roles: tuple[str, ...] = ROLES, **more: Any) -> dict[str, Case]:
     """An actor with a reference takes no steps."""
     return {
-        f"{layout}/{role}": Case(role, how, num_steps=0 if "reference" in role else 3, **more)
+        f"{layout}/{role}": Case(role, how, num_steps=0 if "reference" in role else 2, **more)
         for layout, how in layouts.items()
         for role in roles
     }
@@ -104,8 +104,8 @@ def found(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
     deep = str(write_tiny_model(root / "deep", replace(SHAPE, layers=8), seed=1))
     untied = str(write_tiny_model(root / "untied", replace(SHAPE, layers=4), seed=1, tied=False))
     untied_deep = str(write_tiny_model(root / "untied deep", replace(SHAPE, layers=8), seed=1, tied=False))
-    one, adam = cases({"one": Layout()}), Case("actor", optim="adamw", num_steps=3)
-    one["one/whole"] = Case("actor", max_tokens=4096, num_steps=3)
+    one, adam = cases({"one": Layout()}), Case("actor", optim="adamw", num_steps=2)
+    one["one/whole"] = Case("actor", max_tokens=4096, num_steps=2)
     narrowed = cases({"narrowed one": Layout()}, ACTORS, narrowed=True)
     narrowed |= cases({"narrowed split": Layout()}, ACTORS, narrowed=True, max_tokens=14)
     in_steps = narrowed | {"sharded one": adam}
