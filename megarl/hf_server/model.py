@@ -28,7 +28,7 @@ from megarl.hf_server.kv_cache import Decode, KVSlots, Prefill
 from megarl.rollout.protocol import DTYPE_NAMES
 from megarl.weights.hf.folder import HFFolder, check_finite
 from megarl.weights.hf.named import misfit, open_for
-from megarl.weights.mapping.families import ignorable
+from megarl.weights.mapping.families import FAMILIES, ignorable, table_for
 from megarl.weights.verify.digests import Kind, digest
 
 _DEFAULT_CACHE_BYTES = 2 << 30
@@ -286,13 +286,15 @@ class HFModel:
     def _correct(self, held: HFFolder) -> None:
         """Read what transformers reads otherwise than the trainer.
 
-        Of a tensor in several files it may take another than the index names, and for some families it casts the
-        biases of routers, which are float32, with the weights.
+        Of a tensor in several files it may take another than the index names, and it casts with the weights what is
+        float32 whatever their type: biases of routers for some families, and decays.
         """
+        table = table_for(self._numbers) if self._numbers.get("model_type") in FAMILIES else []
+        float32 = {name for op in table if op.keeps_dtype for name in op.hf_shapes}
         for name, tensor in self.weights.items():  # a folder may have further layers, which are not served
             if name in held.in_several:
                 tensor.copy_(held.read_hub(name))
-            if name.endswith("e_score_correction_bias"):
+            if name in float32:
                 tensor.data = held.read_hub(name).float().to(self.device)
 
     def _check_served(self) -> None:

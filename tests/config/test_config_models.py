@@ -73,18 +73,17 @@ def test_what_layers_with_states_are_not_made_for_is_refused(tmp_path: Path, mod
     assert f"{word}: {model_type} has layers for which it is not made; expected " in said
 
 
+LATE = ["actor.megatron.overlap_param_gather=true", "actor.megatron.use_distributed_optimizer=true"]
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["actor.lora.rank=4"],
-        ["actor.megatron.overlap_param_gather=true", "actor.megatron.use_distributed_optimizer=true"],
-    ],
+    ("model_type", "words"), [("deepseek_v32", ["actor.lora.rank=4"]), ("deepseek_v32", LATE), ("qwen3_5_text", LATE)]
 )
-def test_what_reads_weights_past_sparse_attention_is_refused(tmp_path: Path, words: list[str]) -> None:
+def test_what_reads_weights_past_their_modules_is_refused(tmp_path: Path, model_type: str, words: list[str]) -> None:
     numbers = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
-    there = folder(tmp_path / "m", model_type="deepseek_v32", first_k_dense_replace=1, **numbers)
+    there = folder(tmp_path / "m", model_type=model_type, first_k_dense_replace=1, **numbers)
     said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", *words)
-    assert f"{words[0]}: the attention of deepseek_v32 reads weights past it; expected " in said
+    assert f"{words[0]}: the attention of {model_type} reads weights past it; expected " in said
 
 
 MTP = """

@@ -51,15 +51,16 @@ class HFServer:
     Example: with HFServer(folder) as server: server.url, server.pid; server.restart()
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
         (self._port,) = free_ports(["127.0.0.1"])
-        self._folder = folder
+        self._folder, self._dtype = folder, dtype
         self.url = f"http://127.0.0.1:{self._port}"
         self.engine = ServerClient(self.url, TOKEN)
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "megarl.hf_server.main", "--model-path", str(self._folder)]
+        command += ["--dtype", self._dtype]
         command += ["--port", str(self._port), "--max-running-requests", "4", "--max-total-tokens", "512"]
         command += ["--group-timeout-s", "60"]
         environment = {**os.environ, **VARIABLES, TOKEN_VARIABLE: TOKEN, "OMP_NUM_THREADS": "1"}
@@ -108,11 +109,11 @@ OUT_PROJ = "model.layers.0.linear_attn.out_proj.weight"  # in its place where th
 _held: dict[str, Any] = {}  # of this rank, from call to call
 
 
-def build(folder: str, layout: Layout) -> None:
+def build(folder: str, layout: Layout, dtype: str = "float32") -> None:
     """A model on these ranks, and no pusher yet."""
     make_groups(layout)
     config = json.loads((Path(folder) / "config.json").read_text())
-    model = build_model(config, layout)
+    model = build_model(config, layout, dtype=dtype)
     load_hf(model, folder, config)
     _held.update(model=model, config=config, folder=folder, layout=layout, params=local_parameters(model))
 
@@ -146,7 +147,8 @@ def push(version: int, fault: str, how: dict[str, Any]) -> dict[str, Any]:
         except PushError as raised:
             report, error = raised.report, str(raised)
     expected, sizes = {}, []
-    for name, tensor in () if bare else hf_tensors(_held["model"], _held["config"]):
+    of_servers = _held["pusher"]._dtype
+    for name, tensor in () if bare else hf_tensors(_held["model"], _held["config"], dtype=of_servers):
         expected[name] = digest(tensor)
         sizes.append(tensor.numel())
     return {"report": report, "error": error, "expected": expected, "sizes": sizes}

@@ -186,12 +186,13 @@ def refusals(folder: str, root: str, by_adamw: str) -> dict[str, str]:
     return found
 
 
-def run_cases(folder: str, experts: str, root: str, cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """`experts`: the folder of the model of those cases whose name says so."""
-    return {
-        name: saved_and_loaded(experts if "experts" in name else folder, f"{root}/{name}", *case)
-        for name, case in cases.items()
-    }
+def run_cases(folders: dict[str, str], root: str, cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """`folders`: of the models of the cases whose names begin with theirs; of the others it is "dense"."""
+    found = {}
+    for name, case in cases.items():
+        folder = folders.get(name.split()[0], folders["dense"])
+        found[name] = saved_and_loaded(folder, f"{root}/{name}", *case)
+    return found
 
 
 def run_others(folder: str, experts: str, root: str, by_adamw: str) -> dict[str, Any]:

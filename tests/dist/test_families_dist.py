@@ -76,17 +76,19 @@ def critic_case(source: str, folder: str, layout: Layout) -> dict[str, Any]:
     return found
 
 
-def bf16_case(source: str, layout: Layout) -> dict[str, torch.Tensor]:
-    """A bf16 model (wrapped in Float16Module) keeps its type on the way out unless another is asked for."""
+def bf16_case(source: str, layout: Layout) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a bf16 model (wrapped in Float16Module) exports in its own types, and what it pushes to bf16 servers."""
     make_groups(layout)
-    config = json.loads((Path(source) / "config.json").read_text())
+    config = read_hf_config(source)
     model = build_model(config, layout, dtype="bfloat16")
     load_hf(model, source, config)
     own = {n: t.clone() for n, t in hf_tensors(model, config)}
     assert {n: (tuple(t.shape), t.dtype) for n, t in own.items()} == hf_sizes(model, config)
     assert {t.dtype for _, t in hf_tensors(model, config, dtype=torch.float32)} == {torch.float32}
+    pushed = {n: t.clone() for n, t in hf_tensors(model, config, dtype=torch.bfloat16)}
+    assert {n: (tuple(t.shape), t.dtype) for n, t in pushed.items()} == hf_sizes(model, config, dtype=torch.bfloat16)
     destroy_groups()
-    return own
+    return own, pushed
 
 
 ON_TWO = {
@@ -242,7 +244,40 @@ def test_a_critic_takes_an_actors_trunk_and_its_own_head(
     assert torch.equal(model.score.weight, torch.arange(32.0)[None])
 
 
-def test_bf16_models_are_exported_as_rounded_once(two_ranks: Ranks, root: Path) -> None:
-    expected = {n: t.to(torch.bfloat16) for n, t in hf_weights(root / "qwen2 tied").items()}
-    for rank in two_ranks.run(bf16_case, str(root / "qwen2 tied"), ON_TWO["tp2"]):
-        assert_same_bits(rank, expected)
+# Names of weights that stay float32 in a bf16 trainer, as published folders have them, and of those also on servers.
+_DECAYS = (".A_log", ".D", ".dt_bias")
+BF16 = {
+    "qwen2 tied": ((), ()),
+    "qwen3_next": ((".A_log",), (".A_log",)),
+    "qwen3_5_text": ((".A_log", ".linear_attn.norm.weight"), (".A_log",)),
+    "nemotron_h": ((*_DECAYS, ".e_score_correction_bias"), (*_DECAYS, ".e_score_correction_bias")),
+    "nemotron_h_dense": (_DECAYS, _DECAYS),
+}
+ON_TWO_SP = Layout(tp=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("qwen2 tied", ON_TWO["tp2"]),
+        *(
+            pytest.param(*case, marks=marks)
+            for case, *marks in (
+                (("qwen3_5_text", ON_TWO["tp2"]), pytest.mark.megatron_0_19),
+                (("nemotron_h_dense", ON_TWO["pp2"]), pytest.mark.megatron_0_19),
+                (("qwen3_next", ON_TWO_SP), pytest.mark.megatron_0_19, pytest.mark.full),
+                (("nemotron_h", ON_TWO_SP), pytest.mark.megatron_0_19, pytest.mark.full),
+            )
+        ),
+    ],
+)
+def test_bf16_models_are_exported_as_rounded_once(
+    two_ranks: Ranks, root: Path, tmp_path: Path, model: str, layout: Layout
+) -> None:
+    """And what published folders hold in float32 among others is not rounded at all."""
+    folder = root / model if (root / model).exists() else write_model(tmp_path / "model", model, tied=False)
+    held, (kept, served) = hf_weights(folder), BF16[model]
+    assert all(any(name.endswith(end) for name in held) for end in kept)
+    for own, pushed in two_ranks.run(bf16_case, str(folder), layout):
+        for found, ends in ((own, kept), (pushed, served)):
+            assert_same_bits(found, {n: t if n.endswith(ends) else t.to(torch.bfloat16) for n, t in held.items()})

@@ -60,6 +60,21 @@ def test_a_model_with_experts_arrives_whole(transport: str, served: Any, two_ran
 
 
 @pytest.mark.full
+@pytest.mark.megatron_0_19
+def test_decays_arrive_unrounded_at_a_server_in_bfloat16(tmp_path: Path) -> None:
+    """The norm of a delta net's heads, which is float32 in the trainer, too, is rounded: servers have it in theirs."""
+    folder = write_model(tmp_path / "model", "qwen3_5_text", tied=False)
+    with HFServer(folder, "bfloat16") as server, Ranks(2) as ranks:
+        ranks.run(build, str(folder), Layout(tp=2), "bfloat16", timeout_s=240)
+        server.wait()
+        for transport in ("gathered", "shared", "sharded"):
+            found = pushed(ranks, server, transport, check_every=1, dtype="bfloat16")
+            assert found["report"].transports == {server.url: transport}, found
+            assert server.engine.checksums() == found["expected"]
+        ranks.run(connect, [], "auto", {}, timeout_s=120)
+
+
+@pytest.mark.full
 def test_experts_that_go_to_each_others_place_are_named_and_the_next_push_heals_them(
     served: Any, two_ranks: Ranks
 ) -> None:

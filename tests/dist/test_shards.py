@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from parity_compare import TOLERANCE, assert_same_bits, relative
 from rank_answers import Answers
 from shards_cases import OPTIMIZERS, run_cases, run_others
 from spawn import Ranks
+from tiny_models import FAMILIES, write_model
 
 from megarl.arch.layout import Layout, padded_vocab_size
 from megarl.data.examples.sizes import TinySizes
@@ -29,6 +31,12 @@ CASES: dict[str, Any] = {
     # As an actor is saved while the critic warms up alone.
     "bf16 before the first step": ("adamw", "bfloat16", "actor", "tp2", ["tp2"], 0),
 }
+# Of a few parameters in float32 among those in bfloat16.
+STATES: dict[str, Any] = {
+    "states tp2": ("adamw", "bfloat16", "actor", "tp2 sharded", ["tp2 sharded", "tp2"], 1),
+    "states dp2": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded", "dp2"], 1),
+    "mamba dp2": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded", "dp2"], 1),
+}
 SLOW: dict[str, Any] = {
     "critic": ("adamw", "float32", "critic", "pp2", ["tp2"], 2),
     "sharded": ("adamw", "float32", "actor", "tp2 sharded", ["tp2 sharded", "pp2 sharded", "dp2"], 2),
@@ -43,39 +51,47 @@ SLOW: dict[str, Any] = {
     "before the first step": ("sgd", "float32", "actor", "tp2", ["tp2"], 0),
     "bf16 sharded before the first step": ("adamw", "bfloat16", "actor", "dp2 sharded", ["dp2 sharded"], 0),
 }
+ALL, OF_STATES = CASES | SLOW | STATES, (pytest.mark.full, pytest.mark.megatron_0_19)
 PAIRS = [
     pytest.param(name, layout, marks=marks)
-    for cases, marks in ((CASES, ()), (SLOW, pytest.mark.full))
+    for cases, marks in ((CASES, ()), (SLOW, pytest.mark.full), (STATES, OF_STATES))
     for name, case in cases.items()
     for layout in case[4]
 ]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model, one with experts, and where checkpoints are."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where models are, by name."""
     root = tmp_path_factory.mktemp("models")
     write_tiny_model(root / "dense", SHAPE, seed=1)
     write_tiny_model(root / "experts", replace(SHAPE, layers=2), family="qwen3_moe", seed=1, moe_intermediate_size=24)
-    (root / "checkpoints").mkdir()
-    return [str(root / name) for name in ("dense", "experts", "checkpoints")]
+    for name, family in {"states": "qwen3_5_text", "mamba": "nemotron_h_dense"}.items():
+        if family in FAMILIES:
+            write_model(root / name, family, tied=False)
+    return {folder.name: str(folder) for folder in root.iterdir()}
 
 
 @pytest.fixture(scope="module")
-def found(two_ranks: Ranks, folders: list[str]) -> Answers:
-    run = partial(two_ranks.run, run_cases, *folders, timeout_s=240)
-    return Answers(*((cases, partial(run, cases)) for cases in (CASES, SLOW)))
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")
-def others(two_ranks: Ranks, folders: list[str], found: Answers) -> list[dict[str, Any]]:
+def found(two_ranks: Ranks, folders: dict[str, str], root: str) -> Answers:
+    run = partial(two_ranks.run, run_cases, folders, root, timeout_s=240)
+    return Answers(*((cases, partial(run, cases)) for cases in (CASES, SLOW, STATES)))
+
+
+@pytest.fixture(scope="module")
+def others(two_ranks: Ranks, folders: dict[str, str], root: str, found: Answers) -> list[dict[str, Any]]:
     assert found["plain"]
-    return two_ranks.run(run_others, *folders, f"{folders[2]}/plain", timeout_s=120)
+    return two_ranks.run(run_others, folders["dense"], folders["experts"], root, f"{root}/plain", timeout_s=120)
 
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_weights_and_moments_come_back_bit_for_bit(found: Answers, name: str, layout: str) -> None:
-    (optim, _, _, _, _, num_steps), (rank, *_) = (CASES | SLOW)[name], found[name]
+    (optim, _, _, _, _, num_steps), (rank, *_) = ALL[name], found[name]
     saved, loaded = rank["saved"], rank[layout]
     assert_same_bits(loaded["weights"], saved["weights"])
     assert loaded["moments"].keys() == saved["moments"].keys()
@@ -88,7 +104,7 @@ def test_weights_and_moments_come_back_bit_for_bit(found: Answers, name: str, la
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_the_next_step_is_the_one_it_would_have_been(found: Answers, name: str, layout: str) -> None:
-    (optim, _, _, first, _, num_steps), ranks = (CASES | SLOW)[name], found[name]
+    (optim, _, _, first, _, num_steps), ranks = ALL[name], found[name]
     for rank in ranks:
         assert rank[layout]["step_index"] == num_steps
         if "adamw" in optim:
@@ -111,6 +127,19 @@ def test_the_next_step_is_the_one_it_would_have_been(found: Answers, name: str, 
                 assert relative(saved["weights"][n], after) > 500 * TOLERANCE, f"{n} hardly moved"
 
 
+@pytest.mark.full
+@pytest.mark.megatron_0_19
+@pytest.mark.parametrize("name", STATES)
+def test_decays_in_float32_are_trained_as_finely_as_their_type(found: Answers, name: str) -> None:
+    """In the trainer itself, and without master weights: none of them can be held by bfloat16 after a step."""
+    for step in ("weights", "weights after"):
+        decays = {n: t for n, t in found[name][0]["saved"][step].items() if n.endswith((".A_log", ".D"))}
+        assert decays
+        for n, tensor in decays.items():
+            assert tensor.dtype == torch.float32
+            assert (tensor != tensor.bfloat16()).float().mean() > 0.9, n
+
+
 def test_weights_alone_move_to_any_layout(others: list[dict[str, Any]]) -> None:
     """Of a frozen model, which is saved without an optimizer."""
     frozen = others[0]["frozen"]
@@ -130,10 +159,10 @@ def test_saving_leaves_no_process_behind(others: list[dict[str, Any]]) -> None:
 
 
 def test_checkpoint_peak_is_an_equal_share_of_each_rank_and_nothing_is_gathered(
-    others: list[dict[str, Any]], folders: list[str]
+    others: list[dict[str, Any]], folders: dict[str, str]
 ) -> None:
     """Weights 2 bytes, master weights 4, two moments 8; what the planner counts, and a few rows of padding."""
-    hf = json.loads(Path(folders[0], "config.json").read_text())
+    hf = json.loads(Path(folders["dense"], "config.json").read_text())
     peaks = [rank["peak"] for rank in others]
     assert sum(peak["bytes"] for peak in peaks) == 14 * peaks[0]["params"]
     assert max(peak["bytes"] for peak in peaks) < 1.05 * min(peak["bytes"] for peak in peaks)

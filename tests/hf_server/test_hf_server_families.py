@@ -133,6 +133,18 @@ def test_a_mamba_mixer_takes_steps_as_short_as_the_trainer_does(tmp_path: Path) 
     assert (held - limited).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_decays_are_float32_beside_bfloat16_as_the_trainer_pushes_them(tmp_path: Path, family: str) -> None:
+    folder = write(tmp_path / "a", 1, {"family": family})
+    held, stored = HFModel(folder, torch.bfloat16), load_file(f"{folder}/model.safetensors")
+    decays = {name for name, tensor in held.weights.items() if tensor.dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in decays} >= {"A_log"}
+    assert all(torch.equal(held.weights[name], stored[name]) for name in decays)
+    tokens = torch.arange(7, 19) * 5 % held.vocab_size
+    exact = logits_in_two_ways(HFModel(folder, torch.float32), tokens, prompt=6)
+    assert (logits_in_two_ways(held, tokens, prompt=6).float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_a_layer_that_predicts_further_tokens_is_left_alone(tmp_path: Path, family: str) -> None:
     """Published folders have one behind the last layer, with a router's bias of its own."""

@@ -156,12 +156,18 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
             yield from faults(config, role, str(hf.get("model_type")))
 
 
+# A gated delta net takes the weight of its convolution and does not call it (gdn.py:184).
+_READS_PAST = "the attention of {} reads weights past it; expected"
+
+
 def _with_states(config: Config, role: str, model_type: str) -> Iterator[str]:
     """What would be wrong, or was not proved, for models with gated delta nets or Mamba mixers."""
     layers = f"{model_type} has layers for which it is not made; expected"
     yield from _unproved(config, role, layers)
     if role == "actor" and config.actor.router_replay != "off":
         yield f"actor.router_replay={config.actor.router_replay}: {layers} off"
+    if config.role(role).megatron.overlap_param_gather and model_type != "nemotron_h":
+        yield f"{role}.megatron.overlap_param_gather=true: {_READS_PAST.format(model_type)} false"
 
 
 def _unproved(config: Config, role: str, why: str) -> Iterator[str]:
@@ -177,7 +183,7 @@ def _unproved(config: Config, role: str, why: str) -> Iterator[str]:
 
 def _of_indexers(config: Config, role: str, model_type: str) -> Iterator[str]:
     """What sparse attention would compute without, as it multiplies by a linear's weight and does not call it."""
-    node, past = config.role(role), f"the attention of {model_type} reads weights past it; expected"
+    node, past = config.role(role), _READS_PAST.format(model_type)
     if node.optim.name == "muon":
         yield f"{role}.optim.name=muon: it was not proved for {model_type}; expected adamw"
     if node.strategy == "fsdp":

@@ -16,11 +16,15 @@ def router_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.expert_bias", module.expert_bias
 
 
-def keep_router_biases(model: nn.Module) -> None:
-    """Make them float32 again after a cast of the whole model; Megatron does so only in the first forward pass."""
+def keep_float32(model: nn.Module, others: tuple[str, ...]) -> None:
+    """Make routers' biases float32 again after a cast of the whole model, as Megatron does in the first forward pass,
+    and parameters whose names end with one of `others`."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()
+    for name, param in model.named_parameters():
+        if name.endswith(others):
+            param.data = param.data.float()
 
 
 def prepare_biases(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ class Family:
     config: type[TransformerConfig] = TransformerConfig
     layer: LayerSpec = local_layer
     has_rope: bool = True
+    float32: tuple[str, ...] = ()  # ends of names of parameters that a cast to bfloat16 leaves alone
 
 
 class NormOfAllHeads(nn.Module):
@@ -132,15 +133,16 @@ def family_of(hf: HFConfig) -> Family:
     return FAMILIES[checked(hf.get("model_type"), FAMILIES)]
 
 
+_OF_QWEN3_5 = (".A_log", ".out_norm.weight")
 FAMILIES: dict[str, Family] = {kind: Family(settings) for kind, settings in SETTINGS.items()} | {
     "deepseek_v3": Family(SETTINGS["deepseek_v3"], MLATransformerConfig, latent_layer),
     "kimi_k2": Family(SETTINGS["kimi_k2"], MLATransformerConfig, latent_layer),
     "minimax_m2": Family(SETTINGS["minimax_m2"], layer=layer_with_norms_of_all_heads),
-    "qwen3_next": Family(SETTINGS["qwen3_next"], layer=_hybrid_layer),
-    "qwen3_5_text": Family(SETTINGS["qwen3_5_text"], layer=_hybrid_layer),
-    "qwen3_5_moe_text": Family(SETTINGS["qwen3_5_moe_text"], layer=_hybrid_layer),
+    "qwen3_next": Family(SETTINGS["qwen3_next"], layer=_hybrid_layer, float32=(".A_log",)),
+    "qwen3_5_text": Family(SETTINGS["qwen3_5_text"], layer=_hybrid_layer, float32=_OF_QWEN3_5),
+    "qwen3_5_moe_text": Family(SETTINGS["qwen3_5_moe_text"], layer=_hybrid_layer, float32=_OF_QWEN3_5),
     "deepseek_v32": Family(SETTINGS["deepseek_v32"], MLATransformerConfig, _sparse_layer),
     "glm_moe_dsa": Family(SETTINGS["glm_moe_dsa"], MLATransformerConfig, _sparse_layer),
     "gpt_oss": Family(_gpt_oss),
-    "nemotron_h": Family(_nemotron_h, MixedConfig, _mixed_layer, has_rope=False),
+    "nemotron_h": Family(_nemotron_h, MixedConfig, _mixed_layer, has_rope=False, float32=(".A_log", ".dt_bias", ".D")),
 }

@@ -20,7 +20,7 @@ from megarl.arch.layout import Layout, exchange_misfits, misfits, numbers_of, pa
 from megarl.arch.megatron_fields import FUSIONS
 from megarl.arch.settings.hf import HFConfig
 from megarl.arch.settings.rope import make_rope
-from megarl.mcore.models.biases import keep_router_biases, prepare_biases
+from megarl.mcore.models.biases import keep_float32, prepare_biases
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.families import family_of
 from megarl.mcore.models.fusions import available_fusions, fuse_weight_gradients
@@ -230,7 +230,8 @@ def build_model(
     engine: ExecutionOptions = ExecutionOptions(),
 ) -> Model:
     """This rank's part of the model, on its device.  role is "actor" (also for a reference) or "critic"."""
-    return [_on_device(gpt) for gpt in make_chunks(hf, layout, role=role, dtype=dtype, engine=engine)]
+    chunks = make_chunks(hf, layout, role=role, dtype=dtype, engine=engine)
+    return [_on_device(gpt, family_of(hf).float32) for gpt in chunks]
 
 
 def make_chunks(
@@ -273,10 +274,10 @@ def make_chunks(
     return chunks
 
 
-def _on_device(gpt: GPTModel) -> nn.Module:
+def _on_device(gpt: GPTModel, float32: tuple[str, ...]) -> nn.Module:
     chunk: nn.Module = gpt.cuda() if torch.cuda.is_available() else gpt
     chunk = Float16Module(gpt.config, chunk) if gpt.config.bf16 else chunk
-    keep_router_biases(chunk)
+    keep_float32(chunk, float32)
     return chunk
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -188,6 +189,7 @@ class Optimizer:
             use_gloo_process_groups=False,
         )
         for part in self.parts:
+            _number_by_type(part)
             if isinstance(part.optimizer, HybridDeviceOptimizer):
                 match_trained(part)
             elif not wrapper.use_megatron_fsdp:
@@ -311,6 +313,14 @@ def _fuse_on_gpu(inner: torch.optim.Optimizer | None) -> None:
     for group in inner.param_groups if isinstance(inner, torch.optim.Adam) else ():
         if group["params"] and all(param.is_cuda for param in group["params"]):
             group["fused"] = True
+
+
+def _number_by_type(part: Any) -> None:
+    """Megatron's distributed optimizer numbers parameters, then puts those in float32 first (distrib_optimizer:441)."""
+    if hasattr(part, "model_fp32_groups"):
+        groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+        own = ((p, (group, i)) for group, both in enumerate(groups) for i, p in enumerate(chain(*both)))
+        part.model_param_group_index_map = dict(own)
 
 
 def _distributed_runs(part: Any) -> Iterator[tuple[nn.Parameter, int, int, dict[str, Tensor]]]:

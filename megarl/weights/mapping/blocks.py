@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.arch.mtp import TRAINED_MTP
@@ -17,13 +16,6 @@ HFConfig = Mapping[str, Any]
 Role = Literal["actor", "critic"]
 QKNorm = Literal["head", "all heads"]
 GATED = ("gate_proj", "up_proj", "down_proj")  # the usual HF names of a gated feed-forward's linears
-
-
-@dataclass(frozen=True)
-class RouterBias(Rename):
-    """Is float32 in every folder, trainer and server, whatever type the weights have."""
-
-    keeps_dtype = True
 
 
 def is_tied(hf_config: HFConfig) -> bool:
@@ -218,4 +210,4 @@ def shared_experts(c: HFConfig, layer: int, mlp: str) -> list[Op]:
 
 
 def router_bias(layer: int, hf_name: str, count: int) -> Op:
-    return RouterBias(f"decoder.layers.{layer}.mlp.router.expert_bias", hf_name, (count,))
+    return Rename(f"decoder.layers.{layer}.mlp.router.expert_bias", hf_name, (count,), keeps_dtype=True)

@@ -47,15 +47,15 @@ Layers = Callable[[HFConfig, int], list[Op]]  # (config.json, number of a layer)
 def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int = VOCAB_MULTIPLE) -> list[Op]:
     """Every parameter of the model, in the order of export: embedding, layers, final norm, head.
 
-    After the layers come the routers' biases, which have another type than the weights and so stay together.
+    After the layers come their parameters that are always float32, which so stay together.
     `vocab_multiple`: the vocabulary rows of each tensor-parallel rank are padded to a multiple of this.
     A critic has a value head instead of the output rows.
     """
     layers = chain.from_iterable(layer_of(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
     family = family_of(hf_config)
     further = mtp_layers(hf_config, family.layer, family.router_biases)
-    layers = chain(layers, family.router_biases(hf_config), further)
-    return decoder(hf_config, role, vocab_multiple, layers, names=family.around_layers)
+    ordered = sorted(chain(layers, family.router_biases(hf_config)), key=lambda op: op.keeps_dtype)
+    return decoder(hf_config, role, vocab_multiple, chain(ordered, further), names=family.around_layers)
 
 
 def layer_of(hf_config: HFConfig, layer: int) -> list[Op]:

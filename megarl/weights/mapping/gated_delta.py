@@ -66,7 +66,7 @@ def delta_net(c: HFConfig, layer: int) -> list[Op]:
         ByHeads(f"{mg}.in_proj.weight", tuple(parts), tuple(shapes), (hidden,)),
         ByHeads(f"{mg}.conv1d.weight", tuple(qkv_heads(conv, c)), ((conv, whole),), taps),
         Rename(f"{mg}.dt_bias", f"{hf}.dt_bias", (values,), 0),
-        Rename(f"{mg}.A_log", f"{hf}.A_log", (values,), 0),
+        Rename(f"{mg}.A_log", f"{hf}.A_log", (values,), 0, keeps_dtype=True),
         Rename(f"{mg}.out_norm.weight", f"{hf}.norm.weight", (value,)),
         Rename(f"{mg}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, values * value), 1),
     ]

@@ -85,7 +85,7 @@ def _mixer(c: HFConfig, mg: str, hf: str) -> list[Op]:
         cut("in_proj.weight", given, rows, inner + width + heads, (hidden,)),
         cut("conv1d_weight", conv, of_conv(conv), width, (1, c["conv_kernel"])),
         cut("conv1d_bias", bias, of_conv(bias), width, ()),
-        *(Rename(f"{mg}.{name}", f"{hf}.{name}", (heads,), 0) for name in ("dt_bias", "A_log", "D")),
+        *(Rename(f"{mg}.{x}", f"{hf}.{x}", (heads,), 0, keeps_dtype=True) for x in ("dt_bias", "A_log", "D")),
         Rename(f"{mg}.norm.weight", f"{hf}.norm.weight", (inner,), 0),
         Rename(f"{mg}.out_proj.weight", f"{hf}.out_proj.weight", (hidden, inner), 1),
     ]

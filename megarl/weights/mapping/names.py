@@ -69,10 +69,11 @@ class Op(ABC):
     axis: Axis = field(default="tp", kw_only=True)  # the ranks over which the parameter is cut
     expert: tuple[int, int] | None = field(default=None, kw_only=True)  # (number, count); None: not of a single expert
     own_dtype: str | None = field(default=None, kw_only=True)  # torch's name of a type that is not that of the weights
+    # Whether it is float32 in the trainer, in exports and in servers, whatever type the weights have.
+    keeps_dtype: bool = field(default=False, kw_only=True)
     added: float = field(default=0.0, kw_only=True)  # to each number: a server's copy of a weight that it derives
 
     required = True  # an HF folder without these tensors is refused
-    keeps_dtype = False  # whether it keeps its type when the model is cast to another
 
     @property
     def is_sharded(self) -> bool:

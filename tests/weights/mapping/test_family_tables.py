@@ -159,11 +159,19 @@ def test_vocabulary_padding_is_that_of_the_models() -> None:
             assert op.shard_shape(tp)[0] * tp == padded_vocab_size(size, tp)
 
 
-def test_biases_of_routers_keep_their_type_and_stand_together() -> None:
-    """So they are one bucket of float32 in a model of bfloat16: one for each of three layers with experts."""
-    runs = [(keeps, len(list(run))) for keeps, run in groupby(op.keeps_dtype for op in table_for(config_of("kimi_k2")))]
+@pytest.mark.parametrize(
+    ("family", "count"),
+    # Each of 3 layers with experts has one, each of 2 delta nets one, each of 3 mixers three beside 2 routers.
+    [
+        ("kimi_k2", 3),
+        *(pair for pair in (("qwen3_5_text", 2), ("nemotron_h", 11)) if pair[0] not in tiny_models.LACKING),
+    ],
+)
+def test_what_is_always_float32_stands_together(family: str, count: int) -> None:
+    """So it is one bucket of float32 in a model of bfloat16."""
+    runs = [(keeps, len(list(run))) for keeps, run in groupby(op.keeps_dtype for op in table_for(config_of(family)))]
     assert [keeps for keeps, _ in runs] == [False, True, False]
-    assert runs[1] == (True, 3)
+    assert runs[1] == (True, count)
 
 
 @pytest.mark.parametrize("key", LAYERS_OF_FURTHER_TOKENS)
