@@ -50,6 +50,7 @@ ENGINE_NEEDS = (
     "nvidia-cudnn-frontend>=1.29.0",
 )
 ENGINE_BUILDS_WITH = ("setuptools>=61.0", "wheel", "ninja", "pybind11")
+DELTA_KERNELS = "flash-linear-attention~=0.4.0"  # Triton's, of gated delta nets: as Megatron-Core 0.19.2 declares it
 KEPT_VARIABLES = ("UV_CACHE_DIR", "UV_DEFAULT_INDEX")  # a mirror in place of the index is the index
 
 
@@ -99,7 +100,7 @@ def gpu_installations() -> Iterator[Installation]:
     yield Installation(
         "launch/gpu/trainer.txt",
         "megarl[dev], and what Transformer-Engine needs",
-        (*trainer, f"transformer-engine=={version}", core, *ENGINE_NEEDS, *ENGINE_BUILDS_WITH),
+        (*trainer, f"transformer-engine=={version}", core, *ENGINE_NEEDS, *ENGINE_BUILDS_WITH, DELTA_KERNELS),
         (TRAINER_LOCK,),
         locked=True,
     )
