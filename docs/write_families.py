@@ -39,7 +39,7 @@ PROOFS = (
 )
 # Names of cases that are no model_type -> the family of which they are variants.
 VARIANTS = {"llama2": "llama", "llama3": "llama", "mistral_nemo": "mistral"}
-OF_ONE_FAMILY = {"test_parity": "qwen3"}  # files whose cases name none
+OF_ONE_FAMILY = dict.fromkeys(("test_parity", "test_ring_sglang"), "qwen3")  # files with cases that name none
 
 
 def passed(report: Path) -> Iterator[tuple[str, str, str]]:
@@ -65,7 +65,7 @@ def counts(reports: list[Path]) -> dict[str, list[int]]:
     for file, function, case in (found for report in reports for found in passed(report)):
         for column, tests in enumerate(PROOFS):
             if any(file == name and function.startswith(begin) for name, begin in tests):
-                cases[OF_ONE_FAMILY.get(file) or family_of(case)][column].add((function, case))
+                cases[family_of(case) or OF_ONE_FAMILY.get(file, "")][column].add((function, case))
     return {family: [len(found) for found in columns] for family, columns in cases.items()}
 
 
