@@ -102,6 +102,9 @@ def config_of(hf: Mapping[str, Any]) -> PretrainedConfig:
     for name, most in _MOST.items():
         if isinstance(number := hf.get(name), int) and number > most:
             raise ValueError(f"config.json: {name}={number}; expected at most {most}")
+    for name in ("dtype", "torch_dtype"):
+        if not isinstance(kind := hf.get(name), str | None):
+            raise ValueError(f"config.json: {name}={json.dumps(kind, default=str)}; expected a name, as bfloat16")
     if file := hf.get("transformers_weights"):
         raise ValueError(f"config.json: transformers_weights={json.dumps(file)}; expected weights in model.safetensors")
     config = _config_of(hf)

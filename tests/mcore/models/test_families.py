@@ -201,6 +201,7 @@ UNQUANTIZED = "quant_method='fp8'; expected unquantized weights"
             "has full_attention; expected one rope for all layers",
         ),
         ("qwen3", "transformers_weights", "other.safetensors", "; expected weights in model.safetensors"),
+        ("qwen3", "dtype", [], "=[]; expected a name, as bfloat16"),
         ("qwen3_moe", "mlp_only_layers", [0, 1, 2, 3], "leave no layer experts; expected qwen3"),
         ("minimax_m2", "use_qk_norm", False, "expected true"),
         ("minimax_m2", "qk_norm_type", "per_head", "expected per_layer"),
