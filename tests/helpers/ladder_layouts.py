@@ -9,6 +9,7 @@ from unittest import mock
 
 from tiny_models import tiny_model
 
+from megarl.arch.hf_config import completed
 from megarl.arch.layout import Layout
 from megarl.mcore.models.execution import ExecutionOptions
 
@@ -50,4 +51,4 @@ def layouts() -> dict[str, tuple[str, Layout, ExecutionOptions]]:
 def config_of(family: str) -> dict[str, Any]:
     """The config.json of a tiny model that each of its layouts divides."""
     sizes = {"num_hidden_layers": 8} if family == "qwen3" else {}
-    return tiny_model(family, tied=False, **sizes).config.to_dict()
+    return completed(tiny_model(family, tied=False, **sizes).config.to_dict())
