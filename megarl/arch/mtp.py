@@ -26,12 +26,12 @@ def with_mtp(hf: Mapping[str, Any], how: str) -> dict[str, Any]:
     trained = dict(hf) if how == "off" else {**hf, TRAINED_MTP: how}
     last = (hf.get("layer_types") or ["full_attention"])[-1]  # as which they are built
     if how != "off" and not (trained_mtp(trained) and last == "full_attention"):
-        said = f"config.json of model_type={hf['model_type']} names no MTP layers that are known here"
+        said = f"config.json of model_type={hf.get('model_type')} names no MTP layers that are known here"
         raise ValueError(f"mtp={how}: {said}; expected off")
     return trained
 
 
 def trained_mtp(hf: Mapping[str, Any]) -> int:
     """How many MTP layers are a part of this model, or of what is served of it."""
-    key = COUNTS.get(hf["model_type"]) if hf.get(TRAINED_MTP) else None
+    key = COUNTS.get(str(hf.get("model_type"))) if hf.get(TRAINED_MTP) else None
     return 0 if key is None else (hf.get(key) or 0) if key else 1
