@@ -34,6 +34,7 @@ setup(
         "megarl.configs": ["*.yaml", "*/*.yaml"],
         "megarl.algo": ["README.md"],
         "megarl.metrics.report": ["page.*"],
+        "megarl.commands.launch": ["files/*"],
         "megarl.commands.tasks": ["project/*"],
         "megarl.servers": ["sglang_cpu/*.py", "sglang_cpu/*/*.py"],  # modules of SGLang's environment, not of ours
     },

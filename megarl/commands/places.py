@@ -54,7 +54,7 @@ class Place(NamedTuple):
     machines: int | None
     first: str | None  # name or address of the first machine
     each: int  # processes of a machine
-    by: dict[str, str]  # "rank", "count", "first", "each" -> the variable, as in SLURM_NODEID=1
+    by: dict[str, str]  # "rank", "machines", "first", "each" -> the variable, as in SLURM_NODEID=1
 
     def __str__(self) -> str:
         return ", ".join(self.by.values())
