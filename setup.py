@@ -14,6 +14,7 @@ README = HERE / "README.md"
 
 TRACKERS = {
     "mlflow": ["mlflow-skinny>=3.1", "sqlalchemy>=2.0", "alembic>=1.13"],  # the last two: for a run's own database
+    "opentelemetry": ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"],
     "tensorboard": ["tensorboard>=2.15"],
     "wandb": ["wandb>=0.19"],
 }
@@ -35,6 +36,7 @@ setup(
         "megarl.algo": ["README.md"],
         "megarl.metrics.report": ["page.*"],
         "megarl.commands.launch": ["files/*"],
+        "megarl.metrics.trackers": ["grafana.json"],
         "megarl.commands.tasks": ["project/*"],
         "megarl.servers": ["sglang_cpu/*.py", "sglang_cpu/*/*.py"],  # modules of SGLang's environment, not of ours
     },

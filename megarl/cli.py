@@ -30,6 +30,7 @@ from megarl.io.durable_files import named
 from megarl.io.own_folders import RUN_FOLDER, check_own
 from megarl.io.sockets import use_ports, use_private_network
 from megarl.io.terminal import own_process, pages, say, sentences
+from megarl.io.traces import obstacle
 from megarl.plugins.options import settings_of
 from megarl.processes.failure_report import write_report
 from megarl.processes.garbage import imported
@@ -245,6 +246,8 @@ def _configured(name: str, words: list[str]) -> Config:
     config, warnings = load_config(settings_of(words), command=name, choose_engine=choose)
     if name == "train" and not config.trainer.check_only and (faults := list(missing_files(config))):
         raise ConfigError(*faults)
+    if name in CHECKED and (sentence := obstacle(os.environ)):
+        warnings = [*warnings, sentence]
     for sentence in [*reasons, *(f"warning: {warning}" for warning in warnings)]:
         say(sentence)
     return config

@@ -24,6 +24,7 @@ from megarl.agents.process import AgentProgram, EpisodeFailed, Processes, is_ref
 from megarl.agents.session import Policy, Session
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate, Message
+from megarl.io.traces import span
 from megarl.plugins.load import describe
 from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, to_result
@@ -183,20 +184,22 @@ class Episodes:
     async def _ended(self, prompt: Prompt, name: str, policy: Policy) -> _EpisodeEnd:
         """An episode from its beginning to its end, which closes its session."""
         self._counts[EPISODES] += 1
-        session = self._endpoint.open(name, policy) if self._endpoint else Session(name, policy)
-        try:
-            if self._way != PROCESS:
-                return await self._run(prompt, session)
-            async with self._processes.slot(urgent=policy.urgent):  # waiting for it takes nothing of the episode's time
-                return await self._run(prompt, session)
-        except asyncio.CancelledError:
-            self._pool.waste("cancelled", sum(len(t.completion.token_ids) for t in session.conversation.turns))
-            raise
-        finally:
-            if self._endpoint:
-                self._endpoint.close(session)
-            else:
-                session.close()
+        with span("episode", episode=name):
+            session = self._endpoint.open(name, policy) if self._endpoint else Session(name, policy)
+            try:
+                if self._way != PROCESS:
+                    return await self._run(prompt, session)
+                # Waiting for it takes nothing of the episode's time.
+                async with self._processes.slot(urgent=policy.urgent):
+                    return await self._run(prompt, session)
+            except asyncio.CancelledError:
+                self._pool.waste("cancelled", sum(len(t.completion.token_ids) for t in session.conversation.turns))
+                raise
+            finally:
+                if self._endpoint:
+                    self._endpoint.close(session)
+                else:
+                    session.close()
 
     async def _run(self, prompt: Prompt, session: Session) -> _EpisodeEnd:
         result, error = None, None

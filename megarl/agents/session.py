@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import secrets
 from collections import Counter, defaultdict
@@ -105,6 +106,7 @@ class Session:
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self._running: set[asyncio.Future[Any]] = set()
         self._pending: Counter[PendingRequest] = Counter()  # under way
+        self._context = contextvars.copy_context()  # of the episode: requests of its agent may come by HTTP
         self._left = contextlib.ExitStack()
         self._affinity = self._left.enter_context(policy.pool.session(1))
 
@@ -161,7 +163,7 @@ class Session:
         earlier = self.failure
         params = self.policy.params
         params = replace(params, max_new_tokens=room, stop_token_ids=(*params.stop_token_ids, *stop_ids))
-        tasks = [asyncio.create_task(self._one(prompt_ids, params)) for _ in range(num)]
+        tasks = [asyncio.create_task(self._one(prompt_ids, params), context=self._context) for _ in range(num)]
         running = asyncio.gather(*tasks)
         self._running.add(running)
         self._pending[pending] += 1

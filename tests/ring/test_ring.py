@@ -1,9 +1,11 @@
 """The whole ring: driver, Megatron ranks, a server over HTTP, rewards, pushes; small, and nothing replaced."""
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,9 @@ from traces import events_of
 from transformers import AutoModelForCausalLM
 
 from megarl.cli import main
+from megarl.metrics.trackers.prometheus import PrometheusTracker
+from megarl.metrics.trackers.tracker import Run
+from megarl.servers.server_process import free_ports
 
 pytestmark = pytest.mark.dist
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100"]
@@ -101,6 +106,24 @@ def test_the_run_folder_explains_itself(ppo: Path) -> None:
     wanted = "score_before score_after score_after_stderr evaluated_version wall_s steps log_prob_gap_max"
     assert not set(wanted.split()) - set(summary)
     assert summary["score_transformers"] == summary["score_after"], "the exported model scores the same in transformers"
+
+
+def test_every_panel_of_the_dashboard_shows_a_metric_of_the_run(ppo: Path) -> None:
+    (port,) = free_ports(["127.0.0.1"])
+    place = {"trainer": {"prometheus_host": "127.0.0.1", "prometheus_port": port}}
+    tracker = PrometheusTracker(Run(ppo, "megarl", "ppo", place, 3))
+    for row in lines(ppo / "metrics.jsonl"):
+        tracker.log(row.pop("step"), row)
+    tracker.stage("gen")
+    families = set(re.findall(r"^(megarl_\w+)\{", tracker.page(), re.MULTILINE))
+    tracker.close()
+    dashboard = json.loads(resources.files("megarl.metrics.trackers").joinpath("grafana.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    assert len(shown) > 30
+    for expression in shown:
+        (pattern,) = re.findall(r'^\{__name__=~"([^"]+)"|^(megarl_\w+)\{', expression)
+        assert any(re.fullmatch("".join(pattern), family) for family in families), expression
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 def test_the_chosen_rank_has_written_a_trace_of_the_chosen_step(ppo: Path) -> None:

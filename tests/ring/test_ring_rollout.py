@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ring_cases import CHAT, PPO, lines, steps
 from strikes import weights
+from trace_receiver import receiver
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
 Trained = Callable[..., Path]
@@ -98,16 +99,23 @@ def test_ranks_learn_the_turns_of_episodes_as_the_servers_wrote_them(parts: Path
     assert 0 <= summary["score_after"] <= 2, "the evaluation runs episodes, too"
 
 
-def test_every_token_of_episodes_that_run_ahead_is_trained_once(parts: Path, trained: Trained, tmp_path: Path) -> None:
-    """Pushes come in the middle of episodes, and of answers: these consist of pieces.  The ranks are FSDP's."""
+def test_every_token_of_episodes_that_run_ahead_is_trained_once(
+    parts: Path, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pushes come in the middle of episodes, and of answers: these consist of pieces.  The ranks are FSDP's.
+
+    OpenTelemetry gets what each process did.
+    """
     (parts / "endpoint.py").write_text(ENDPOINT)
     log = tmp_path / "tokens.jsonl"
-    run = trained(
-        "ahead",
-        f"""{AGENTS} agent.fn={parts}/endpoint.py:episode agent.args={{log:{log}}} rollout.ahead=2
-        rollout.num_servers=2 rollout.piece_tokens=2 trainer.total_training_steps=6 trainer.val_before_train=false
-        actor.strategy=fsdp""",
-    )
+    with receiver() as (endpoint, traced):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        run = trained(
+            "ahead",
+            f"""{AGENTS} agent.fn={parts}/endpoint.py:episode agent.args={{log:{log}}} rollout.ahead=2
+            rollout.num_servers=2 rollout.piece_tokens=2 trainer.total_training_steps=6 trainer.val_before_train=false
+            actor.strategy=fsdp""",
+        )
     samples = lines(run / "samples.jsonl")
     written = sorted([uid, num] for uid, num in lines(log) if not uid.startswith("eval"))
     assert len(samples) == 6 * 4 * 4
@@ -117,3 +125,13 @@ def test_every_token_of_episodes_that_run_ahead_is_trained_once(parts: Path, tra
     assert all(each[-1][2] == sample["num_tokens"] for each, sample in zip(spans, samples, strict=True))
     assert max(steps(run, "off_policy/version_lag/max").values()) >= 1  # less than 2 where servers are the slower ones
     assert all(grad > 0 for grad in steps(run, "actor/grad_norm").values())
+
+    roots = {span.name: span for span in traced if span.name.startswith("step ")}
+    assert len(roots) == 6
+    by_id = {span.span_id: span for span in traced}
+    parent_of = {span.span_id: by_id.get(span.parent_span_id) for span in traced}
+    names = {(span.name, parent.name) for span in traced if (parent := parent_of[span.span_id]) is not None}
+    wanted = {("gen", "step 1"), ("update actor", "update_actor"), ("update actor: rank 1", "update actor")}
+    assert wanted | {("episode", "group"), ("generate", "episode"), ("group", "step 1")} <= names, names
+    lost = [span.name for span in traced if span.parent_span_id and parent_of[span.span_id] is None]
+    assert set(lost) <= {"group"}, "only groups of the step that the run did not make"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl import __version__
-from megarl.commands.launch.machines import Machines, machines_of
+from megarl.commands.machines import Machines, machines_of
 from megarl.config import Config, layout_word, load_config
 from megarl.config.schema import Trainer
 from megarl.io.terminal import say

@@ -6,6 +6,7 @@ A tracker that cannot start stops the run at its start; a tracker that fails lat
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from megarl.io.durable_files import StorageError
 from megarl.io.terminal import pages
+from megarl.io.traces import begin, variables
 from megarl.metrics.advice.advice import Advisor
 from megarl.metrics.advice.rules import RULES
 from megarl.metrics.computing.audit import PARTED
@@ -25,6 +27,7 @@ from megarl.metrics.computing.audit import sentence as audit_sentence
 from megarl.metrics.computing.evaluation import CUT_OFF, OF_EVALUATION, cut_off
 from megarl.metrics.reading.jsonl import ADVICE, METRICS, SAMPLES, Followed, append_lines, drop_after
 from megarl.metrics.reading.status import is_stop
+from megarl.metrics.trackers.opentelemetry import OpenTelemetryTracker
 from megarl.metrics.trackers.status import StatusTracker
 from megarl.metrics.trackers.tracker import Run, Tracker, register_tracker
 from megarl.plugins.declared import declared
@@ -213,6 +216,8 @@ def make_trackers(
         except Exception as error:  # libraries raise different errors if they cannot start
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
+    if traces := begin(f"{run.run_dir.resolve()}:{os.getpid()}", "driver", variables()):
+        started["opentelemetry"] = OpenTelemetryTracker(run, traces)
     started |= {"advice": AdviceTracker(run), "status": StatusTracker(run)}
     return Trackers(started)
 

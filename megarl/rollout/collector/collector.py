@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from megarl.io.callers import allow_all_files
 from megarl.io.environment import start_fork_server
 from megarl.io.job_signals import leave_to_driver
+from megarl.io.traces import begin, span, variables
 from megarl.processes.garbage import collect_garbage_rarely
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import Completions, MakeGenerator, SampleGenerator, Score, Scored
@@ -69,6 +70,7 @@ class CollectorSettings:
     log_path: Path  # of several collectors, number i writes to <stem>_<i><suffix>
     make_generator: MakeGenerator = Completions
     parent_pid: int = field(default_factory=os.getpid)
+    traces: Mapping[str, str] = field(default_factory=variables, repr=False)  # see io/traces.py
 
 
 def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
@@ -78,6 +80,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     _log_to(settings.log_path)
     allow_all_files()
     start_fork_server(*PRELOADED)  # before rewards and agents add variables of their own
+    traces = begin(f"{settings.log_path.parent.parent.resolve()}:{settings.parent_pid}", "collector", settings.traces)
     leave_to_driver(runs_users_code=True)
     outbox = Outbox(pipe, partial(_report_unsendable, pipe), gather_s=GATHER_S)
     try:
@@ -93,6 +96,8 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
         outbox.put(("error", _reason(error)))
     outbox.close()
     outbox.join()
+    if traces:
+        traces.close()
 
 
 def _reason(error: BaseException) -> str:
@@ -219,9 +224,11 @@ class _Collecting:
     async def _order(self, order: Order) -> None:
         spent = ScoringTime()
         SPENT.set(spent)  # of this task and of those that it starts
-        group = await self._generator.group(
-            order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent
-        )
+        step = self._pool.newest_version + 1  # of the trainer, while the group is made
+        with span("group", step=step, uid=order.prompt.uid, n=order.n):
+            group = await self._generator.group(
+                order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent
+            )
         if isinstance(group, LostRollout):
             logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
         self._report_reward_errors()  # before its group: a run may end with that

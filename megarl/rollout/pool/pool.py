@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megarl.io.traces import span
 from megarl.processes.restarts import Restarts
 from megarl.rollout.pool.pace import Pace
 from megarl.rollout.pool.pool_server import (
@@ -108,6 +109,11 @@ class EnginePool:
         await self._sender.__aexit__()
 
     # ---- which servers may be asked
+
+    @property
+    def newest_version(self) -> int:
+        """Of the weights that a server has, verified; 0 if none are."""
+        return max((max(server.trusted or {0}) for server in self._servers.values()), default=0)
 
     def update(self, state: ServerState) -> None:
         """Set the state of a server; a server that the pool has fenced stays fenced if it is held."""
@@ -232,7 +238,7 @@ class EnginePool:
         """As Sender.send; counts the tokens."""
         cause = ""
         try:
-            with ask:
+            with ask, span("generate", server=ask.server.url, prompt_tokens=len(ask.request.prompt_ids)):
                 reply = await self._sender.send(ask)
             self._judge(ask)
             return reply

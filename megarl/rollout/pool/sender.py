@@ -19,6 +19,7 @@ import orjson
 
 from megarl.io.http_calls import PLAIN, read_at_most
 from megarl.io.tls import trusted
+from megarl.io.traces import add_parent
 from megarl.rollout.pool.joined import SHORT, Joined
 from megarl.rollout.pool.pool_server import (
     Ask,
@@ -222,7 +223,8 @@ class Sender:
     def _request(
         self, url: str, route: Route, body: object, key: str = ""
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {**_JSON, ROUTING_KEY: key} if key else _JSON
+        headers = {**_JSON, ROUTING_KEY: key} if key else {**_JSON}
+        add_parent(headers)
         data, ssl = orjson.dumps(body), trusted(url, self._token)
         return self._session.post(url + route, data=data, headers=headers, allow_redirects=False, ssl=ssl)
 

@@ -3,7 +3,7 @@
 import pytest
 from config_helpers import load
 
-from megarl.commands.launch.machines import CPUS_PER_GPU, Machines, machines_of
+from megarl.commands.machines import CPUS_PER_GPU, Machines, machines_of
 
 
 def machines(*words: str, layout: str | None = None) -> Machines:
