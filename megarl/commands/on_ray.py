@@ -6,9 +6,9 @@ Ray places an actor on each machine, and the actor runs one megarl as its child.
 of Ray.  Machine 0 is an actor too, as the entry point of a job is often on a head without GPUs.  The node of an actor
 that is lost is replaced by Ray; its megarl joins the run again, or goes on from the last save if it is machine 0.
 
-`ray job stop` kills the entry point 3 s after SIGTERM (RAY_JOB_STOP_WAIT_TIME_S of the head), too soon for a save.  So the
-actors are detached: asked by the entry point, or SILENCE_S after it has gone, machine 0 saves and ends the run, and all
-actors leave.
+`ray job stop` kills the entry point 3 s after SIGTERM (RAY_JOB_STOP_WAIT_TIME_S of the head), too soon for a save.  So
+the actors are detached: asked by the entry point, or SILENCE_S after it has gone, machine 0 saves and ends the run, and
+all actors leave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands.machines import machines_of
+from megarl.commands.launch.machines import machines_of
 from megarl.config import Config, layout_word
 from megarl.io.auth import given_token
 from megarl.io.terminal import say
