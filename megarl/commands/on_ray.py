@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands.launch.machines import machines_of
+from megarl.commands.machines import machines_of
 from megarl.config import Config, layout_word
 from megarl.io.auth import given_token
 from megarl.io.terminal import say
