@@ -52,7 +52,7 @@ APART = [
     *(("deepseek_v3", name) for name in ("tp2+sp", "pp2", "cp2")),
     ("tied", "pp2 overlap"),
 ]
-ONE_MICRO = Case("actor", max_tokens=400, num_steps=3)
+ONE_MICRO = Case("actor", max_tokens=400, num_steps=2)
 MORE = {
     "joint micro": replace(ONE_MICRO, mtp="joint", max_tokens=24),
     "detached recomputed": replace(ONE_MICRO, mtp="detached", engine=RECOMPUTES),

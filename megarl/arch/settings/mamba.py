@@ -36,10 +36,10 @@ def nemotron_h(hf: HFConfig) -> Settings:
         "mamba_num_groups": of_mixers,
         "mamba_num_heads": mixers,
     }
-    return settings | _experts(hf, kinds) if EXPERTS in kinds else settings
+    return settings | _experts(hf) if EXPERTS in kinds else settings
 
 
-def _experts(hf: HFConfig, kinds: list[str]) -> Settings:
+def _experts(hf: HFConfig) -> Settings:
     """Routed ones, which may see a projection of the hidden state to a smaller latent, beside a shared one."""
     refuse(hf, n_shared_experts=1)
     ffn, total = at_least(1, hf, "moe_intermediate_size"), float(need(hf, "routed_scaling_factor"))
@@ -49,5 +49,4 @@ def _experts(hf: HFConfig, kinds: list[str]) -> Settings:
         settings["moe_latent_size"] = at_least(1, hf, "moe_latent_size")
     return settings | {
         "moe_shared_expert_intermediate_size": at_least(1, hf, "moe_shared_expert_intermediate_size"),
-        "moe_layer_freq": [int(kind == EXPERTS) for kind in kinds],
     }

@@ -22,8 +22,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megarl.arch.layers import EXPERTS, LINEAR, MLP
-from megarl.mcore.models.hybrid import mamba_kernels
 from megarl.mcore.models.attention import cut_over_ranks
+from megarl.mcore.models.hybrid import mamba_kernels
 from megarl.mcore.models.layers import local_layer
 
 
