@@ -93,6 +93,8 @@ actor.strategy=fsdp | ^: actor.mtp=joint is not made for it; expected megatron
 actor.optim.name=muon | ^: actor.mtp=joint is not made for it; expected adamw
 actor.lora.rank=4 | ^: actor.mtp=joint is not made for it; expected 0
 actor.megatron.recompute_num_layers=2 | ^: actor.mtp=joint is not made for it; expected 1, or recompute_method=block
+actor.megatron.override_transformer_config.mtp_loss_scaling_factor=0 | ^: expected a number above 0
+ref.megatron.override_transformer_config.mtp_loss_scaling_factor=0.3 | ^: belongs to the actor
 trainer.share_prefixes=on | trainer.share_prefixes=on: it is not built for actor.mtp=joint; expected auto or off
 """
 
@@ -101,13 +103,18 @@ trainer.share_prefixes=on | trainer.share_prefixes=on: it is not built for actor
 def test_what_does_not_go_with_mtp_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
     word, said = (cell.strip() for cell in row.split("|"))
     monkeypatch.setattr(model_types, "version", lambda _: "0.19.2" if word else "0.16.1")
-    is_key = word.startswith(("actor", "trainer"))
+    is_key = word.startswith(("actor", "ref", "trainer"))
     numbers = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0 if word.endswith("layers=0") else 1}
     there = folder(tmp_path / "m", model_type="deepseek_v3", **numbers)
     recomputes = "actor.megatron={recompute_granularity:full,recompute_method:uniform,recompute_num_layers:1}"
     words = (f"model.path={there}", "trainer.n_gpus_per_node=2", recomputes, "actor.mtp=joint")
     found = refusal(*words, *([word] if is_key else []))
     assert said.replace("^", word if is_key else "actor.mtp=joint") in found
+
+
+def test_a_weight_of_mtp_layers_that_nobody_trains_is_refused() -> None:
+    word = "actor.megatron.override_transformer_config.mtp_loss_scaling_factor=0.3"
+    assert f"{word}: belongs to the actor, with actor.mtp=detached or joint" in refusal(DENSE, word)
 
 
 def test_another_path_is_another_model(tmp_path: Path) -> None:
