@@ -56,18 +56,23 @@ def sigmoid_experts(hf: HFConfig, *, count: int, ffn: int, total: float = 1.0) -
     }
 
 
+def grouped_experts(hf: HFConfig) -> Settings:
+    """Such experts in groups."""
+    ffn, total = at_least(1, hf, "moe_intermediate_size"), float(need(hf, "routed_scaling_factor"))
+    routed = sigmoid_experts(hf, count=need(hf, "n_routed_experts"), ffn=ffn, total=total)
+    return routed | _groups(hf, routed["moe_router_topk"])
+
+
 def shared_and_routed_experts(hf: HFConfig) -> Settings:
     """DeepSeek-V3's: dense layers first, then shared experts beside groups of routed ones."""
     refuse(hf, topk_method="noaux_tc", moe_layer_freq=1)
     if not hf.get("mlp_layer_types"):
         at_least(0, hf, "first_k_dense_replace")
-    ffn, shared = need(hf, "moe_intermediate_size"), at_least(1, hf, "n_shared_experts")
-    count, total = need(hf, "n_routed_experts"), float(need(hf, "routed_scaling_factor"))
-    routed = sigmoid_experts(hf, count=count, ffn=ffn, total=total)
-    return routed | groups(hf, routed["moe_router_topk"]) | {"moe_shared_expert_intermediate_size": ffn * shared}
+    shared = need(hf, "moe_intermediate_size") * at_least(1, hf, "n_shared_experts")
+    return grouped_experts(hf) | {"moe_shared_expert_intermediate_size": shared}
 
 
-def groups(hf: HFConfig, chosen: int) -> Settings:
+def _groups(hf: HFConfig, chosen: int) -> Settings:
     """Experts form groups, and only experts of the best `topk_group` groups can be chosen."""
     number, best = at_least(1, hf, "n_group"), at_least(1, hf, "topk_group")
     if (count := hf["n_routed_experts"]) % number:

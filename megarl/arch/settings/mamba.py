@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.arch.layers import EXPERTS, LINEAR
-from megarl.arch.settings.experts import groups, sigmoid_experts
+from megarl.arch.settings.experts import grouped_experts
 from megarl.arch.settings.hf import HFConfig, Settings, at_least, base, in_groups, need, refuse, refuse_quantized
 
 
@@ -42,11 +42,8 @@ def nemotron_h(hf: HFConfig) -> Settings:
 def _experts(hf: HFConfig) -> Settings:
     """Routed ones, which may see a projection of the hidden state to a smaller latent, beside a shared one."""
     refuse(hf, n_shared_experts=1)
-    ffn, total = at_least(1, hf, "moe_intermediate_size"), float(need(hf, "routed_scaling_factor"))
-    routed = sigmoid_experts(hf, count=need(hf, "n_routed_experts"), ffn=ffn, total=total)
-    settings = routed | groups(hf, routed["moe_router_topk"])
+    shared = at_least(1, hf, "moe_shared_expert_intermediate_size")
+    settings = grouped_experts(hf) | {"moe_shared_expert_intermediate_size": shared}
     if hf["moe_latent_size"] is not None:
         settings["moe_latent_size"] = at_least(1, hf, "moe_latent_size")
-    return settings | {
-        "moe_shared_expert_intermediate_size": at_least(1, hf, "moe_shared_expert_intermediate_size"),
-    }
+    return settings
