@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mtp_cases import given_routers, hidden_states, of_transformers, round_trip
+from mtp_cases import given_routers, hidden_states, of_transformers, resumed, round_trip
 from parity_cases import Case, Found, Table
 from parity_compare import (
     GRADIENT_TOLERANCE,
@@ -155,3 +155,14 @@ def test_folders_come_out_as_they_went_in(
         assert all(held == planned for held, planned in counted)
         source, saved = (load_file(Path(f) / "model.safetensors") for f in (folders[family], tmp_path / family))
         assert_same_bits(saved, source)
+
+
+def test_a_run_goes_on_only_with_the_layers_that_it_has_trained(
+    one_rank: Ranks, folders: dict[str, str], tmp_path: Path
+) -> None:
+    def said(saved: str, loaded: str) -> str:
+        return one_rank.run(resumed, folders["glm4_moe"], str(tmp_path / f"{saved} {loaded}"), saved, loaded)[0]
+
+    assert said("detached", "joint") == ""
+    assert "it has trained MTP layers, which mtp=off would lose; expected detached or joint" in said("joint", "off")
+    assert "it has no mtp.layers.0" in said("off", "joint")
