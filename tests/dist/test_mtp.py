@@ -30,6 +30,7 @@ OVERLAPS = ExecutionOptions(overlap_grad_reduce=True)
 HOW = ("off", "detached", "joint")
 LAYOUTS = {
     "dp2 sharded": Layout(use_distributed_optimizer=True),
+    "tp2": Layout(tp=2),
     "tp2+sp": Layout(tp=2, sequence_parallel=True),
     "pp2": Layout(pp=2),
     "pp2 overlap": Layout(pp=2),
@@ -42,13 +43,14 @@ SPLITS = [
     *(("deepseek_v3", "joint", name) for name in ("dp2 sharded", "tp2+sp", "pp2 vpp2", "cp2", "ep2")),
     *(("deepseek_v3", "detached", name) for name in ("dp2 sharded", "tp2+sp", "pp2", "cp2")),
     *(("qwen3_5_text", "joint", name) for name in ("tp2+sp", "pp2", "cp2")),
-    ("qwen3_5_text", "detached", "pp2 overlap"),
+    *(("qwen3_5_text", "detached", name) for name in ("tp2", "pp2 overlap")),
     *(("tied", "joint", name) for name in ("tp2+sp", "pp2", "pp2 overlap")),
     ("tied", "detached", "pp2 overlap"),
 ]
 # Where the policy with detached layers is compared with one that has none; on one rank in one micro-batch.
 APART = [
     *((model, "one") for model in MODELS),
+    ("qwen3_5_text", "bf16"),
     *(("deepseek_v3", name) for name in ("tp2+sp", "pp2", "cp2")),
     ("tied", "pp2 overlap"),
 ]
@@ -74,6 +76,10 @@ def found(folders: dict[str, str]) -> Found:
         for model in MODELS
         for name, case in (MORE | {f"{how} one": replace(ONE_MICRO, mtp=how) for how in HOW}).items()
     }
+    alone |= {
+        f"qwen3_5_text {how} bf16": replace(ONE_MICRO, mtp=how, dtype="bfloat16", folder=folders["qwen3_5_text"])
+        for how in ("off", "detached")
+    }
     of_sharded = {f"deepseek_v3 {how} adamw": replace(ONE_MICRO, mtp=how, optim="adamw") for how in HOW}
     split = {
         f"{model} {how} {name}": Case(
@@ -85,7 +91,7 @@ def found(folders: dict[str, str]) -> Found:
             num_steps=2,
             folder=folders[model],
         )
-        for model, how, name in [*SPLITS, *((model, "off", name) for model, name in APART if name != "one")]
+        for model, how, name in [*SPLITS, *((model, "off", name) for model, name in APART if name in LAYOUTS)]
     }
     return Found(Table(1, folders["deepseek_v3"], alone | of_sharded), Table(2, folders["deepseek_v3"], split))
 

@@ -157,11 +157,13 @@ def invalid_overrides(config: Config, role: str) -> Iterator[str]:
 
 def _wrong(config: Config, role: str, group: str, field: str, value: Any) -> str:
     """Why a role cannot have this value of a field; "" if it can."""
-    further = {RECOMPUTED: _not_recomputed, MTP_LOSS_SCALE: _not_weighed}.get(field)
-    return fault(group, field, value, role) or (further(config, role, value) if further else "")
+    why = fault(group, field, value, role)
+    if not why and field == MTP_LOSS_SCALE:
+        return _not_weighed(config, value)
+    return why or (_not_recomputed(config, role, value) if field == RECOMPUTED else "")
 
 
-def _not_weighed(config: Config, _: str, value: float) -> str:
+def _not_weighed(config: Config, value: float) -> str:
     """Why the loss of MTP layers cannot have this weight, which other roles may have from the actor; "" if it can."""
     if not 0 < value < math.inf:
         return "expected a number above 0"
