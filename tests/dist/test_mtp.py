@@ -41,7 +41,7 @@ LAYOUTS = {
 # model, what becomes of its MTP layers, layout
 SPLITS = [
     *(("deepseek_v3", "joint", name) for name in ("dp2 sharded", "tp2+sp", "pp2 vpp2", "cp2", "ep2")),
-    *(("deepseek_v3", "detached", name) for name in ("dp2 sharded", "tp2+sp", "pp2", "cp2")),
+    *(("deepseek_v3", "detached", name) for name in ("dp2 sharded", "tp2+sp", "pp2", "cp2", "ep2")),
     *(("qwen3_5_text", "joint", name) for name in ("tp2+sp", "pp2", "cp2")),
     *(("qwen3_5_text", "detached", name) for name in ("tp2", "pp2 overlap")),
     *(("tied", "joint", name) for name in ("tp2+sp", "pp2", "pp2 overlap")),
