@@ -9,6 +9,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import megarl
 
 ROOT = Path(megarl.__file__).parent
@@ -158,6 +160,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_imports_are_light():
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps(LIGHT)]
     done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
@@ -197,7 +200,7 @@ MORE_PARAMETERS = {
     "megarl.mcore.logprobs.fused_triton._gradient_kernel": "a kernel",
     "megarl.algo.advantages.estimate.estimate": "the batch's columns, and the settings of an estimator",
     "megarl.algo.advantages.group_relative.gdpo": "as registered estimators",
-    "megarl.mcore.models.mamba_kernels.mamba_split_conv1d_scan_combined": "as Megatron calls mamba_ssm's",
+    "megarl.mcore.models.hybrid.mamba_kernels.mamba_split_conv1d_scan_combined": "as Megatron calls mamba_ssm's",
     **{
         f"megarl.servers.sglang_cpu.sgl_kernel.mamba.{kernel}_cpu": "as SGLang calls its kernel"
         for kernel in ("causal_conv1d_fn", "chunk_gated_delta_rule", "fused_sigmoid_gating_delta_rule_update")

@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 
 from megarl.arch.hf_config import read_hf_config
+from megarl.arch.mtp import with_mtp
 from megarl.config import Config, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
@@ -278,10 +279,11 @@ def check_model(config: Config, role: str, folder: str, *, trains: bool, serves:
     `serves`: rollout servers read the policy's folder.
     """
     kind: Kind = "critic" if role == "critic" else "actor"
-    num_tensors = check_folder(folder, kind) if trains else check_complete(folder)
+    mtp = config.actor.mtp if role == "actor" and trains else "off"
+    num_tensors = check_folder(folder, kind, mtp=mtp) if trains else check_complete(folder)
     if serves and role == "actor" and config.rollout.engine != "hf":
         check_for_sglang(folder)
-    hf = read_hf_config(folder)
+    hf = with_mtp(read_hf_config(folder), mtp)
     with open_for(folder, hf) as held:
         if kind == "actor" and trains:
             check_tied(held, tied(hf), table_for(hf), ShardCoordinate())

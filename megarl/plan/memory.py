@@ -247,12 +247,12 @@ def _locally_kept_of_mixer(kind: Kind, tp: int) -> int:
         inner = 3 * (heads + pairs) * size + 3 * size + heads  # angles of rope; a logarithm for each head
         inner += 4 * heads * size if kind.gates_heads else 0
         return inner + (heads * size + heads + pairs if kind.norms_heads else 0)
-    if isinstance(mixer, Mamba):  # in plain torch (mcore/models/mamba_kernels.py): for each tap, head and group
+    if isinstance(mixer, Mamba):  # in plain torch (mcore/models/hybrid/mamba_kernels.py): for each tap, head and group
         of_head = 2 * CHUNK + 2 * mixer.key + 5 + mixer.key * mixer.value // CHUNK + 6 * mixer.value
         return mixer.inputs + (mixer.taps + 3) * mixer.channels + mixer.values * of_head + mixer.keys * (CHUNK + 1) + 6
     if not isinstance(mixer, DeltaNet):
         return 0
-    # In plain torch (mcore/models/delta_kernels.py): what each tap sees, and the matrices and states of chunks.
+    # In plain torch (mcore/models/hybrid/delta_kernels.py): what each tap sees, and the matrices and states of chunks.
     values, key, value = mixer.values, mixer.key, mixer.value
     of_chunks = 23 * key // 2 + 5 * value + 5 * CHUNK + 5 + key * value // CHUNK
     of_output = 5 * value + 4  # with its norm and gate, decay and strength

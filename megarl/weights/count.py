@@ -124,7 +124,7 @@ def _kinds(same: _Same) -> tuple[Kind, ...]:
 @lru_cache(maxsize=64)
 def _mtp_kind(same: _Same) -> Kind:
     """As the last layer, with a projection and norms of its own."""
-    ops = mtp_layers({**same.hf, TRAINED_MTP: "joint"}, family_of(same.hf).layer, lambda _: ())
+    ops = mtp_layers({**same.hf, TRAINED_MTP: "joint"}, layer_of)
     first = (op for op in ops if op.param.startswith("mtp.layers.0."))
     return Kind(_kinds(same)[-1].layer, tuple(op for op in first if op.expert is None or op.expert[0] == 0))
 

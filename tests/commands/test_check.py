@@ -1,10 +1,12 @@
 """`trainer.check_only` says everything that would stop a run, at once, and starts nothing."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ring_cases import make_parts, settings
+from tiny_models import add_mtp
 
 from megarl.cli import main
 
@@ -161,6 +163,21 @@ def test_supervised_training_and_evaluations_are_checked_too(parts: Path, tmp_pa
     assert code == 2 and told[0].startswith("reward.fn=gone.py:score: ")
     said = "trainer.check_only=true: `megarl node` has no check; expected one of train, sft, evaluate"
     assert checked("trainer.nnodes=2", "trainer.node_rank=1", command="node") == (2, [said])
+
+
+@pytest.mark.megatron_0_19
+def test_mtp_layers_that_config_json_names_must_be_there_to_be_trained(tmp_path: Path, checked: Checked) -> None:
+    """As the ranks say it; and those that are there count among what is trained."""
+    broken = make_parts(tmp_path / "parts", family="deepseek_v3", tied=False)
+    words = settings(broken, tmp_path, "mtp", "algorithm.adv_estimator=grpo")
+    file = broken / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
+    code, told = checked(*words, "actor.mtp=joint")
+    assert code == 2 and told[0].startswith(f"the weights in {broken}/model do not fit its config.json; missing: ")
+    add_mtp(broken / "model")
+    (told_off, told) = (checked(*words, f"actor.mtp={how}") for how in ("off", "joint"))
+    assert told_off[0] == told[0] == 0
+    assert "are not trained" in " ".join(told_off[1]) and "are not trained" not in " ".join(told[1])
 
 
 def test_a_run_on_cpus_is_compared_with_the_memory_of_this_machine(

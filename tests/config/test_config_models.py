@@ -62,28 +62,26 @@ def test_a_model_that_megatron_cannot_compute_is_refused_before_the_start_but_ca
     load(f"model.path={there}", "data.val_files=[b.jsonl]", "rollout.engine=sglang", command="evaluate")
 
 
-@pytest.mark.parametrize(
-    "word", ["actor.optim.name=muon", "actor.strategy=fsdp", "actor.lora.rank=4", "actor.router_replay=rollout"]
-)
-@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h"])
-def test_what_layers_with_states_are_not_made_for_is_refused(tmp_path: Path, model_type: str, word: str) -> None:
-    numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
-    there = folder(tmp_path / "m", model_type=model_type, num_experts=4, **numbers)
-    said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", word)
-    assert f"{word}: {model_type} has layers for which it is not made; expected " in said
-
-
-LATE = ["actor.megatron.overlap_param_gather=true", "actor.megatron.use_distributed_optimizer=true"]
+UNPROVED = ("actor.optim.name=muon", "actor.strategy=fsdp", "actor.lora.rank=4")
+LATE = "actor.megatron={overlap_param_gather:true,use_distributed_optimizer:true}"
 
 
 @pytest.mark.parametrize(
-    ("model_type", "words"), [("deepseek_v32", ["actor.lora.rank=4"]), ("deepseek_v32", LATE), ("qwen3_5_text", LATE)]
+    ("model_type", "word"),
+    [
+        *((kind, word) for kind in ("qwen3_next", "nemotron_h", "deepseek_v32") for word in UNPROVED),
+        *((kind, "actor.router_replay=rollout") for kind in ("qwen3_next", "nemotron_h")),
+        *((kind, LATE) for kind in ("qwen3_5_text", "deepseek_v32")),
+    ],
 )
-def test_what_reads_weights_past_their_modules_is_refused(tmp_path: Path, model_type: str, words: list[str]) -> None:
+def test_what_layers_with_states_or_indexers_are_not_made_for_is_refused(
+    tmp_path: Path, model_type: str, word: str
+) -> None:
     numbers = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 64}
-    there = folder(tmp_path / "m", model_type=model_type, first_k_dense_replace=1, **numbers)
-    said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", *words)
-    assert f"{words[0]}: the attention of {model_type} reads weights past it; expected " in said
+    there = folder(tmp_path / "m", model_type=model_type, num_experts=4, first_k_dense_replace=1, **numbers)
+    said = refusal(f"model.path={there}", "trainer.n_gpus_per_node=2", word)
+    key = "actor.megatron.overlap_param_gather=true" if word == LATE else word
+    assert f"{key}: {model_type} has layers for which it is not made; expected " in said
 
 
 MTP = """
@@ -93,6 +91,8 @@ actor.strategy=fsdp | ^: actor.mtp=joint is not made for it; expected megatron
 actor.optim.name=muon | ^: actor.mtp=joint is not made for it; expected adamw
 actor.lora.rank=4 | ^: actor.mtp=joint is not made for it; expected 0
 actor.megatron.recompute_num_layers=2 | ^: actor.mtp=joint is not made for it; expected 1, or recompute_method=block
+actor.megatron.override_transformer_config.mtp_loss_scaling_factor=0 | ^: expected a number above 0
+ref.megatron.override_transformer_config.mtp_loss_scaling_factor=0.3 | ^: belongs to the actor
 trainer.share_prefixes=on | trainer.share_prefixes=on: it is not built for actor.mtp=joint; expected auto or off
 """
 
@@ -101,13 +101,18 @@ trainer.share_prefixes=on | trainer.share_prefixes=on: it is not built for actor
 def test_what_does_not_go_with_mtp_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
     word, said = (cell.strip() for cell in row.split("|"))
     monkeypatch.setattr(model_types, "version", lambda _: "0.19.2" if word else "0.16.1")
-    is_key = word.startswith(("actor", "trainer"))
+    is_key = word.startswith(("actor", "ref", "trainer"))
     numbers = {"num_hidden_layers": 2, "num_nextn_predict_layers": 0 if word.endswith("layers=0") else 1}
     there = folder(tmp_path / "m", model_type="deepseek_v3", **numbers)
     recomputes = "actor.megatron={recompute_granularity:full,recompute_method:uniform,recompute_num_layers:1}"
     words = (f"model.path={there}", "trainer.n_gpus_per_node=2", recomputes, "actor.mtp=joint")
     found = refusal(*words, *([word] if is_key else []))
     assert said.replace("^", word if is_key else "actor.mtp=joint") in found
+
+
+def test_a_weight_of_mtp_layers_that_nobody_trains_is_refused() -> None:
+    word = "actor.megatron.override_transformer_config.mtp_loss_scaling_factor=0.3"
+    assert f"{word}: belongs to the actor, with actor.mtp=detached or joint" in refusal(DENSE, word)
 
 
 def test_another_path_is_another_model(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers.modeling_layers import MtpModel
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.layout import Layout
 from megarl.arch.mtp import trained_mtp, with_mtp
+from megarl.mcore.checkpoint import checkpoint
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.packed_rows import make_row, micro_batches
@@ -91,6 +92,20 @@ def given_routers(folder: str) -> list[tuple[str, int]]:
         return [(name, router.router_replay.layer) for name, router in routers if router.router_replay is not None]
     finally:
         destroy_groups()
+
+
+def resumed(folder: str, save: str, saved: str, loaded: str) -> str:
+    """What is said of a save with MTP layers as `saved` by a model that has them as `loaded`; "" if it is loaded."""
+    make_groups(Layout())
+    try:
+        model, other = (build_model(with_mtp(read_hf_config(folder), how), Layout()) for how in (saved, loaded))
+        checkpoint.save(Path(save), model, None)
+        checkpoint.load(Path(save), other, None)
+    except ValueError as error:
+        return str(error)
+    finally:
+        destroy_groups()
+    return ""
 
 
 def round_trip(source: str, folder: str, layout: Layout) -> tuple[int, int]:

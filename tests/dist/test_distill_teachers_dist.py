@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.algo.distillation import NO_LOG_PROB
 from megarl.arch.layout import Layout
-from megarl.hf_server.model import hub_tensors
+from megarl.hf_server.hub_names import hub_tensors
 from megarl.mcore.models.lora import LoraSettings
 from megarl.samples.batch import Batch, merge_stats
 from megarl.weights.hf.load import read_head

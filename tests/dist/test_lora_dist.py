@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megarl.arch.layout import Layout
 from megarl.arch.projections import ALL, projections_of
-from megarl.hf_server.model import hub_tensors
+from megarl.hf_server.hub_names import hub_tensors
 from megarl.mcore.models.lora import LoraSettings
 from megarl.weights.hf.adapter import adapter_table, module_names, peft_config
 from megarl.weights.mapping.families import stacks_for

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mtp_cases import given_routers, hidden_states, of_transformers, round_trip
+from mtp_cases import given_routers, hidden_states, of_transformers, resumed, round_trip
 from parity_cases import Case, Found, Table
 from parity_compare import (
     GRADIENT_TOLERANCE,
@@ -30,6 +30,7 @@ OVERLAPS = ExecutionOptions(overlap_grad_reduce=True)
 HOW = ("off", "detached", "joint")
 LAYOUTS = {
     "dp2 sharded": Layout(use_distributed_optimizer=True),
+    "tp2": Layout(tp=2),
     "tp2+sp": Layout(tp=2, sequence_parallel=True),
     "pp2": Layout(pp=2),
     "pp2 overlap": Layout(pp=2),
@@ -40,19 +41,20 @@ LAYOUTS = {
 # model, what becomes of its MTP layers, layout
 SPLITS = [
     *(("deepseek_v3", "joint", name) for name in ("dp2 sharded", "tp2+sp", "pp2 vpp2", "cp2", "ep2")),
-    *(("deepseek_v3", "detached", name) for name in ("dp2 sharded", "tp2+sp", "pp2", "cp2")),
+    *(("deepseek_v3", "detached", name) for name in ("dp2 sharded", "tp2+sp", "pp2", "cp2", "ep2")),
     *(("qwen3_5_text", "joint", name) for name in ("tp2+sp", "pp2", "cp2")),
-    ("qwen3_5_text", "detached", "pp2 overlap"),
+    *(("qwen3_5_text", "detached", name) for name in ("tp2", "pp2 overlap")),
     *(("tied", "joint", name) for name in ("tp2+sp", "pp2", "pp2 overlap")),
     ("tied", "detached", "pp2 overlap"),
 ]
 # Where the policy with detached layers is compared with one that has none; on one rank in one micro-batch.
 APART = [
     *((model, "one") for model in MODELS),
+    ("qwen3_5_text", "bf16"),
     *(("deepseek_v3", name) for name in ("tp2+sp", "pp2", "cp2")),
     ("tied", "pp2 overlap"),
 ]
-ONE_MICRO = Case("actor", max_tokens=400, num_steps=3)
+ONE_MICRO = Case("actor", max_tokens=400, num_steps=2)
 MORE = {
     "joint micro": replace(ONE_MICRO, mtp="joint", max_tokens=24),
     "detached recomputed": replace(ONE_MICRO, mtp="detached", engine=RECOMPUTES),
@@ -74,6 +76,10 @@ def found(folders: dict[str, str]) -> Found:
         for model in MODELS
         for name, case in (MORE | {f"{how} one": replace(ONE_MICRO, mtp=how) for how in HOW}).items()
     }
+    alone |= {
+        f"qwen3_5_text {how} bf16": replace(ONE_MICRO, mtp=how, dtype="bfloat16", folder=folders["qwen3_5_text"])
+        for how in ("off", "detached")
+    }
     of_sharded = {f"deepseek_v3 {how} adamw": replace(ONE_MICRO, mtp=how, optim="adamw") for how in HOW}
     split = {
         f"{model} {how} {name}": Case(
@@ -85,7 +91,7 @@ def found(folders: dict[str, str]) -> Found:
             num_steps=2,
             folder=folders[model],
         )
-        for model, how, name in [*SPLITS, *((model, "off", name) for model, name in APART if name != "one")]
+        for model, how, name in [*SPLITS, *((model, "off", name) for model, name in APART if name in LAYOUTS)]
     }
     return Found(Table(1, folders["deepseek_v3"], alone | of_sharded), Table(2, folders["deepseek_v3"], split))
 
@@ -155,3 +161,14 @@ def test_folders_come_out_as_they_went_in(
         assert all(held == planned for held, planned in counted)
         source, saved = (load_file(Path(f) / "model.safetensors") for f in (folders[family], tmp_path / family))
         assert_same_bits(saved, source)
+
+
+def test_a_run_goes_on_only_with_the_layers_that_it_has_trained(
+    one_rank: Ranks, folders: dict[str, str], tmp_path: Path
+) -> None:
+    def said(saved: str, loaded: str) -> str:
+        return one_rank.run(resumed, folders["glm4_moe"], str(tmp_path / f"{saved} {loaded}"), saved, loaded)[0]
+
+    assert said("detached", "joint") == ""
+    assert "it has trained MTP layers, which mtp=off would lose; expected detached or joint" in said("joint", "off")
+    assert "it has no mtp.layers.0" in said("off", "joint")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from megarl.arch.layout import Layout
 from megarl.arch.model_types import SPARSE_LATENT
 from megarl.arch.routed_experts import ROUTED_EXPERTS
-from megarl.hf_server.model import hub_tensors
+from megarl.hf_server.hub_names import hub_tensors
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.samples.batch import Batch
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import megarl
-from megarl.mcore.models.delta_kernels import causal_conv1d, chunk_gated_delta_rule, l2norm
+from megarl.mcore.models.hybrid.delta_kernels import causal_conv1d, chunk_gated_delta_rule, l2norm
 
 FILE = Path(megarl.__file__).parent / "servers" / "sglang_cpu" / "sgl_kernel" / "mamba.py"
 LENGTHS, SLOTS = (70, 3, 131), torch.tensor([4, 0, 2])  # of a pool of five

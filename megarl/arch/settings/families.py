@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megarl.arch.layout import dense_layers
 from megarl.arch.model_types import checked
 from megarl.arch.settings.experts import shared_and_routed_experts, sigmoid_experts, softmax_experts
 from megarl.arch.settings.gated_delta import gated_delta, gated_shared_expert
@@ -91,22 +92,10 @@ def _mistral(hf: HFConfig) -> Settings:
     return dense(hf) | windowed(hf)
 
 
-def sparse_layers(hf: HFConfig) -> list[int]:
-    """Qwen3-MoE: 1 for every decoder_sparse_step-th layer that is not in mlp_only_layers, else 0."""
-    step, plain = at_least(1, hf, "decoder_sparse_step"), hf["mlp_only_layers"]
-    return [int((i + 1) % step == 0 and i not in plain) for i in range(hf["num_hidden_layers"])]
-
-
 def _qwen3_moe(hf: HFConfig) -> Settings:
-    layers = sparse_layers(hf)
-    if not any(layers):
-        raise ValueError("config.json: decoder_sparse_step and mlp_only_layers leave no layer experts; expected qwen3")
-    return _qwen3(hf) | softmax_experts(
-        hf,
-        ffn=need(hf, "moe_intermediate_size"),
-        renormalised=bool(hf["norm_topk_prob"]),
-        layers=1 if all(layers) else layers,
-    )
+    at_least(1, hf, "decoder_sparse_step")
+    ffn, renormalised = need(hf, "moe_intermediate_size"), bool(hf["norm_topk_prob"])
+    return _qwen3(hf) | softmax_experts(hf, ffn=ffn, renormalised=renormalised)
 
 
 def _mixtral(hf: HFConfig) -> Settings:
@@ -115,12 +104,11 @@ def _mixtral(hf: HFConfig) -> Settings:
 
 
 def _qwen3_next(hf: HFConfig) -> Settings:
-    layers = sparse_layers(hf)
+    at_least(1, hf, "decoder_sparse_step")
     settings = gated_delta(dense(hf, qk_norm=True), hf)
-    if not hf["num_experts"] or not any(layers):
+    if not hf["num_experts"] or len(dense_layers(hf)) == hf["num_hidden_layers"]:
         return settings
-    every = 1 if all(layers) else layers
-    return settings | gated_shared_expert(hf, renormalised=bool(hf["norm_topk_prob"]), layers=every)
+    return settings | gated_shared_expert(hf, renormalised=bool(hf["norm_topk_prob"]))
 
 
 def _qwen3_5_text(hf: HFConfig) -> Settings:
@@ -216,9 +204,8 @@ def deepseek_v3(hf: HFConfig) -> Settings:
 
 
 def _sparse_latent(hf: HFConfig) -> Settings:
-    """Its class says of each layer whether it has experts, and gives head_dim no meaning of its own."""
-    dense = need(hf, "mlp_layer_types").count("dense")
-    plain = {key: value for key, value in hf.items() if key != "layer_types"} | {"first_k_dense_replace": dense}
+    """Its class gives head_dim no meaning of its own."""
+    plain = {key: value for key, value in hf.items() if key != "layer_types"}
     return sparse_latent(deepseek_v3(plain), hf)
 
 

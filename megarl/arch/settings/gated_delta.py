@@ -30,9 +30,9 @@ def gated_delta(attention: Settings, hf: HFConfig) -> Settings:
     }
 
 
-def gated_shared_expert(hf: HFConfig, *, renormalised: bool, layers: int | list[int] = 1) -> Settings:
+def gated_shared_expert(hf: HFConfig, *, renormalised: bool) -> Settings:
     """Routed experts, and a shared one whose output is scaled by a gate of its own."""
-    return softmax_experts(hf, ffn=need(hf, "moe_intermediate_size"), renormalised=renormalised, layers=layers) | {
+    return softmax_experts(hf, ffn=need(hf, "moe_intermediate_size"), renormalised=renormalised) | {
         "moe_shared_expert_intermediate_size": at_least(1, hf, "shared_expert_intermediate_size"),
         "moe_shared_expert_gate": True,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.arch.layers import EXPERTS, LINEAR
-from megarl.arch.settings.experts import groups, sigmoid_experts
+from megarl.arch.settings.experts import grouped_experts
 from megarl.arch.settings.hf import HFConfig, Settings, at_least, base, in_groups, need, refuse, refuse_quantized
 
 
@@ -36,18 +36,14 @@ def nemotron_h(hf: HFConfig) -> Settings:
         "mamba_num_groups": of_mixers,
         "mamba_num_heads": mixers,
     }
-    return settings | _experts(hf, kinds) if EXPERTS in kinds else settings
+    return settings | _experts(hf) if EXPERTS in kinds else settings
 
 
-def _experts(hf: HFConfig, kinds: list[str]) -> Settings:
+def _experts(hf: HFConfig) -> Settings:
     """Routed ones, which may see a projection of the hidden state to a smaller latent, beside a shared one."""
     refuse(hf, n_shared_experts=1)
-    ffn, total = at_least(1, hf, "moe_intermediate_size"), float(need(hf, "routed_scaling_factor"))
-    routed = sigmoid_experts(hf, count=need(hf, "n_routed_experts"), ffn=ffn, total=total)
-    settings = routed | groups(hf, routed["moe_router_topk"])
+    shared = at_least(1, hf, "moe_shared_expert_intermediate_size")
+    settings = grouped_experts(hf) | {"moe_shared_expert_intermediate_size": shared}
     if hf["moe_latent_size"] is not None:
         settings["moe_latent_size"] = at_least(1, hf, "moe_latent_size")
-    return settings | {
-        "moe_shared_expert_intermediate_size": at_least(1, hf, "moe_shared_expert_intermediate_size"),
-        "moe_layer_freq": [int(kind == EXPERTS) for kind in kinds],
-    }
+    return settings

@@ -26,7 +26,6 @@ def sparse_latent(attention: Settings, hf: HFConfig) -> Settings:
         raise ValueError(f"config.json: index_head_dim={size}; expected at least qk_rope_head_dim={rotated}")
     every, offset = _rhythm(hf)
     return attention | {
-        "moe_layer_freq": [int(kind == "sparse") for kind in need(hf, "mlp_layer_types")],
         "experimental_attention_variant": "dsa",
         "cp_comm_type": "allgather",
         "dsa_indexer_n_heads": at_least(1, hf, "index_n_heads"),

@@ -152,22 +152,19 @@ def unfit(config: Config, roles: tuple[str, ...]) -> Iterator[str]:
         if sentence := more_than_text(hf):
             yield f"{place}: {sentence}"
         if roles and role in ("actor", "critic") and has_states(hf):
-            faults = _of_indexers if hf.get("index_topk") else _with_states
-            yield from faults(config, role, str(hf.get("model_type")))
+            yield from _of_layers(config, role, hf)
 
 
-# A gated delta net takes the weight of its convolution and does not call it (gdn.py:184).
-_READS_PAST = "the attention of {} reads weights past it; expected"
-
-
-def _with_states(config: Config, role: str, model_type: str) -> Iterator[str]:
-    """What would be wrong, or was not proved, for models with gated delta nets or Mamba mixers."""
-    layers = f"{model_type} has layers for which it is not made; expected"
+def _of_layers(config: Config, role: str, hf: dict[str, Any]) -> Iterator[str]:
+    """What would be wrong, or was not proved, for gated delta nets, Mamba mixers and sparse attention."""
+    layers = f"{hf['model_type']} has layers for which it is not made; expected"
     yield from _unproved(config, role, layers)
-    if role == "actor" and config.actor.router_replay != "off":
+    if role == "actor" and config.actor.router_replay != "off" and not hf.get("index_topk"):
         yield f"actor.router_replay={config.actor.router_replay}: {layers} off"
-    if config.role(role).megatron.overlap_param_gather and model_type != "nemotron_h":
-        yield f"{role}.megatron.overlap_param_gather=true: {_READS_PAST.format(model_type)} false"
+    # A gated delta net takes the weight of its convolution (gdn.py:184), and sparse attention those of its linears,
+    # and none calls the module, for which Megatron would gather it.
+    if config.role(role).megatron.overlap_param_gather and hf["model_type"] != "nemotron_h":
+        yield f"{role}.megatron.overlap_param_gather=true: {layers} false"
 
 
 def _unproved(config: Config, role: str, why: str) -> Iterator[str]:
@@ -179,19 +176,6 @@ def _unproved(config: Config, role: str, why: str) -> Iterator[str]:
         yield f"{role}.strategy=fsdp: {why} megatron"
     if role == "actor" and config.actor.lora.rank:
         yield f"actor.lora.rank={config.actor.lora.rank}: {why} 0"
-
-
-def _of_indexers(config: Config, role: str, model_type: str) -> Iterator[str]:
-    """What sparse attention would compute without, as it multiplies by a linear's weight and does not call it."""
-    node, past = config.role(role), _READS_PAST.format(model_type)
-    if node.optim.name == "muon":
-        yield f"{role}.optim.name=muon: it was not proved for {model_type}; expected adamw"
-    if node.strategy == "fsdp":
-        yield f"{role}.strategy=fsdp: it was not proved for {model_type}; expected megatron"
-    if node.megatron.overlap_param_gather:
-        yield f"{role}.megatron.overlap_param_gather=true: {past} false"
-    if role == "actor" and config.actor.lora.rank:
-        yield f"actor.lora.rank={config.actor.lora.rank}: {past} 0"
 
 
 def of_long_rows(config: Config, roles: tuple[str, ...]) -> Iterator[str]:

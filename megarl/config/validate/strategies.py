@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.arch.layout import exchange_misfits
-from megarl.arch.megatron_fields import CPU_OFFLOAD, OFFLOAD_FRACTION, OPTIMIZER, OVERRIDES, RECOMPUTED, fault
+from megarl.arch.megatron_fields import (
+    CPU_OFFLOAD,
+    MTP_LOSS_SCALE,
+    OFFLOAD_FRACTION,
+    OPTIMIZER,
+    OVERRIDES,
+    RECOMPUTED,
+    fault,
+)
 from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
 from megarl.config.settings import show
@@ -148,7 +157,18 @@ def invalid_overrides(config: Config, role: str) -> Iterator[str]:
 
 def _wrong(config: Config, role: str, group: str, field: str, value: Any) -> str:
     """Why a role cannot have this value of a field; "" if it can."""
-    return fault(group, field, value, role) or (_not_recomputed(config, role, value) if field == RECOMPUTED else "")
+    why = fault(group, field, value, role)
+    if not why and field == MTP_LOSS_SCALE:
+        return _not_weighed(config, value)
+    return why or (_not_recomputed(config, role, value) if field == RECOMPUTED else "")
+
+
+def _not_weighed(config: Config, value: float) -> str:
+    """Why the loss of MTP layers cannot have this weight, which other roles may have from the actor; "" if it can."""
+    if not 0 < value < math.inf:
+        return "expected a number above 0"
+    is_used = config.actor.mtp != "off" and value == config.actor.mtp_coef
+    return "" if is_used else "belongs to the actor, with actor.mtp=detached or joint"
 
 
 def _not_recomputed(config: Config, role: str, modules: Sequence[str]) -> str:

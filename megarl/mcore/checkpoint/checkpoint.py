@@ -50,13 +50,15 @@ def load(folder: Path, model: Model, optimizer: Optimizer | None) -> None:
     """Fill the model and a new optimizer from a checkpoint, whatever layout wrote it; every rank reads its own part.
 
     Raises a ValueError if the folder holds no finished checkpoint, or one of another kind of optimizer, or of adapters
-    that differ from the model's or belong to another base model.
+    that differ from the model's or belong to another base model, or MTP layers that the model has not.
     """
     about = about_of(folder)
     _check_adapters(folder, about["adapters"], adapter_identity(model))
     if optimizer is not None:
         optimizer.step_index = _saved_step(folder, about, optimizer.kind)
     reader = Reader(folder, about["ranks"])
+    if not unwrap(model[0]).config.mtp_num_layers and any(name.startswith("mtp.") for name in reader.sizes):
+        raise ValueError(f"{folder}: it has trained MTP layers, which mtp=off would lose; expected detached or joint")
     reader.fill(held_weights(model, own=False))
     if optimizer is None:
         return

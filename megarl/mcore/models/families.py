@@ -99,7 +99,7 @@ def _gpt_oss(hf: HFConfig) -> Settings:
 
 
 def _hybrid_layer(config: TransformerConfig, number: int) -> ModuleSpec:
-    from megarl.mcore.models.gated_delta import hybrid_layer  # 0.16.1 has no such module
+    from megarl.mcore.models.hybrid.gated_delta import hybrid_layer  # 0.16.1 has no such module
 
     return hybrid_layer(config, number)
 
@@ -123,7 +123,7 @@ def _nemotron_h(hf: HFConfig) -> Settings:
 
 
 def _mixed_layer(config: TransformerConfig, number: int) -> ModuleSpec:
-    from megarl.mcore.models.mamba import mixed_layer  # 0.16.1 has another mixer
+    from megarl.mcore.models.hybrid.mamba import mixed_layer  # 0.16.1 has another mixer
 
     return mixed_layer(config, number)
 

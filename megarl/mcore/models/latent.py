@@ -14,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megarl.mcore.models.attention import SDPAttention
 from megarl.mcore.models.layers import local_layer
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors; independent of rms_norm_eps, which the other norms use
@@ -40,6 +41,14 @@ class LatentAttention(MLASelfAttention):
             self.q_layernorm.eps = LATENT_NORM_EPS
         if self.config.sequence_parallel and self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(all_columns)
+
+    def _run_core_attention(self, *args: Any, attn_mask_type: Any = None, **kwargs: Any) -> Tensor:
+        """Values of a packed row as they are, where it is our attention: Megatron 0.19.2 makes them as wide as keys,
+        with zeros, which it takes off the output, or without their end."""
+        if not isinstance(self.core_attention, SDPAttention):
+            out: Tensor = super()._run_core_attention(*args, attn_mask_type=attn_mask_type, **kwargs)
+            return out
+        return self.core_attention(*args, attn_mask_type=attn_mask_type or self.attn_mask_type, **kwargs)
 
 
 def all_columns(linear: nn.Module, inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:  # noqa: ARG001

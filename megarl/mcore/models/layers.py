@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Any
 from unittest import mock
 
 from megatron.core.models.backends import LocalSpecProvider
@@ -12,6 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
 
 from megarl.mcore.models.attention import SDPAttention
 from megarl.mcore.models.execution import ExecutionOptions
@@ -35,6 +37,21 @@ class LocalProvider(LocalSpecProvider):
 
     def activation_func(self) -> type:
         return Gate
+
+
+class Whole(nn.Linear):
+    """A linear that every tensor-parallel rank has whole, with the arguments that Megatron passes to linears.
+
+    With sequence parallelism a rank has its own tokens, and Megatron sums the gradient over tensor-parallel ranks.
+    """
+
+    def __init__(self, size: int, out: int, *, config: TransformerConfig, bias: bool, **_: Any) -> None:
+        super().__init__(size, out, bias=bias, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as Megatron's linears
+        """[..., size] -> [..., out]."""
+        return super().forward(x), None
 
 
 def local_layer(config: TransformerConfig, number: int) -> ModuleSpec:

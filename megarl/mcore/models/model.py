@@ -99,8 +99,10 @@ def _has_our_gate(settings: dict[str, Any]) -> bool:
 
 def _check_sinks(engine: ExecutionOptions) -> None:
     """Raise a ValueError of one sentence if attention sinks over packed rows cannot be computed on this GPU."""
+    if not engine.uses_transformer_engine:
+        return
     cudnn = torch.backends.cudnn.version() or 0
-    if engine.uses_transformer_engine and not (is_te_min_version("2.12.0") and cudnn >= 91800):
+    if not (is_te_min_version("2.12.0") and cudnn >= 91800):
         raise ValueError(
             f"transformer_impl=transformer_engine: attention sinks need Transformer Engine 2.12 and cuDNN 9.18, found "
             f"{get_te_version()} and {cudnn}; expected these, or transformer_impl=local"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant import dsa
@@ -20,23 +19,11 @@ from megatron.core.transformer.experimental_attention_variant.absorbed_mla impor
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.mcore.models.latent import LATENT_NORM_EPS, all_columns
-from megarl.mcore.models.layers import local_layer
+from megarl.mcore.models.layers import Whole, local_layer
 from megarl.mcore.models.pointwise import Norm
-
-
-class Whole(nn.Linear):
-    """A linear of the indexer, the same on every tensor-parallel rank."""
-
-    def __init__(self, inputs: int, outputs: int, *, config: TransformerConfig, bias: bool, **_: Any) -> None:
-        """With the arguments that Megatron passes to linears of every kind."""
-        super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """[..., inputs] -> [..., outputs], and no bias."""
-        return F.linear(x, self.weight), None
 
 
 class Indexer(dsa.DSAIndexer):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megarl.arch.hf_config import read_hf_config
+from megarl.arch.mtp import with_mtp
 from megarl.arch.settings.families import settings_of
 from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index, open_hf
 from megarl.weights.hf.unstacked import Unstacked
@@ -73,12 +74,12 @@ def _refuse_twins(folder: HFFolder, names: Sequence[str], hf_config: HFConfig) -
                 raise ValueError(f"{folder.folder} holds both {name} and {other}; expected one name of a tensor")
 
 
-def check_folder(folder: str | Path, role: Role = "actor") -> int:
+def check_folder(folder: str | Path, role: Role = "actor", *, mtp: str = "off") -> int:
     """The number of tensors in a folder that the trainer can load; only headers of files are read.
 
-    Raises ValueError of one sentence for mathematics, names or shapes that ranks would refuse.
+    `mtp`: as of `with_mtp`.  Raises ValueError of one sentence for mathematics, names or shapes that ranks refuse.
     """
-    hf_config = read_hf_config(folder)
+    hf_config = with_mtp(read_hf_config(folder), mtp)
     with open_for(folder, hf_config) as held:
         check_names(held, table_for(hf_config, role=role), ignorable(hf_config, role))
         settings_of(hf_config)

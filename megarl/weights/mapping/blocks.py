@@ -209,5 +209,9 @@ def shared_experts(c: HFConfig, layer: int, mlp: str) -> list[Op]:
     return gated(f"decoder.layers.{layer}.mlp.shared_experts", f"{mlp}.shared_experts", ffn, c["hidden_size"])
 
 
+def is_router_bias(op: Op) -> bool:
+    return op.param.endswith(".expert_bias")
+
+
 def router_bias(layer: int, hf_name: str, count: int) -> Op:
     return Rename(f"decoder.layers.{layer}.mlp.router.expert_bias", hf_name, (count,), keeps_dtype=True)

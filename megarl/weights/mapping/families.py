@@ -25,6 +25,7 @@ from megarl.weights.mapping.blocks import (
     experts,
     feed_forward,
     indexer,
+    is_router_bias,
     is_tied,
     latent_attention,
     router_bias,
@@ -32,7 +33,7 @@ from megarl.weights.mapping.blocks import (
     stacks_of_biased_experts,
 )
 from megarl.weights.mapping.gated_delta import hybrid_layer
-from megarl.weights.mapping.mamba import mixed_biases, mixed_layer
+from megarl.weights.mapping.mamba import mixed_layer
 from megarl.weights.mapping.mtp import MTP_PREFIX, mtp_layers, shared_copies
 from megarl.weights.mapping.names import Op
 from megarl.weights.mapping.stacks import PlainStack, Stack
@@ -51,16 +52,15 @@ def table_for(hf_config: HFConfig, *, role: Role = "actor", vocab_multiple: int 
     `vocab_multiple`: the vocabulary rows of each tensor-parallel rank are padded to a multiple of this.
     A critic has a value head instead of the output rows.
     """
-    layers = chain.from_iterable(layer_of(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
     family = family_of(hf_config)
-    further = mtp_layers(hf_config, family.layer, family.router_biases)
-    ordered = sorted(chain(layers, family.router_biases(hf_config)), key=lambda op: op.keeps_dtype)
+    layers = chain.from_iterable(family.layer(hf_config, i) for i in range(hf_config["num_hidden_layers"]))
+    ordered, further = sorted(layers, key=lambda op: op.keeps_dtype), mtp_layers(hf_config, family.layer)
     return decoder(hf_config, role, vocab_multiple, chain(ordered, further), names=family.around_layers)
 
 
 def layer_of(hf_config: HFConfig, layer: int) -> list[Op]:
-    """The parameters of a layer."""
-    return family_of(hf_config).layer(hf_config, layer)
+    """The parameters of a layer; a router's bias, which no optimizer changes, is none."""
+    return [op for op in family_of(hf_config).layer(hf_config, layer) if not is_router_bias(op)]
 
 
 def family_of(hf_config: HFConfig) -> Family:
@@ -167,9 +167,9 @@ def _shared_and_routed(c: HFConfig, layer: int) -> list[Op]:
     """The feed-forward of DeepSeek-V3's layers: the first are dense, the others have shared and routed experts."""
     if layer in dense_layers(c):
         return feed_forward(c, layer)
-    mlp = f"model.layers.{layer}.mlp"
-    routed = experts(c, layer, mlp, c["n_routed_experts"], c["moe_intermediate_size"])
-    return [*routed, *shared_experts(c, layer, mlp)]
+    mlp, count = f"model.layers.{layer}.mlp", c["n_routed_experts"]
+    bias = router_bias(layer, f"{mlp}.gate.e_score_correction_bias", count)
+    return [*experts(c, layer, mlp, count, c["moe_intermediate_size"]), *shared_experts(c, layer, mlp), bias]
 
 
 def _glm4_moe(c: HFConfig, layer: int) -> list[Op]:
@@ -179,14 +179,10 @@ def _glm4_moe(c: HFConfig, layer: int) -> list[Op]:
 
 
 def _minimax_m2(c: HFConfig, layer: int) -> list[Op]:
-    mlp = f"model.layers.{layer}.block_sparse_moe"
-    routed = experts(c, layer, mlp, num_experts(c), c["intermediate_size"], ("w1", "w3", "w2"))
-    return [*attention(c, layer, qk_norm="all heads"), *routed]
-
-
-def _biases_of_blocks(c: HFConfig) -> Iterator[Op]:
-    for layer in range(c["num_hidden_layers"]):
-        yield router_bias(layer, f"model.layers.{layer}.block_sparse_moe.e_score_correction_bias", num_experts(c))
+    mlp, count = f"model.layers.{layer}.block_sparse_moe", num_experts(c)
+    routed = experts(c, layer, mlp, count, c["intermediate_size"], ("w1", "w3", "w2"))
+    bias = router_bias(layer, f"{mlp}.e_score_correction_bias", count)
+    return [*attention(c, layer, qk_norm="all heads"), *routed, bias]
 
 
 def _gpt_oss(c: HFConfig, layer: int) -> list[Op]:
@@ -197,13 +193,6 @@ def _gpt_oss(c: HFConfig, layer: int) -> list[Op]:
 def _stacks_of_gpt_oss(c: HFConfig) -> list[Stack]:
     layers = range(c["num_hidden_layers"])
     return [stack for i in layers for stack in stacks_of_biased_experts(c, f"model.layers.{i}.mlp")]
-
-
-def _biases_of_gates(c: HFConfig) -> Iterator[Op]:
-    dense = dense_layers(c)
-    for layer in (layer for layer in range(c["num_hidden_layers"]) if layer not in dense):
-        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        yield router_bias(layer, name, c["n_routed_experts"])
 
 
 def _none(_: HFConfig) -> Iterator[Any]:
@@ -224,7 +213,6 @@ class Family:
     """
 
     layer: Layers
-    router_biases: Callable[[HFConfig], Iterator[Op]] = _none
     float32_in_sglang: tuple[str, ...] = ()
     without_in_sglang: str = ""
     stacks: Callable[[HFConfig], Iterable[Stack]] = _none
@@ -242,15 +230,15 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(_dense),  # Llama 2 and 3
     "mistral": Family(_dense),
     "mixtral": Family(_mixtral),
-    "deepseek_v3": Family(_deepseek_v3, _biases_of_gates),
-    "kimi_k2": Family(_deepseek_v3, _biases_of_gates),
-    "deepseek_v32": Family(_sparse_latent, _biases_of_gates),
-    "glm_moe_dsa": Family(_sparse_latent, _biases_of_gates),
-    "glm4_moe": Family(_glm4_moe, _biases_of_gates, (".mlp.gate.weight",)),
-    "minimax_m2": Family(_minimax_m2, _biases_of_blocks, (".block_sparse_moe.gate.weight",)),
+    "deepseek_v3": Family(_deepseek_v3),
+    "kimi_k2": Family(_deepseek_v3),
+    "deepseek_v32": Family(_sparse_latent),
+    "glm_moe_dsa": Family(_sparse_latent),
+    "glm4_moe": Family(_glm4_moe, (".mlp.gate.weight",)),
+    "minimax_m2": Family(_minimax_m2, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
     "nemotron_h": Family(
-        mixed_layer, mixed_biases, untrained=(MTP_PREFIX,), around_layers=("backbone.embeddings", "backbone.norm_f")
+        mixed_layer, untrained=(MTP_PREFIX,), around_layers=("backbone.embeddings", "backbone.norm_f")
     ),
     "qwen3_next": replace(_HYBRID, untrained=(MTP_PREFIX,)),
     **dict.fromkeys(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megarl.arch.layers import EXPERTS, FULL, LINEAR, MLP
@@ -17,15 +16,10 @@ def mixed_layer(c: HFConfig, layer: int) -> list[Op]:
     norm = "pre_mlp_layernorm" if kind in (MLP, EXPERTS) else "input_layernorm"
     make = {LINEAR: _mixer, FULL: _attention, MLP: _feed_forward, EXPERTS: _experts}[kind]
     before = Rename(f"decoder.layers.{layer}.{norm}.weight", f"{hf}.norm.weight", (c["hidden_size"],))
-    return [before, *make(c, own, f"{hf}.mixer")]
-
-
-def mixed_biases(c: HFConfig) -> Iterator[Op]:
-    for layer, kind in enumerate(c["layers_block_type"]):
-        if kind == EXPERTS:
-            yield router_bias(
-                layer, f"backbone.layers.{layer}.mixer.gate.e_score_correction_bias", c["n_routed_experts"]
-            )
+    made = [before, *make(c, own, f"{hf}.mixer")]
+    if kind == EXPERTS:
+        made.append(router_bias(layer, f"{hf}.mixer.gate.e_score_correction_bias", c["n_routed_experts"]))
+    return made
 
 
 def _attention(c: HFConfig, mg: str, hf: str) -> list[Op]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from megarl.arch.mtp import COUNTS, trained_mtp
 from megarl.weights.mapping.blocks import HFConfig, is_tied
@@ -37,15 +37,13 @@ def shared_copies(c: HFConfig) -> dict[str, str]:
     return {f"{_prefix(c, i)}.{copy}.weight": own for i in range(trained_mtp(c)) for copy, own in names.items()}
 
 
-def mtp_layers(
-    c: HFConfig, layer: Callable[[HFConfig, int], list[Op]], biases: Callable[[HFConfig], Iterable[Op]]
-) -> Iterator[Op]:
-    """Those that are a part of the model: of each its projection, its norms, and its block with the router's bias.
+def mtp_layers(c: HFConfig, layer: Callable[[HFConfig, int], list[Op]]) -> Iterator[Op]:
+    """Those that are a part of the model: of each its projection, its norms, and its block.
 
-    `layer`, `biases`: of the family.  A block is as the last layer of the model.
+    `layer`: the family's.  A block is as the last layer of the model.
     """
     hidden, like = c["hidden_size"], c["num_hidden_layers"] - 1
-    block = [*layer(c, like), *(op for op in biases(c) if op.layer == like)] if trained_mtp(c) else []
+    block = layer(c, like) if trained_mtp(c) else []
     for number in range(trained_mtp(c)):
         prefix, param = _prefix(c, number), f"mtp.layers.{number}"
         for own, (numbered, only) in _OWN.items():

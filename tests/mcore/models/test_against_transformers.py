@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.arch.hf_config import read_config, read_hf_config
 from megarl.arch.layout import Layout
-from megarl.hf_server.model import hub_tensors
+from megarl.hf_server.hub_names import hub_tensors
 from megarl.mcore.models.execution import ExecutionOptions
 from megarl.mcore.models.model import build_model
 from megarl.mcore.setup import make_groups

@@ -204,7 +204,10 @@ CHOSEN: dict[str, dict[str, str]] = {
     "mistral": {"windows but full": "equal", "windows of all": "equal", "no sliding_window": "equal"},
     "qwen3_moe": {"no norm_topk_prob": "equal", "windows of all": "refused"},
     "mixtral": {"no rope_parameters": "equal", "no rms_norm_eps": "equal", "windows but full": "equal"},
-    "deepseek_v3": {"no routed_scaling_factor": "equal", "no n_group": "equal", "norm_topk_prob=None": "refused"},
+    "deepseek_v3": {
+        **{"no routed_scaling_factor": "equal", "no n_group": "equal", "norm_topk_prob=None": "refused"},
+        "no v_head_dim": "equal",  # values that are wider than keys
+    },
     "glm4_moe": {"no rms_norm_eps": "equal", "rope_scaling as rope_parameters": "equal"},
     "minimax_m2": {"no rope_parameters": "equal"},
     "gpt_oss": {"no rope_parameters": "equal", "rope with beta_slow=3.0": "equal", "no sliding_window": "equal"},

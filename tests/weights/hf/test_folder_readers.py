@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megarl.arch.hf_config import read_hf_config
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.hf_server.model import HFModel, hub_tensors
+from megarl.hf_server.hub_names import hub_tensors
+from megarl.hf_server.model import HFModel
 from megarl.weights.hf.export import finish_folder
 from megarl.weights.hf.folder import INDEX, SINGLE
 from megarl.weights.hf.named import check_folder, check_for_sglang, open_for

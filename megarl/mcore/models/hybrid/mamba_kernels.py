@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.mcore.models.delta_kernels import Chunks, causal_conv1d, widened
+from megarl.mcore.models.hybrid.delta_kernels import Chunks, causal_conv1d, widened
 
 
 def mamba_split_conv1d_scan_combined(

@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.mcore.models import delta_kernels
+from megarl.mcore.models.hybrid import delta_kernels
 from megarl.mcore.models.layers import local_layer
 
 if not common.HAVE_FLA:

@@ -22,9 +22,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megarl.arch.layers import EXPERTS, LINEAR, MLP
-from megarl.mcore.models import mamba_kernels
 from megarl.mcore.models.attention import cut_over_ranks
-from megarl.mcore.models.layers import local_layer
+from megarl.mcore.models.hybrid import mamba_kernels
+from megarl.mcore.models.layers import Whole, local_layer
 
 
 class GroupNorm(nn.Module):
@@ -47,19 +47,6 @@ class GroupNorm(nn.Module):
         return cut_over_ranks(self, "weight", prefix, sharded_offsets)
 
 
-class LatentProjection(nn.Linear):
-    """To or from the latent that experts see: whole on every rank, and with sequence parallelism, without which no
-    experts are trained, for its own tokens alone, so that Megatron sums the gradient over tensor-parallel ranks."""
-
-    def __init__(self, size: int, out: int, *, config: Any, **_: Any) -> None:
-        super().__init__(size, out, bias=False, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as Megatron's linears
-        """[..., size] -> [..., out]."""
-        return super().forward(x), None
-
-
 def _reordered(x: Tensor, cp_size: int, packed: PackedSeqParams, *, way: int) -> Tensor:
     """[T, ...], the parts of context-parallel ranks one after another -> in the order of the row; `way` 1: back."""
     return x.index_select(0, _build_thd_cp_a2a_perm(packed.cu_seqlens_q, cp_size, x.size(0))[way])
@@ -74,7 +61,7 @@ if mamba_context_parallel.tex is None:
     mamba_context_parallel._undo_attention_load_balancing = partial(_reordered, way=0)
     mamba_context_parallel._redo_attention_load_balancing = partial(_reordered, way=1)
 if not moe_layer.HAVE_TE:
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, LatentProjection
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, Whole
 
 
 class Mixer(MambaMixer):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.mcore.models.delta_kernels import CHUNK, causal_conv1d, chunk_gated_delta_rule, l2norm
+from megarl.mcore.models.hybrid.delta_kernels import CHUNK, causal_conv1d, chunk_gated_delta_rule, l2norm
 
 HEADS, KEY, VALUE = 2, 4, 3
 LENGTHS = st.lists(st.sampled_from([1, 2, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5]), min_size=1, max_size=5)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.mcore.models.delta_kernels import CHUNK
-from megarl.mcore.models.mamba_kernels import mamba_split_conv1d_scan_combined, scan
+from megarl.mcore.models.hybrid.delta_kernels import CHUNK
+from megarl.mcore.models.hybrid.mamba_kernels import mamba_split_conv1d_scan_combined, scan
 
 HEADS, SIZE, GROUPS, STATE, TAPS = 4, 3, 2, 5, 3
 INNER, WIDTH = HEADS * SIZE, HEADS * SIZE + 2 * GROUPS * STATE
