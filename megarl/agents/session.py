@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.answer import Answer, ToolParser, read_answer
+from megarl.agents.answer import Answer, read_answer
 from megarl.agents.conversation import Conversation, RenderedPrompt, Turn
 from megarl.agents.refusals import OverLimit, Refused
+from megarl.agents.tool_calls.call import Form
 from megarl.data.template import OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.continuation import generate_completion
@@ -39,7 +40,7 @@ class Policy:
     template: ChatTemplate
     pool: EnginePool
     params: SamplingParams  # of every answer; max_new_tokens is its limit
-    tool_parser: ToolParser
+    tool_form: Form
     max_tokens: int  # of all rows of an episode: prompts, answers, and what is between them
     max_turns: int = 1 << 30  # answers in an episode
     history: str = "generated"  # see conversation.HISTORIES
@@ -124,12 +125,12 @@ class Session:
                 400, "messages: the last one is the assistant's or there is none; expected a question behind it"
             )
         prompt = self.conversation.prompt(request.messages, request.tools)
-        parser = self.policy.tool_parser if request.tools and request.read_calls else None
+        form, tools = self.policy.tool_form, request.tools if request.read_calls else []
         opened = self.policy.text(prompt.prompt_ids[-4:]).rstrip().endswith(OPEN)
         replies = []
         for completion in await self._generate(prompt.prompt_ids, request.num, request.max_tokens):
             self._note_end(completion, request.max_tokens)
-            answer = read_answer(self.policy.text(without_stop(completion)), opened=opened, parser=parser)
+            answer = read_answer(self.policy.text(without_stop(completion)), form, opened=opened, tools=tools)
             self.counts["tool_calls"] += len(answer.tool_calls)
             self.counts["malformed_tool_calls"] += answer.malformed_calls
             message = self._message(answer)
@@ -264,10 +265,10 @@ class Session:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.tool_calls:
+            ids = self.policy.tool_form.ids(answer.tool_calls, self._call_numbers)
             message["tool_calls"] = [
-                # Nine letters and digits, as Mistral's templates want them.
-                {"id": f"call{next(self._call_numbers):05x}", "type": "function", "function": call._asdict()}
-                for call in answer.tool_calls
+                {"id": call_id, "type": "function", "function": call._asdict()}
+                for call_id, call in zip(ids, answer.tool_calls, strict=True)
             ]
         return message
 

@@ -91,7 +91,10 @@ TEACHER_ENGINES = (MEGATRON, "server")
 REWARD_ERRORS: tuple[str, ...] = constant("rewards/scorer.py", "ON_ERROR")
 AGENT_HISTORIES: tuple[str, ...] = constant("agents/conversation.py", "HISTORIES")
 AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/load.py", "ADAPTERS"))
-TOOL_PARSERS = ("hermes", "none")
+TOOL_PARSERS = (
+    *("auto", "hermes", "qwen3_coder", "glm", "minimax_m2", "kimi_k2"),
+    *("deepseek_v3", "deepseek_v31", "deepseek_v32", "llama3", "mistral", "harmony", "none"),
+)
 OVERLONG = ("error", "filter", *constant("data/prompts.py", "CUTS"))
 SFT_ANSWERS: tuple[str, ...] = constant("data/fields.py", "ANSWERS")
 LOGGERS = tuple(sorted(declared("register_tracker", "metrics/trackers")))
