@@ -35,6 +35,7 @@ setup(
         "megarl.configs": ["*.yaml", "*/*.yaml"],
         "megarl.algo": ["README.md"],
         "megarl.metrics.report": ["page.*"],
+        "megarl.commands.launch": ["files/*"],
         "megarl.metrics.trackers": ["grafana.json"],
         "megarl.commands.tasks": ["project/*"],
         "megarl.servers": ["sglang_cpu/*.py", "sglang_cpu/*/*.py"],  # modules of SGLang's environment, not of ours

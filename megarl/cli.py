@@ -109,6 +109,7 @@ COMMANDS = {
     "report": _with_words("megarl.metrics.report.page", "a page of a run: curves, times, answers, settings"),
     "watch": _with_words("megarl.commands.watch.command", "a page in the terminal that shows what a run is doing"),
     "plan": _with_words("megarl.commands.plan.command", "memory and time of a run, predicted; better layouts"),
+    "launch": _with_words("megarl.commands.launch.command", "the file that submits a run to a cluster, or submit it"),
     "doctor": Command(
         "megarl.commands.doctor.command",
         "whether this machine has what a run needs; with --run, why a run stopped",

@@ -49,6 +49,7 @@ def test_every_module_is_imported_from_the_wheel(tmp_path: Path) -> None:
     ]
     place = str(tmp_path / "installed")
     env = {**os.environ, "PYTHONPATH": place, "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", IMPORT_ALL, place, *modules]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for command in (["-c", IMPORT_ALL, place, *modules], ["-m", "megarl", "launch", "slurm", "quickstart"]):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "-m megarl train" in done.stdout, "its templates are there too"

@@ -19,20 +19,20 @@ from megarl.processes.signals import handled
 def main(config: Config) -> int:
     """Returns when the run has ended without an error; raises RuntimeError (DriverLost) otherwise."""
     trainer = config.trainer
-    if not 0 < trainer.node_rank < trainer.num_machines:
+    rank = trainer.node_rank or 0
+    if not 0 < rank < trainer.num_machines:
         raise ValueError(
-            f"trainer.node_rank={trainer.node_rank}: expected 1 to {trainer.num_machines - 1}, the machine 0 runs "
-            "`megarl train`"
+            f"trainer.node_rank={rank}: expected 1 to {trainer.num_machines - 1}, the machine 0 runs `megarl train`"
         )
-    token = needed_token(os.environ, f"trainer.node_rank={trainer.node_rank}")
-    role = "a spare machine" if trainer.node_rank >= trainer.nnodes else f"machine {trainer.node_rank}"
+    token = needed_token(os.environ, f"trainer.node_rank={rank}")
+    role = "a spare machine" if rank >= trainer.nnodes else f"machine {rank}"
     driver = driver_of(trainer)
     at = f"{trainer.master_addr}, whose port is in {trainer.run_dir}" if callable(driver) else driver
     say(f"{role} of {trainer.nnodes}, at the orders of {at}")
     if trainer.master_addr == Trainer().master_addr:
         say(f"warning: trainer.master_addr={trainer.master_addr}: that is this machine; expected that of machine 0")
     source = os.environ.get(NODE_ADDRESS)
-    agent = Agent(trainer.node_rank, driver, token, source=source, silence_s=trainer.silence_s, say=say)
+    agent = Agent(rank, driver, token, source=source, silence_s=trainer.silence_s, say=say)
     with handled(dict.fromkeys(ASKS, agent.take_signal)):
         agent.serve()
     return 0

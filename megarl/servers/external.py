@@ -1,4 +1,4 @@
-"""A server that another program started, for example launch/servers.sh: health-checked, never ended."""
+"""A server that another program started, for example `megarl serve`: health-checked, never ended."""
 
 from __future__ import annotations
 

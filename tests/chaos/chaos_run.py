@@ -165,7 +165,7 @@ class ChaosCluster(ChaosRun):
 
     def start(self, *more: str) -> None:
         """Start the driver and the other machines."""
-        super().start(*more)
+        super().start("trainer.node_rank=0", *more)
         for number in (1, 2):
             self.start_machine(number)
 

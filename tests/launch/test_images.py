@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import megarl
+from megarl.commands.launch.command import launch_file, parse
 
 ROOT = check_pins.ROOT
 FILES = sorted((ROOT / "launch/docker").glob("*.Dockerfile"))
@@ -79,17 +80,12 @@ def test_the_base_has_the_cuda_of_the_locks_and_a_pinned_tag() -> None:
     assert told(SERVER, "ARG") == [f"TRAINER=megarl-trainer:{megarl.__version__}"]
 
 
-def test_kubernetes_takes_these_images_as_their_user() -> None:
-    images = {}
-    for file in ("trainer.yaml", "servers.yaml"):
-        for document in yaml.safe_load_all((ROOT / "launch/k8s" / file).read_text()):
-            if document["kind"] in ("Job", "StatefulSet"):
-                spec = document["spec"]["template"]["spec"]
-                images[document["kind"]] = spec["containers"][0]["image"]
-                assert spec["securityContext"]["runAsNonRoot"] is True
-                assert f"--uid {spec['securityContext']['runAsUser']} megarl" in " ".join(told(TRAINER, "RUN"))
-    version = megarl.__version__
-    assert images == {"Job": f"megarl-trainer:{version}", "StatefulSet": f"megarl-server:{version}"}
+def test_kubernetes_takes_the_servers_image_as_its_user() -> None:
+    words = ["job", "grpo_qwen2_5_72b_8x8h100"]
+    (job,) = [one for one in yaml.safe_load_all(launch_file(parse(words))[1]) if one["kind"] == "Job"]
+    spec = job["spec"]["template"]["spec"]
+    assert f"--uid {spec['securityContext']['runAsUser']} megarl" in " ".join(told(TRAINER, "RUN"))
+    assert spec["containers"][0]["image"] == f"megarl-server:{megarl.__version__}"
 
 
 @each_file
@@ -111,5 +107,8 @@ def test_the_user_of_the_image_can_write_where_the_checks_leave_their_pages() ->
 def test_the_environment_of_sglang_is_where_the_image_says() -> None:
     (found,) = [words for words in told(SERVER, "ENV") if words.startswith("MEGARL_SGLANG_PYTHON=")]
     assert found == "MEGARL_SGLANG_PYTHON=/opt/megarl/.venv-sglang/bin/python"
-    assert found.split("=")[1] in (ROOT / "launch/k8s/servers.yaml").read_text()
-    assert "root=/opt/megarl " in (ROOT / "launch/slurm.sbatch").read_text()
+
+
+def test_commands_without_a_path_are_those_of_the_trainers_environment() -> None:
+    """As files of `megarl launch` name them: python."""
+    assert any(words.startswith("PATH=/opt/megarl/.venv/bin:$PATH") for words in told(TRAINER, "ENV"))

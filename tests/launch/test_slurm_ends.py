@@ -1,6 +1,7 @@
-"""How a job of launch/slurm.sbatch ends: stand-ins for srun, scontrol and python write down what they are told."""
+"""How a job of `megarl launch slurm` ends: stand-ins for srun, scontrol and python write down what they are told."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -9,9 +10,8 @@ from pathlib import Path
 import pytest
 from config_helpers import load
 
-from megarl.config import ConfigError
+from megarl.commands.launch.command import launch_file, parse
 
-LAUNCH = Path(__file__).parents[2] / "launch"
 # The first machine of a step.
 SRUN = """
 while [ "$1" != bash ]; do shift; done
@@ -34,11 +34,14 @@ def submit(
     for name, text in {"srun": srun, "python": PYTHON, "scontrol": scontrol}.items():
         (commands / name).write_text(f'#!/usr/bin/env bash\necho "$*" >>said_to_{name}\n{text}')
         (commands / name).chmod(0o755)
+    script, given = folder / "run.sbatch", ["quickstart", "trainer.nnodes=2", *words]
+    # An image, so that python is our stand-in.
+    script.write_text(launch_file(parse(["slurm", *given, "--image", "/shared/megarl.sqsh"]))[1])
+    nodes = re.search(r"--nodes=(\d+)", script.read_text())
     env = {k: v for k, v in os.environ.items() if not k.startswith("MEGARL_TOKEN")}
-    env |= {"PATH": f"{commands}:{env['PATH']}", "MEGARL_ROOT": str(LAUNCH.parent), "SLURM_SUBMIT_DIR": str(folder)}
-    env |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]"}
-    env |= {"SLURM_CPUS_ON_NODE": "96", "CONTAINER_IMAGE": "/shared/megarl.sqsh"}  # so that python is our stand-in
-    command = ["bash", str(LAUNCH / "slurm.sbatch"), "recipe=quickstart", *words]
+    env |= {"PATH": f"{commands}:{env['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_CPUS_ON_NODE": "96"}
+    env |= {"SLURM_JOB_NUM_NODES": nodes[1] if nodes else "", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[0-1]"}
+    command = ["bash", script]
     return subprocess.Popen(command, cwd=folder, env=env | environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -113,8 +116,8 @@ def test_signal_tree_a_job_ends_as_its_driver_does_unless_another_machine_has_en
     tmp_path: Path, order: str, driver: str, other: str, spares: str, status: int, requeues: bool
 ) -> None:
     """srun tells the highest code of all tasks, and kills those that have not ended."""
-    ends = {"ORDER": order, "ENDS_0": driver, "ENDS_1": other, "SPARE_NODES": spares, "SLURM_JOB_NUM_NODES": "3"}
-    with submit(tmp_path, srun=BOTH_END, **ends) as job:
+    ends = {"ORDER": order, "ENDS_0": driver, "ENDS_1": other}
+    with submit(tmp_path, f"trainer.spare_nodes={spares}", srun=BOTH_END, **ends) as job:
         job.communicate(timeout=120)
     assert (job.returncode, (tmp_path / "said_to_scontrol").exists()) == (status, requeues)
 
@@ -132,36 +135,48 @@ def test_a_warning_before_the_driver_is_there_requeues_the_job(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "told"),
+    ("environment", "told"),
     [
-        (["trainer.resume_mode=disable"], {}, "a job that is requeued would begin anew"),
-        ([], {"WARN_S": "60"}, "WARN_S=60: expected a number of seconds above 60"),
-        (
-            [],
-            {"MEGARL_TOKEN_DIR": "/no/such/folder"},
-            "/no/such/folder cannot be written, so the machines cannot share",
-        ),
-        ([], {"WARN_S": "half an hour"}, "WARN_S=half an hour: expected a number of seconds above 60"),
+        ({"MEGARL_TOKEN_DIR": "/no/such/folder"}, "/no/such/folder cannot be written, so the machines cannot share"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, "quickstart: --nodes=3: expected 2, as the settings in this file say"),
+        ({"SLURM_ARRAY_TASK_ID": "1"}, "quickstart: --array: each element would be the same run; expected %a in"),
     ],
 )
-def test_a_job_that_could_not_go_on_is_refused(
-    tmp_path: Path, words: list[str], environment: dict[str, str], told: str
-) -> None:
-    with submit(tmp_path, *words, ENDS="0", **environment) as job:
+def test_a_job_that_could_not_go_on_is_refused(tmp_path: Path, environment: dict[str, str], told: str) -> None:
+    with submit(tmp_path, ENDS="0", **environment) as job:
         _, said = job.communicate(timeout=120)
     assert job.returncode == 2 and told in said
     assert not (tmp_path / "said_to_srun").exists()
 
 
+def test_words_after_the_script_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.sbatch").write_text(launch_file(parse(["slurm", "quickstart"]))[1])
+    command = ["bash", tmp_path / "run.sbatch", "trainer.seed=2"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert (
+        "trainer.seed=2: the settings are in this file; expected them as words of `megarl launch slurm`" in found.stderr
+    )
+
+
+def test_an_element_of_an_array_runs_its_own_words(tmp_path: Path) -> None:
+    words = ["trainer.experiment_name=seeds_%a", "trainer.seed=%a", "--array", "3-4"]
+    with submit(tmp_path, *words, ENDS="0", SLURM_ARRAY_TASK_ID="4") as job:
+        _, said = job.communicate(timeout=120)
+    assert (job.returncode, said) == (0, "")
+    assert " trainer.experiment_name=seeds_4 trainer.seed=4 " in (tmp_path / "said_to_srun").read_text()
+
+
 def test_spare_machines_are_of_the_trainers_step_which_may_lose_one(tmp_path: Path) -> None:
-    with submit(tmp_path, ENDS="0", SPARE_NODES="1", SLURM_JOB_NUM_NODES="3", WARN_S="1800") as job:
+    with submit(tmp_path, "trainer.spare_nodes=1", "trainer.term_grace_s=1740", ENDS="0") as job:
         job.communicate(timeout=120)
     said = (tmp_path / "said_to_srun").read_text()
     assert said.startswith("--nodes=3 --ntasks=3 --ntasks-per-node=1 --relative=0 --label ")
     # sbatch --no-kill keeps the job: a step that spans its machines is ended with one of them unless it says so too.
     assert " --label --no-kill --wait=0 --kill-on-bad-exit=0 " in said
+    assert "#SBATCH --no-kill\n" in (tmp_path / "run.sbatch").read_text()
     words = said.split(" megarl train ")[1].split()
-    assert words == ["recipe=quickstart", "trainer.nnodes=2", "trainer.term_grace_s=1740", "trainer.spare_nodes=1"]
+    assert words == ["recipe=quickstart", "trainer.nnodes=2", "trainer.spare_nodes=1", "trainer.term_grace_s=1740"]
     load(*words, "trainer.master_addr=10.0.0.1")  # the command accepts them
 
 
@@ -170,8 +185,8 @@ BOTH = "until [ $(wc -l <said_to_srun) = 2 ]; do sleep 0.05; done\n"
 
 
 def test_the_image_is_started_with_the_folders_that_were_named(tmp_path: Path) -> None:
-    mounts = {"CONTAINER_MOUNTS": "/models:/models", "SERVER_NODES": "1"}
-    with submit(tmp_path, srun=BOTH, scontrol="echo host1", **mounts) as job:
+    words = ["--mounts", "/models:/models", "--server-machines", "1"]
+    with submit(tmp_path, *words, srun=BOTH, scontrol="echo host2") as job:
         _, said = job.communicate(timeout=120)
     assert (job.returncode, said) == (0, "")
     lines = (tmp_path / "said_to_srun").read_text().splitlines()
@@ -179,12 +194,7 @@ def test_the_image_is_started_with_the_folders_that_were_named(tmp_path: Path) -
     inside = f"--cpus-per-task=96 --cpu-bind=none --container-image=/shared/megarl.sqsh --container-workdir={tmp_path} "
     inside += f"--container-mounts={tmp_path}:{tmp_path},/models:/models"
     assert f"--kill-on-bad-exit=1 {inside} bash -c " in trainer
-    assert " python -m megarl train recipe=quickstart trainer.nnodes=1" in trainer
-    assert f"{inside} bash /opt/megarl/launch/servers.sh recipe=quickstart" in server
+    assert " python -m megarl train recipe=quickstart trainer.nnodes=2" in trainer
+    assert trainer.endswith(" rollout.placement=separate rollout.urls=[https://host2:30000]")
+    assert f"{inside} python -m megarl serve recipe=quickstart" in server
     assert " --no-kill --wait=0 --kill-on-bad-exit=0 " in server, "one of them that is lost does not end the others"
-
-
-def test_a_machine_more_than_the_trainer_can_use_is_refused_by_the_command() -> None:
-    """The stand-in for python reads no settings."""
-    with pytest.raises(ConfigError, match=r"trainer.spare_nodes=1: has no effect, because trainer.nnodes=1"):
-        load("recipe=quickstart", "trainer.nnodes=1", "trainer.spare_nodes=1")

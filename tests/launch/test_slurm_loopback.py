@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch under Slurm itself: its daemons on loopback, with three nodes that are all this machine."""
+"""What `megarl launch slurm` prints, under Slurm itself: its daemons on loopback; all three nodes are this machine."""
 
 import getpass
 import os
@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ import psutil
 import pytest
 from ring_cases import lines, make_parts, settings, steps
 
+from megarl.commands.launch.command import launch_file, parse
+from megarl.config import read_yaml
 from megarl.servers.server_process import free_ports
 from megarl.trainer.checkpoint.checkpoint import all_checkpoints
 
@@ -70,7 +73,7 @@ class Slurm:
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("MEGARL_TOKEN", "SLURM_"))}
-        self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "MEGARL_ROOT": str(ROOT)}
+        self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
 
     def start(self) -> None:
         where = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log"}
@@ -119,10 +122,12 @@ class Slurm:
         assert found is not None, field
         return found[1]
 
-    def submit(self, folder: Path, words: list[str], *options: str, **environment: str) -> str:
-        command = ["sbatch", "--parsable", "--gpus-per-node=0", *options, str(ROOT / "launch/slurm.sbatch"), *words]
-        environment = {**self.environment, **environment}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    def submit(self, folder: Path, words: list[str], *options: str) -> str:
+        """From a folder that has nothing of the repository."""
+        script = folder / "run.sbatch"
+        script.write_text(launch_file(parse(["slurm", *words]))[1])
+        command = ["sbatch", "--parsable", *options, script]
+        done = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     def wait_until(self, condition: Callable[[], object], limit_s: float, log: Path | None = None) -> None:
@@ -167,7 +172,8 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(parts: Path, folder: Path, name: str, num_steps: int) -> list[str]:
-    return settings(parts, folder / "runs", name, *GRPO, f"trainer.total_training_steps={num_steps}")
+    steps = f"trainer.total_training_steps={num_steps}"
+    return settings(parts, folder / "runs", name, *GRPO, "trainer.nnodes=2", steps)
 
 
 def finished_steps(run: Path) -> list[int]:
@@ -175,7 +181,7 @@ def finished_steps(run: Path) -> list[int]:
 
 
 def test_a_job_on_two_nodes_finishes(slurm: Slurm, parts: Path, tmp_path: Path) -> None:
-    job = slurm.submit(tmp_path, words_of(parts, tmp_path, "whole", 2), "--nodes=2")
+    job = slurm.submit(tmp_path, words_of(parts, tmp_path, "whole", 2))
     log = tmp_path / f"slurm-{job}.log"
     slurm.wait_until(lambda: slurm.job(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 600, log)
     assert slurm.job(job, "JobState") == "COMPLETED", log.read_text()
@@ -188,8 +194,8 @@ def test_signal_tree_a_job_saves_when_it_is_asked_or_near_its_limit_or_cancelled
     slurm: Slurm, parts: Path, tmp_path: Path
 ) -> None:
     """Only the limit lets it be requeued; Slurm signals every process of the job's step."""
-    options = ["--nodes=2", "--time=60", "--signal=B:USR1@170"]
-    job = slurm.submit(tmp_path, words_of(parts, tmp_path, "long", 1000), *options, WARN_S="170")
+    words = [*words_of(parts, tmp_path, "long", 1000), "trainer.term_grace_s=110"]
+    job = slurm.submit(tmp_path, [*words, "--time", "60"])
     run, log = tmp_path / "runs/long", tmp_path / f"slurm-{job}.log"
     slurm.wait_until(lambda: finished_steps(run), 600, log)
     slurm.says("scancel", "--signal=USR1", job)
@@ -217,8 +223,8 @@ def test_signal_tree_a_job_saves_when_it_is_asked_or_near_its_limit_or_cancelled
 
 
 def test_a_spare_node_takes_the_place_of_one_that_is_lost(slurm: Slurm, parts: Path, tmp_path: Path) -> None:
-    words = [*words_of(parts, tmp_path, "spare", 6), "trainer.save_freq=1"]
-    job = slurm.submit(tmp_path, words, "--nodes=3", "--no-kill", SPARE_NODES="1")
+    words = [*words_of(parts, tmp_path, "spare", 6), "trainer.save_freq=1", "trainer.spare_nodes=1"]
+    job = slurm.submit(tmp_path, words)
     run, log = tmp_path / "runs/spare", tmp_path / f"slurm-{job}.log"
     slurm.wait_until(lambda: 2 in finished_steps(run), 600, log)
     slurm.lose("n2")
@@ -226,3 +232,48 @@ def test_a_spare_node_takes_the_place_of_one_that_is_lost(slurm: Slurm, parts: P
     assert slurm.job(job, "JobState") == "COMPLETED", log.read_text()
     assert re.search(r"machine 1 \(host .*\) takes the place of host .*, which is lost", log.read_text())
     assert finished_steps(run) == [*range(1, 7)] and lines(run / "visits.jsonl")[-1]["step"] == 6
+
+
+def test_elements_of_an_array_are_runs_of_their_own(slurm: Slurm, parts: Path, tmp_path: Path) -> None:
+    words = settings(parts, tmp_path / "runs", "seed_%a", *GRPO[:-1], "trainer.total_training_steps=1")
+    job = slurm.submit(tmp_path, [*words, "trainer.seed=%a", "--array", "3-4"])
+    logs = [tmp_path / f"slurm-{job}_{element}.log" for element in (3, 4)]
+    slurm.wait_until(lambda: slurm.says("squeue", "--noheader") == "", 600, logs[-1])
+    for element, log in zip((3, 4), logs, strict=True):
+        run = tmp_path / f"runs/seed_{element}"
+        assert finished_steps(run) == [1], log.read_text()
+        assert read_yaml(run / "config.yaml").trainer.seed == element
+
+
+PLACE = """
+import os
+from megarl.commands.places import place_in
+found = place_in(os.environ)
+print(*found[:4] if found else ["nowhere"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "said"),
+    [
+        (["--nodes=1", ":", "--nodes=2"], "srun --het-group=0,1 {python} -c '{place}'", "srun 2 3 n1\n"),
+        (["--nodes=2"], "{python} -c '{place}'", "nowhere\n"),
+        (
+            ["--nodes=2"],
+            "srun --ntasks-per-node=1 {python} -m megarl train recipe=quickstart",
+            "error: trainer.nnodes=1: srun has 2 machines (SLURM_STEP_NUM_NODES=2); expected the same number, or",
+        ),
+        (
+            ["--nodes=2"],
+            "srun --nodes=2 --ntasks=4 {python} -m megarl train recipe=quickstart trainer.nnodes=2",
+            "error: SLURM_STEP_TASKS_PER_NODE=2(x2): srun starts 2 processes on a machine; expected 1",
+        ),
+    ],
+    ids=["heterogeneous", "without srun", "nnodes forgotten", "two tasks a node"],
+)
+def test_a_process_knows_its_place(slurm: Slurm, tmp_path: Path, options: list[str], command: str, said: str) -> None:
+    script, log = tmp_path / "job.sh", tmp_path / "log"
+    script.write_text("#!/bin/bash\n" + command.format(python=sys.executable, place=PLACE) + "\n")
+    slurm.says("sbatch", f"--output={log}", *options, str(script))
+    slurm.wait_until(lambda: slurm.says("squeue", "--noheader") == "" and log.exists(), 300, log)
+    assert said in log.read_text()

@@ -55,7 +55,7 @@ def descendants(process: subprocess.Popen[bytes], module: str) -> list[psutil.Pr
 def test_a_machine_that_goes_ends_the_run_and_all_that_it_started(parts: Path, tmp_path: Path) -> None:
     more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
     words = settings(parts, tmp_path, "lost", *PPO, "trainer.total_training_steps=200", *more)
-    driver = start(words, tmp_path / "driver.log")
+    driver = start([*words, "trainer.node_rank=0"], tmp_path / "driver.log")
     other = start([*words, "trainer.node_rank=1"], tmp_path / "other.log", MEGARL_NODE_ADDR="127.0.0.2")
     wait_for_step(tmp_path / "lost", 1, driver)
     started = [child for process in (driver, other) for child in psutil.Process(process.pid).children(recursive=True)]
@@ -83,7 +83,7 @@ def test_a_rank_of_the_other_machine_starts_again_and_spare_ones_take_the_place_
     assert main(["train", *settings(parts, tmp_path, "whole", *COMMON)]) == 0
     more = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.spare_nodes=1", "rollout.tls=always"]
     words, run = settings(parts, tmp_path, "spare", *COMMON, *more), tmp_path / "spare"
-    driver = start(words, tmp_path / "0.log")
+    driver = start(words, tmp_path / "0.log", JOB_COMPLETION_INDEX="0")
     # Their numbers come from where Kubernetes would tell them.
     others = [
         start(words, tmp_path / f"{k}.log", JOB_COMPLETION_INDEX=str(k), MEGARL_NODE_ADDR=f"127.0.0.{k + 1}")

@@ -61,7 +61,7 @@ class Trainer:
     total_training_steps: Count | None = key(None, "iterations; null = total_epochs", BASIC)
     total_epochs: Count = key(1, "passes over the prompts", If(".total_training_steps == null"), RL_EVALUATE)
     nnodes: Count = key(1, "machines of the run", BASIC)
-    node_rank: Natural = key(0, "number of this machine", MACHINES)
+    node_rank: Natural | None = key(None, "number of this machine; null = as the scheduler's variables say", MACHINES)
     master_addr: str = key("127.0.0.1", "address of machine 0, for the rendezvous of the other machines", MACHINES)
     master_port: Port | None = key(
         None,

@@ -102,7 +102,7 @@ def _schedules(config: Config) -> Iterator[str]:
 
 def _places(config: Config) -> Iterator[str]:
     trainer = config.trainer
-    if trainer.node_rank >= trainer.num_machines:
+    if (trainer.node_rank or 0) >= trainer.num_machines:
         more = f" + trainer.spare_nodes={trainer.spare_nodes}" if trainer.spare_nodes else ""
         yield f"trainer.node_rank={trainer.node_rank}: expected less than trainer.nnodes={trainer.nnodes}{more}"
     if trainer.nnodes > 1 and not trainer.master_addr:
