@@ -23,7 +23,7 @@ from megarl.config.names import PACKAGES_OF_LOGGER
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[1]
 # Of 0.19.2, which Python 3.11 has not.
-NEWER = tuple(f"megarl/mcore/models/{name}.py" for name in ("gated_delta", "mamba", "sparse_latent"))
+NEWER = tuple(f"megarl/mcore/models/{name}.py" for name in ("hybrid/gated_delta", "hybrid/mamba", "sparse_latent"))
 OF_A_NEWER_MEGATRON = () if sys.version_info >= (3, 12) else NEWER
 NOT_OURS = ("sglang_cpu", "verifiers_worker", "fork_server")  # modules of other environments, or of a fork server
 # Of Triton, which a build of torch for CUDA requires; where it is not, they are not imported.
