@@ -24,6 +24,7 @@ WITHOUT_ROUTES = {
     "--radix-cache-backend": _FROM_ELSEWHERE,
     "--enable-prefill-cp": "each GPU notes experts of its part of a prompt, and they are taken for those of all of it",
     "--enable-two-batch-overlap": "the experts of one half of a batch are written over those of the other half",
+    "--speculative-algorithm": "what notes experts has no room for the tokens of drafts that are verified at once",
     "--enable-pdmux": "prompts and new tokens are computed at the same time, and their experts written over each other",
 }
 
@@ -75,3 +76,8 @@ def _replay(config: Config) -> Iterator[str]:
         for word in config.rollout.sglang.args:
             if why := WITHOUT_ROUTES.get(word.split("=")[0]):
                 yield f"rollout.sglang.args={word}: {why}; expected actor.router_replay=off or old, or no such option"
+        rollout = config.rollout
+        if numbers.has_indexers and rollout.attention_dp != rollout.tensor_model_parallel_size:
+            why = "SGLang reports the keys that indexers choose only where each GPU has all heads"
+            given = f"rollout.attention_dp={rollout.attention_dp} with actor.router_replay=rollout"
+            yield f"{given}: {why}; expected {rollout.tensor_model_parallel_size}, or router_replay=off or old"

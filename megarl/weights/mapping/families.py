@@ -232,8 +232,10 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(_mixtral),
     "deepseek_v3": Family(_deepseek_v3),
     "kimi_k2": Family(_deepseek_v3),
-    "deepseek_v32": Family(_sparse_latent),
-    "glm_moe_dsa": Family(_sparse_latent),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        Family(_sparse_latent, (".indexer.k_norm.weight", ".indexer.k_norm.bias")),
+    ),
     "glm4_moe": Family(_glm4_moe, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
