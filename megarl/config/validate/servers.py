@@ -55,7 +55,7 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _fp8(config)
     yield from _model(config, command)
     yield from tried.refused(rollout.sglang.args, pushes=command != "evaluate")
-    if rollout.engine == "sglang" and tried.asks_to_draft(rollout.sglang.args):
+    if rollout.engine != "hf" and tried.asks_to_draft(rollout.sglang.args):
         yield from _drafting(config, command)
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"

@@ -119,7 +119,7 @@ USUAL = {field: option.tried[0] for field, option in TRIED.items()} | {"version"
 
 def test_a_server_with_an_option_that_was_not_tried_is_found_at_the_start() -> None:
     """Whoever gave it, and where SGLang chose it, as it does for experts on Blackwell."""
-    other = {"moe_runner_backend": "flashinfer_trtllm", "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE"}
+    other = {"moe_runner_backend": "flashinfer_trtllm", "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE3"}
     check_tried({GOOD: USUAL, "http://ours": {"version": "megarl-hf"}})
     check_tried({GOOD: USUAL | {"quantization": "fp8", "load_format": "flash_rl"}})
     for field, option in TRIED.items():
