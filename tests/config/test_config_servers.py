@@ -121,6 +121,10 @@ with rollout.engine=sglang trainer.n_gpus_per_node=8 actor.router_replay=rollout
 with @experts model.config.model_type=glm_moe_dsa model.config.index_topk=8
 rollout.attention_dp=1 | with actor.router_replay=rollout: SGLang reports the keys .. expected 2
 
+with rollout.engine=sglang trainer.n_gpus_per_node=8 actor.router_replay=rollout data.max_prompt_length=500
+with @experts model.config.model_type=glm_moe_dsa model.config.index_topk=20000
+data.max_response_length=500 | with the keys of 1000 tokens SGLang's .. expected 745 tokens with the prompt's
+
 with rollout.engine=sglang @dense model.config.model_type=qwen3_next
 model.config.tie_word_embeddings=true | rollout.engine=sglang | SGLang gives Qwen3-Next output rows .. expected hf
 model.config.mlp_only_layers=[1] | rollout.engine=sglang | SGLang gives every layer experts .. expected hf
