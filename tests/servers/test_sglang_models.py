@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import LACKING, add_mtp, read_config, write_model
+from tiny_models import LACKING, add_mtp, write_model
 from tiny_server import CURRENT, ROOT, sglang_of
 
 from megarl.arch.hf_config import read_hf_config
@@ -81,8 +81,6 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pushed]:
         if drafts:
             add_mtp(folder)
             args += ("--speculative-algorithm", "NEXTN")
-        # Of Qwen3-Next SGLang holds the norm of a delta net's heads in the type of config.json, not in its own.
-        (folder / "config.json").write_text(json.dumps(read_config(folder) | {"dtype": "bfloat16"}))
         hf = with_mtp(read_hf_config(folder), "joint") if drafts else read_hf_config(folder)
         generator = torch.Generator().manual_seed(1)
         weights = {

@@ -59,6 +59,8 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     ops = [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
     family = FAMILIES[hf_config["model_type"]]
     ops = [replace(op, own_dtype="float32") if op.param.endswith(family.float32_in_sglang) else op for op in ops]
+    said = hf_config.get("dtype")
+    ops = [replace(op, own_dtype=said) if op.param.endswith(family.as_config_in_sglang) else op for op in ops]
     ops = [replace(op, axis="attn") if _OF_ATTENTION_GROUP.search(op.param) else op for op in ops]
     if without := family.without_in_sglang:
         ops = [replace(op, param=op.param.replace(without, ".")) for op in ops]
