@@ -68,6 +68,7 @@ setup(
     ],
     extras_require={
         **TRACKERS,
+        "ray": ["ray[default]>=2.40"],
         "gpu": ["transformer-engine[pytorch,core-cu13]==2.20.2"],
         "dev": [
             "pytest>=8.0",

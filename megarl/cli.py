@@ -168,6 +168,7 @@ MULTIRUN = "train -m (--multirun): key=a,b or key=choice(a,b) or key=range(start
 
 FLAGS = {"-h": "--help", "-m": "--multirun"} | {name: name for name in ("--debug", "--help", "--multirun", "--version")}
 
+ON = "--on"  # ray: the machines are nodes of a Ray cluster
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -217,6 +218,14 @@ def print_config(config: Config) -> int:
 def _run(name: str, words: list[str]) -> int:
     if name == QUICKSTART:
         name, words = "train", [f"recipe={QUICKSTART}", *words]
+    if ON in words:
+        at = words.index(ON)
+        engine, words = words[at + 1 : at + 2], words[:at] + words[at + 2 :]
+        if name not in CHECKED or engine != ["ray"]:
+            raise ValueError(f"megarl {name} {ON} {' '.join(engine)}: expected `megarl {CHECKED[0]} {ON} ray ...`")
+        config, _ = load_config(settings_of(words), command=name)
+        if not config.trainer.check_only:
+            return int(imported("megarl.commands.on_ray").main(name, settings_of(words), config))
     if parser := COMMANDS[name].parser:
         request = imported(parser).parse(words)  # before the imports of the command
         return _work_of(COMMANDS[name])(request)

@@ -42,7 +42,7 @@ settings.load_profile("steady")
 
 LONGEST_OF_A_SAMPLE_S = 1800.0  # a test with a longer limit is not drawn
 # A test with one of these marks runs where `-m` names the mark, or where the test itself is named (FILE::TEST).
-ONLY_IF_NAMED = ("full", "long", "browser", "gpu", "agents", "sglang", "slurm")
+ONLY_IF_NAMED = ("full", "long", "browser", "gpu", "agents", "sglang", "slurm", "ray")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import megarl
 
 ROOT = Path(megarl.__file__).parent
@@ -158,6 +160,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_imports_are_light():
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps(LIGHT)]
     done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)

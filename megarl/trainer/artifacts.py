@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rich import box
+
 from megarl.arch.projections import chosen, projections_of
 from megarl.config.names import RIGHT_OR_WRONG
 from megarl.config.validate.lora import partly_loaded_by_peft
@@ -101,6 +103,8 @@ def finish(run: Run, after: Evaluation) -> dict[str, Any]:
             table, answers = samples_table(_answers(run, before, after))
             kept_text(folder / "answers.md", answers)
             markdown += answers
+            if not console.is_terminal:  # logs of several machines are shown line by line, by who knows what
+                table.box = box.ASCII
             console.print(table)
     more = "".join(row for name, row in MORE.items() if (folder / name).exists())
     page = PAGE.format(name=config.trainer.experiment_name, answers=markdown, more=more)

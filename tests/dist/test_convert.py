@@ -71,7 +71,7 @@ def num_shards(folder: Path, name: str) -> int:
     ("family", "tied", "there", "back"),
     [
         ("qwen3", True, "tp=2", "pp=2 vpp=2"),
-        ("mixtral", False, "pp=2 first_stage_layers=1", "tp=2 etp=1 ep=2"),
+        pytest.param("mixtral", False, "pp=2 first_stage_layers=1", "tp=2 etp=1 ep=2", marks=pytest.mark.full),
         pytest.param("qwen2", False, "pp=2 vpp=2", "tp=2", marks=pytest.mark.full),
         pytest.param("deepseek_v3", False, "tp=2 ep=2 etp=1", "pp=2", marks=pytest.mark.full),
         pytest.param("glm4_moe", False, "ep=2", "tp=2", marks=pytest.mark.full),

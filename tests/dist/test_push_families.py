@@ -45,7 +45,10 @@ def pushed(ranks: Ranks, server: HFServer, transport: str, fault: str = "", **se
     return ranks.run(push, 1, fault, {}, timeout_s=240)[0]
 
 
-@pytest.mark.parametrize("transport", ["gathered", "shared", "sharded"])
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("gathered", marks=pytest.mark.full), pytest.param("shared", marks=pytest.mark.full), "sharded"],
+)
 def test_a_model_with_experts_arrives_whole(transport: str, served: Any, two_ranks: Ranks) -> None:
     """Stacks never as slices."""
     family, server = served

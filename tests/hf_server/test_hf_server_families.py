@@ -45,7 +45,10 @@ def write(folder: Path, seed: int, settings: dict[str, Any]) -> str:
     return str(folder)
 
 
-@pytest.fixture(params=MODELS)
+FAST = ("qwen3", "gpt_oss", "deepseek_v3", "mistral with a window")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in MODELS])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     """The same model with two sets of weights."""
     return write(tmp_path / "a", 1, MODELS[request.param]), write(tmp_path / "b", 2, MODELS[request.param])

@@ -222,18 +222,6 @@ def test_signal_tree_a_job_saves_when_it_is_asked_or_near_its_limit_or_cancelled
     assert not list(tmp_path.glob(".megarl_token*"))
 
 
-def test_a_spare_node_takes_the_place_of_one_that_is_lost(slurm: Slurm, parts: Path, tmp_path: Path) -> None:
-    words = [*words_of(parts, tmp_path, "spare", 6), "trainer.save_freq=1", "trainer.spare_nodes=1"]
-    job = slurm.submit(tmp_path, words)
-    run, log = tmp_path / "runs/spare", tmp_path / f"slurm-{job}.log"
-    slurm.wait_until(lambda: 2 in finished_steps(run), 600, log)
-    slurm.lose("n2")
-    slurm.wait_until(lambda: slurm.job(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 600, log)
-    assert slurm.job(job, "JobState") == "COMPLETED", log.read_text()
-    assert re.search(r"machine 1 \(host .*\) takes the place of host .*, which is lost", log.read_text())
-    assert finished_steps(run) == [*range(1, 7)] and lines(run / "visits.jsonl")[-1]["step"] == 6
-
-
 def test_elements_of_an_array_are_runs_of_their_own(slurm: Slurm, parts: Path, tmp_path: Path) -> None:
     words = settings(parts, tmp_path / "runs", "seed_%a", *GRPO[:-1], "trainer.total_training_steps=1")
     job = slurm.submit(tmp_path, [*words, "trainer.seed=%a", "--array", "3-4"])
@@ -277,3 +265,16 @@ def test_a_process_knows_its_place(slurm: Slurm, tmp_path: Path, options: list[s
     slurm.says("sbatch", f"--output={log}", *options, str(script))
     slurm.wait_until(lambda: slurm.says("squeue", "--noheader") == "" and log.exists(), 300, log)
     assert said in log.read_text()
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_lost(slurm: Slurm, parts: Path, tmp_path: Path) -> None:
+    """The last test: Slurm has no such node any more."""
+    words = [*words_of(parts, tmp_path, "spare", 6), "trainer.save_freq=1", "trainer.spare_nodes=1"]
+    job = slurm.submit(tmp_path, words)
+    run, log = tmp_path / "runs/spare", tmp_path / f"slurm-{job}.log"
+    slurm.wait_until(lambda: 2 in finished_steps(run), 600, log)
+    slurm.lose("n2")
+    slurm.wait_until(lambda: slurm.job(job, "JobState") not in ("PENDING", "RUNNING", "COMPLETING"), 600, log)
+    assert slurm.job(job, "JobState") == "COMPLETED", log.read_text()
+    assert re.search(r"machine 1 \(host .*\) takes the place of host .*, which is lost", log.read_text())
+    assert finished_steps(run) == [*range(1, 7)] and lines(run / "visits.jsonl")[-1]["step"] == 6

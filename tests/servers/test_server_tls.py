@@ -170,6 +170,7 @@ def served(model_path: str, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     process.wait()
 
 
+@pytest.mark.full
 def test_clients_trust_the_certificate_that_they_were_given_and_no_other(
     served: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

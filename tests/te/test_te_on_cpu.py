@@ -140,8 +140,6 @@ for _engine in ("recomputed", "experts recomputed", "without fusions"):
     RUNS += [Run("qwen3_moe", layout, engine=ENGINES[_engine]) for layout in ("one", "tp2+sp ep2 etp1")]
 RUNS += [Run("deepseek_v3", layout, engine=ENGINES["latents recomputed"]) for layout in ("one", "tp2+sp")]
 TOGETHER = 40  # runs of a part: threads of gloo's stay for each group of each, and slow the later ones down
-# They share one start of a rank.
-FAST = [Run("qwen3_moe", "one")]
 # Products of the two kinds of layers add in different orders.  Muon mixes all entries of a matrix.
 TOLERANCE = {"sgd": 2e-7, "adamw": 1e-6, "muon": 2e-5}
 
@@ -149,7 +147,7 @@ TOLERANCE = {"sgd": 2e-7, "adamw": 1e-6, "muon": 2e-5}
 class Found(dict[tuple[int, int], Future[bytes]]):
     """Number of ranks and a part of their runs -> what each rank returned, by run.
 
-    Those of a part start together when one of them is asked for; the fast ones are part -1.
+    Those of a part start together when one of them is asked for.
     """
 
     def __init__(self, pool: ProcessPoolExecutor, root: Path) -> None:
@@ -158,13 +156,12 @@ class Found(dict[tuple[int, int], Future[bytes]]):
 
     def of(self, run: Run, like: Run) -> list[dict[str, Any]]:
         """What each rank returned of a run: `like` itself, or the local one that it is compared with."""
-        part = -1 if like in FAST else RUNS.index(like) // TOGETHER
+        part = RUNS.index(like) // TOGETHER
         return [rank[str(run)] for rank in loaded(self[run.num_ranks, part].result())]
 
     def __missing__(self, which: tuple[int, int]) -> Future[bytes]:
         num_ranks, part = which
-        slow = [run for run in RUNS[part * TOGETHER : (part + 1) * TOGETHER] if run not in FAST]
-        chosen = FAST if part < 0 else slow
+        chosen = RUNS[part * TOGETHER : (part + 1) * TOGETHER]
         runs = [run for run in (*chosen, *(run.local for run in chosen)) if run.num_ranks == num_ranks]
         cases = {str(run): (self._folder(run), run.case) for run in runs}
         self[which] = self.pool.submit(start, num_ranks, run_te_cases, cases)
@@ -181,7 +178,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         yield Found(pool, tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("run", [pytest.param(r, id=str(r), marks=() if r in FAST else pytest.mark.full) for r in RUNS])
+@pytest.mark.full
+@pytest.mark.parametrize("run", RUNS, ids=str)
 def test_layers_of_transformer_engine_train_as_local_ones(found: Found, run: Run) -> None:
     got, (expected,) = found.of(run, run), found.of(run.local, run)
     if not run.case.layout.use_distributed_optimizer:  # it leaves no whole gradient to look at

@@ -255,6 +255,7 @@ def test_what_the_loss_layer_refuses_is_refused_before_anything_starts(words: st
         make_algorithm(config)
 
 
+@pytest.mark.full
 def test_every_recipe_has_a_method() -> None:
     configs: Any = [load_config([f"recipe={path.stem}"])[0] for path in (config_dir() / "recipe").glob("*[!t].yaml")]
     assert all(make_algorithm(config).columns == ("log_probs",) for config in configs)

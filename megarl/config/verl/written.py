@@ -82,7 +82,7 @@ changes no result: rows travel from the driver to the ranks
 transfer_queue.backend.SimpleStorage | total_storage_size num_data_storage_units | there is no transfer queue
 transfer_queue.backend.MooncakeStore | auto_init metadata_server master_server_address local_hostname protocol \
 global_segment_size local_buffer_size device_name | there is no transfer queue
-ray_init ray_kwargs ray_kwargs.ray_init | num_cpus timeline_json_file | there is no Ray
+ray_init ray_kwargs ray_kwargs.ray_init | num_cpus timeline_json_file | megarl starts no Ray
 global_profiler | profile_continuous_steps save_path relocate_results finish_hook_cmd finish_hook_all_ranks \
 finish_hook_ranks | trainer.profile.* says what is profiled
 global_profiler.global_tool_config | nsys.discrete torch_memory.trace_alloc_max_entries torch_memory.stack_depth \
@@ -221,7 +221,7 @@ trainer | use_legacy_worker_impl | there is one implementation
 trainer | use_v1 | there is one trainer
 trainer | val_only | false | it trains | expected `megarl evaluate` with these words
  | ray_*.env_vars.* | | | expected it in the environment of the command
- | ray_* trainer.ray_wait_register_center_timeout | there is no Ray
+ | ray_* trainer.ray_wait_register_center_timeout | megarl starts no Ray
 transfer_queue | * | there is no transfer queue
 global_profiler | * | trainer.profile.* says what is profiled
 # rewards
@@ -318,7 +318,7 @@ a reward is reward.fn=FILE.py:function
 trainer | checkpoint_callback_class=null | nothing is called beside a save
 trainer.v1 | sync={{}} sampler.sync_refill_failed_groups=false sampler.custom_sampler.path=null \
 sampler.custom_sampler.name=null sampler.sampler_kwargs={{}} | prompts are shuffled by data.seed
-ray_init.runtime_env ray_kwargs.ray_init.runtime_env | py_executable=null | there is no Ray
+ray_init.runtime_env ray_kwargs.ray_init.runtime_env | py_executable=null | megarl starts no Ray
 """
 
 

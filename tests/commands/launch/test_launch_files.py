@@ -30,8 +30,8 @@ NAME = "grpo-qwen2-5-72b-8x8h100"
 SERVERS = ["--server-machines", "2"]
 ON_KUBERNETES = ("job", "jobset", "trainjob", "rayjob")
 GOLDEN = {
-    "slurm.sbatch": f"slurm {BIG} trainer.spare_nodes=1 --server-machines 2 --image /shared/megarl.sqsh --queue h100 "
-    "--account lab --time 24:00:00 --segment 8 --mounts /models:/models",
+    "slurm.sbatch": f"slurm {BIG} trainer.spare_nodes=2 --server-machines 2 --image /shared/megarl.sqsh --queue h100 "
+    "--account lab --time 24:00:00 --segment 4 --mounts /models:/models",
     "job.yaml": f"job {BIG} trainer.spare_nodes=1 --queue team",
     "jobset.yaml": f"jobset {BIG} --server-machines 2 --queue team --claim models",
     "trainjob.yaml": f"trainjob {BIG} --image registry/megarl:1",

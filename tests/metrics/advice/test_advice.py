@@ -160,6 +160,7 @@ def test_the_sign_of_a_group_s_loss_alone_is_no_drift(end_bias, sign):
     assert late[-1]["critic/score/mean"] > 2 * run(toy)[0]["critic/score/mean"], "it learns"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BY_NAME)
 def test_that_silence_is_no_lack_of_numbers(name):
     """In a healthy run every rule has full windows of all that it looks at."""
