@@ -105,7 +105,7 @@ def test_the_images_are_named_and_labelled_by_the_version_of_the_package_and_the
 def test_pages_and_files_name_images_of_this_version() -> None:
     found = {}
     for file in [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("launch/**/*")]:
-        if file.is_file():
+        if file.is_file() and file.suffix != ".pyc":
             found[file] = re.findall(r"megarl-(?:trainer|server):(\d[\w.]*)", file.read_text())
     assert {version for versions in found.values() for version in versions} == {megarl.__version__}
 
