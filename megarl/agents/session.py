@@ -265,10 +265,14 @@ class Session:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.tool_calls:
-            ids = self.policy.tool_form.ids(answer.tool_calls, self._call_numbers)
+            call_id = self.policy.tool_form.call_id
             message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": call._asdict()}
-                for call_id, call in zip(ids, answer.tool_calls, strict=True)
+                {
+                    "id": call_id.format(name=call.name, number=next(self._call_numbers)),
+                    "type": "function",
+                    "function": call._asdict(),
+                }
+                for call in answer.tool_calls
             ]
         return message
 

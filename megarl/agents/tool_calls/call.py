@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Form:
     end: str = ""  # of a malformed call; "": what begins it is all of it
     # Reasoning and the rest of an answer; the flag: the prompt has opened the reasoning.
     split: Callable[[str, bool], tuple[str, str]] = split_tags((OPEN, CLOSE))
-    call_id: str = "call{number:05x}"  # nine letters and digits, as Mistral's templates want them
+    call_id: str = "call{number:05x}"  # as templates write it: nine letters and digits for Mistral's
 
     def read(self, text: str, tools: Tools = ()) -> tuple[str, list[ToolCall], int]:
         """The text without its calls, the calls, and the number of malformed ones, which stay in the text.
@@ -76,7 +76,3 @@ class Form:
                 at = len(text) if end < 0 else end + len(self.end)
                 kept.append(text[begin.start() : at])
         return "".join((*kept, text[at:])), calls, malformed
-
-    def ids(self, calls: Sequence[ToolCall], numbers: Iterator[int]) -> list[str]:
-        """Ids of calls as the family's template writes them, with the next numbers of the conversation."""
-        return [self.call_id.format(name=call.name, number=next(numbers)) for call in calls]

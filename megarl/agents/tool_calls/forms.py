@@ -149,7 +149,7 @@ def _written(template: ChatTemplate) -> tuple[str | None, str]:
     wanted = [ToolCall("look", f'{{"at": "{MARKERS[0]}"}}')]
     texts: dict[str, str] = {}
     for name, form in FORMS.items():
-        (call_id,) = form.ids(wanted, iter(range(1)))
+        call_id = form.call_id.format(name="look", number=0)
         if call_id not in texts:
             texts[call_id] = template.written_call(call_id)
         _, text = form.split(texts[call_id], False)
