@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megarl.agents.tool_calls.bodies import in_json, in_tags
-from megarl.agents.tool_calls.call import Form, ToolCall, Tools, split_tags
+from megarl.agents.tool_calls.call import Form, ToolCall, split_tags
 from megarl.data.template import CLOSE, MARKERS, OPEN, PROBE_TOOLS, ChatTemplate
 
 AUTO = "auto"
@@ -24,10 +24,6 @@ def _split_channels(text: str, opened: bool) -> tuple[str, str]:
         (reasoning if channel == "analysis" else said).append(message)
     rest = _CHANNEL.sub("", text)
     return "\n".join(reasoning).strip(), "\n".join(said + [rest] * bool(rest))
-
-
-def _no_call(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    raise AssertionError("nothing begins a call")
 
 
 _DEEPSEEK = re.compile("(?:<｜tool▁calls▁begin｜>\\s*)?<｜tool▁call▁begin｜>")
@@ -123,7 +119,7 @@ FORMS: dict[str, Form] = {
         "<|call|>",
         split=_split_channels,
     ),
-    "none": Form(re.compile("(?!)"), _no_call),  # the agent reads the text itself
+    "none": Form(re.compile("(?!)"), in_json()),  # the agent reads the text itself
 }
 
 
