@@ -31,6 +31,7 @@ class Cluster:
         self._net = subprocess.Popen(["unshare", "--net", "sh", "-c", "ip link set lo up && exec sleep infinity"])
         self._env = {**os.environ, "PATH": f"{RAY}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         self._env |= {"RAY_ADDRESS": f"http://{HEAD}:8265", "RAY_TEST_CLUSTER": str(folder)}
+        self._env |= {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "4"}  # Slurm may have started the Ray nodes
         self._env = {name: value for name, value in self._env.items() if not name.startswith("MEGARL_TOKEN")}
 
     def start(self) -> None:
@@ -189,7 +190,34 @@ def test_an_actor_and_the_node_of_machine_0_may_be_lost_and_ray_job_stop_saves(
     cluster.wait_until(lambda: not cluster.left_of_runs(), 60)
 
 
-def test_on_ray_is_refused_in_a_sentence_without_ray_or_for_another_engine(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_no_actor_is_left_if_entry_point_and_machine_0_are_lost_together(
+    cluster: Cluster, parts: Path, tmp_path: Path
+) -> None:
+    words = words_of(parts, tmp_path, "gone", 1000, "trainer.n_gpus_per_node=1")
+    cluster.submit("gone", words)
+
+    def found(word: str) -> list[psutil.Process]:
+        return [process for process in cluster.processes() if any(word in part for part in process.cmdline())]
+
+    cluster.wait_until(lambda: found("trainer.node_rank=0"), 120, "gone")
+    actor = cluster.child(0, words).parent()
+    assert actor is not None and "ray::Machine" in actor.cmdline()[0]
+    for process in (*(each for each in found("--on") if words[0] in " ".join(each.cmdline())), actor):
+        process.kill()
+    cluster.wait_until(lambda: [each for each in found("ray::Machine") if each.pid != actor.pid], 120)
+    cluster.wait_until(lambda: not found("ray::Machine"), 180)
+    cluster.wait_until(lambda: not cluster.left_of_runs(), 60)
+
+
+def test_on_ray_is_refused_in_a_sentence_without_ray_or_for_another_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    assert main(["train", "--on", "ray", "recipe=quickstart"]) == 2
+    assert "RAY_ADDRESS=http://127.0.0.1:8265: expected HOST:6379 of the cluster's" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", "")
     assert main(["train", "--on", "spark", "recipe=quickstart"]) == 2
     assert "megarl train --on spark: expected `megarl train --on ray ...`" in capsys.readouterr().err
     assert main(["plan", "--on", "ray", "recipe=quickstart"]) == 2
