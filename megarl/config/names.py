@@ -94,7 +94,11 @@ AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/load.py", "ADAPTERS"))
 TOOL_PARSERS = ("hermes", "none")
 OVERLONG = ("error", "filter", *constant("data/prompts.py", "CUTS"))
 SFT_ANSWERS: tuple[str, ...] = constant("data/fields.py", "ANSWERS")
-LOGGERS = tuple(sorted(declared("register_tracker", "metrics/trackers")))
+_TRACKERS = declared("register_tracker", "metrics/trackers")
+LOGGERS = tuple(sorted(_TRACKERS))
+PACKAGES_OF_LOGGER: dict[str, tuple[str, ...]] = {
+    name: tracker.options.get("packages", ()) for name, tracker in _TRACKERS.items()
+}
 PROFILERS = ("torch", "nvtx")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")
