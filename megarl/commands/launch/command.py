@@ -168,7 +168,8 @@ def _resources(kind: str, options: Mapping[str, Any], wanted: Machines) -> dict[
     gpu = options["gpu"] or {"a100": "A100-80GB"}.get(wanted.gpu or "", (wanted.gpu or "").upper())
     if kind == "sky" and wanted.gpus and not gpu:
         raise ValueError("megarl launch sky: no layout names the type of GPU; expected --gpu, such as --gpu H100")
-    image = options["image"] or (f"megarl-server:{__version__}" if kind in ON_KUBERNETES else None)
+    default = "megarl-ray" if kind == "rayjob" else "megarl-server"
+    image = options["image"] or (f"{default}:{__version__}" if kind in ON_KUBERNETES else None)
     parts = wanted.gpus or 1
     return {
         **{"gpu": gpu, "gpus": wanted.gpus, "cpus": wanted.cpus, "image": image},
@@ -249,7 +250,7 @@ def _word(text: str) -> str:
 _QUEUED = ("slurm", *ON_KUBERNETES)
 OPTIONS_OF = {
     "name": Option((*FILES, "secret"), "of the run on the cluster; unset = as trainer.experiment_name", _word),
-    "image": Option(tuple(FILES), "of containers; unset = megarl-server on Kubernetes, else none", _word),
+    "image": Option(tuple(FILES), "of containers; unset = megarl-server on Kubernetes, megarl-ray of a rayjob, else none", _word),
     "queue": Option(_QUEUED, "of Kueue; under Slurm the partition", _word),
     "account": Option(("slurm",), "under which Slurm counts the job", _word),
     "time": Option(("slurm",), "limit of Slurm, as 24:00:00", _word),
