@@ -91,15 +91,20 @@ class Cluster:
         name = next(word for word in words if word.startswith("trainer.experiment_name="))
         (found,) = [
             process
-            for process in self.processes()
-            if {"megarl.commands.on_ray", name, f"trainer.node_rank={rank}"} <= set(process.cmdline())
+            for process, line in self.lines()
+            if {"megarl.commands.on_ray", name, f"trainer.node_rank={rank}"} <= set(line)
         ]
         return found
 
+    def lines(self) -> Iterator[tuple[psutil.Process, list[str]]]:
+        """Processes with their command lines."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                yield process, process.cmdline()
+
     def left_of_runs(self) -> list[list[str]]:
         """Command lines of what megarl has started: on CPUs forks of a process that imports it."""
-        words = [process.cmdline() for process in self.processes()]
-        return [line for line in words if any(re.search(r"\bmegarl\.[a-z]", word) for word in line)]
+        return [line for _, line in self.lines() if any(re.search(r"\bmegarl\.[a-z]", word) for word in line)]
 
     def lose(self, node: str) -> None:
         """As when its machine loses power."""
@@ -181,7 +186,7 @@ def test_an_actor_and_the_node_of_machine_0_may_be_lost_and_ray_job_stop_saves(
     before = last()
     cluster.wait_until(lambda: last() > before, 300, "lost")
     cluster.says("ray", "job", "stop", "--no-wait", "lost")
-    megarls = [process for process in cluster.processes() if "megarl.commands.on_ray" in process.cmdline()]
+    megarls = [process for process, line in cluster.lines() if "megarl.commands.on_ray" in line]
     gone, alive = psutil.wait_procs(megarls, timeout=120)
     assert not alive, alive
     trained = last()
@@ -195,17 +200,16 @@ def test_an_actor_and_the_node_of_machine_0_may_be_lost_and_ray_job_stop_saves(
 def test_no_actor_is_left_if_entry_point_and_machine_0_are_lost_together(
     cluster: Cluster, parts: Path, tmp_path: Path
 ) -> None:
-    words = words_of(parts, tmp_path, "gone", 1000, "trainer.n_gpus_per_node=1")
-    cluster.submit("gone", words)
-
     def found(word: str) -> list[psutil.Process]:
-        return [process for process in cluster.processes() if any(word in part for part in process.cmdline())]
+        return [process for process, line in cluster.lines() if any(word in part for part in line)]
 
-    cluster.wait_until(lambda: found("trainer.node_rank=0"), 120, "gone")
-    actor = cluster.child(0, words).parent()
-    assert actor is not None and "ray::Machine" in actor.cmdline()[0]
-    for process in (*(each for each in found("--on") if words[0] in " ".join(each.cmdline())), actor):
-        process.kill()
+    cluster.wait_until(lambda: not found("ray::Machine"), 120)
+    cluster.submit("gone", words_of(parts, tmp_path, "gone", 1000, "trainer.n_gpus_per_node=1"))
+    cluster.wait_until(lambda: found("megarl.commands.on_ray"), 120, "gone")
+    (actor,) = found("ray::Machine")
+    for process in (*found("train --on"), *found("--on"), actor):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     cluster.wait_until(lambda: [each for each in found("ray::Machine") if each.pid != actor.pid], 120)
     cluster.wait_until(lambda: not found("ray::Machine"), 180)
     cluster.wait_until(lambda: not cluster.left_of_runs(), 60)
