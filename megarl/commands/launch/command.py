@@ -250,7 +250,9 @@ def _word(text: str) -> str:
 _QUEUED = ("slurm", *ON_KUBERNETES)
 OPTIONS_OF = {
     "name": Option((*FILES, "secret"), "of the run on the cluster; unset = as trainer.experiment_name", _word),
-    "image": Option(tuple(FILES), "of containers; unset = megarl-server on Kubernetes (rayjob: megarl-ray), else none", _word),
+    "image": Option(
+        tuple(FILES), "of containers; unset = megarl-server, or megarl-ray, on Kubernetes, else none", _word
+    ),
     "queue": Option(_QUEUED, "of Kueue; under Slurm the partition", _word),
     "account": Option(("slurm",), "under which Slurm counts the job", _word),
     "time": Option(("slurm",), "limit of Slurm, as 24:00:00", _word),
