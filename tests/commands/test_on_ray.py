@@ -45,20 +45,18 @@ class Cluster:
         return [*more, f"--temp-dir={self._folder}/{node.rpartition('.')[2]}", "--disable-usage-stats"]
 
     def stop(self) -> None:
-        while left := self.processes():  # what is being started is seen the next time
-            for process in left:
-                with suppress(psutil.Error):
-                    process.kill()
-            psutil.wait_procs(left, timeout=10)
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
         self._net.kill()
         self._net.wait()
 
     def processes(self) -> list[psutil.Process]:
-        """Ray's, and all that its jobs have started; Ray's titles of processes cut the first of their variables off."""
-        found, ours = [], f"RAY_TEST_CLUSTER={self._folder}\0".encode()
+        """Ray's, and all that its jobs have started."""
+        found = []
         for process in psutil.process_iter():
-            with suppress(OSError):
-                if ours in Path(f"/proc/{process.pid}/environ").read_bytes():
+            with suppress(psutil.Error):
+                if process.environ().get("RAY_TEST_CLUSTER") == str(self._folder):
                     found.append(process)
         return found
 
