@@ -278,7 +278,11 @@ def _run_several(name: str, words: list[str]) -> int:
     """Run a sweep; all its configurations are checked before the first run starts."""
     if name != "train":
         raise ValueError(f"megarl {name} -m: only `megarl train` makes several runs, expected it without -m")
-    return _work_of(SWEEP)(load_sweep(settings_of(words)))
+    runs = load_sweep(settings_of(words))
+    for run in runs:
+        if not run.config.trainer.check_only:
+            placed(run.config, os.environ)  # refuses a sweep on each of several machines
+    return _work_of(SWEEP)(runs)
 
 
 def _stopped(config: Config, error: Exception) -> int:

@@ -8,7 +8,7 @@ that is lost is replaced by Ray; its megarl joins the run again, or goes on from
 
 `ray job stop` kills the entry point 3 s after SIGTERM (RAY_JOB_STOP_WAIT_TIME_S of the head), too soon for a save.  So
 the actors are detached: asked by the entry point, or SILENCE_S after it has gone, machine 0 saves and ends the run, and
-all actors leave.
+all actors leave, also when machine 0 itself is lost then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,17 +55,24 @@ def main(command: str, words: list[str], config: Config) -> int:
             "trainer.resume_mode=disable: a machine 0 that is placed again would begin anew and drop what it has; "
             "expected auto, with another trainer.experiment_name for a new run"
         )
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if "://" in address:
+        raise ValueError(
+            f"RAY_ADDRESS={address}: expected HOST:6379 of the cluster's head, or none, on one of its nodes; from "
+            "another machine `ray job submit -- megarl train --on ray ...`"
+        )
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # else equal lines of machines are folded, and tables are torn
     try:
         import ray
     except ImportError as error:
         raise ValueError(f"--on ray: {error}; expected the package ray (pip install 'megarl[ray]')") from error
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), namespace="megarl")
+        ray.init(address=address, namespace="megarl")
     except ConnectionError as error:
         raise ValueError(
             f"--on ray: {str(error).splitlines()[0]}; expected a cluster (`ray start --head`), or `ray job submit`"
         ) from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as before; Ray has another one
     wanted = machines_of(config, layout_word(words))
     has_gpus = wanted.gpus and ray.cluster_resources().get("GPU")
     if wanted.gpus and not has_gpus and config.trainer.device == "cuda":
@@ -110,6 +116,8 @@ class _Run:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._group, self._asked = ray, group, False
+        for number in (signal.SIGTERM, signal.SIGINT):  # from now on there are actors, which have to end
+            signal.signal(number, self._ask)
         name, token = f"megarl-{secrets.token_hex(4)}", given_token(os.environ) or secrets.token_hex(32)
         machine = ray.remote(max_restarts=-1, max_concurrency=8)(Machine)
         first: Any = None
@@ -133,15 +141,14 @@ class _Run:
         """Until machine 0 has ended, or another one finds a mistake in the settings; passes signals on."""
         from ray.util.placement_group import remove_placement_group
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
         signal.signal(signal.SIGUSR1, lambda *_: self._machines[0].signal.remote(signal.SIGUSR1) and None)
         first, *others = self._ends
         beaten, told, code = 0.0, False, None
         while not self._ray.wait([first], timeout=0.5)[0]:
             if time.monotonic() - beaten > BEAT_S:
                 beaten = time.monotonic()
-                self._machines[0].beat.remote()
+                for machine in self._machines:
+                    machine.beat.remote()
             if others and code is None:
                 ended, _ = self._ray.wait(others, num_returns=len(others), timeout=0)
                 code = next((found for found in self._ray.get(ended) if found == 2), None)
@@ -171,19 +178,30 @@ class Machine:
         """`folder`: of the entry point; where it is not here, the machine works in that of its job."""
         self._rank, self._count, self._token, self._group = rank, count, token, group
         self._folder = folder if Path(folder).is_dir() else os.getcwd()
-        self._run_dir, self._since = Path(self._folder, run_dir), time.time()
+        self._run_dir = Path(self._folder, run_dir)
+        self._before = self._writing()
         self._child: subprocess.Popen[bytes] | None = None
-        self._asked, self._heard = False, time.monotonic()
+        self._asked, self._runs, self._heard = False, False, time.monotonic()
+        if rank == 0:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def driver(self) -> tuple[str, int] | None:
         """Address and port of the driver, on machine 0; None while there is none of this start."""
         import ray
 
         try:
-            is_new = (self._run_dir / "driver_port").stat().st_mtime >= self._since
+            is_new = self._writing() != self._before
             return (ray.util.get_node_ip_address(), announced(self._run_dir)) if is_new else None
         except OSError:
             return None
+
+    def _writing(self) -> tuple[int, int] | None:
+        """Of the driver's port, by numbers of its file alone: the clock of a file server may be another one."""
+        try:
+            found = (self._run_dir / "driver_port").stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def beat(self) -> None:
         """The entry point is there."""
@@ -194,49 +212,68 @@ class Machine:
         self._asked = True
 
     def signal(self, number: int) -> None:
-        self._asked |= number == signal.SIGTERM
-        if self._child is not None and self._child.poll() is None:
+        """SIGTERM is for the run, also before its megarl has started."""
+        if number == signal.SIGTERM:
+            self._asked = True
+        elif self._child is not None and self._child.poll() is None:
             self._child.send_signal(number)
 
     def run(self, words: list[str], first: Any) -> int:
         """The exit code of this machine's megarl.  `first`: the actor of machine 0, on all others."""
+        self._runs = True
+        try:
+            code = self._ended(words, first)
+        finally:
+            self._runs = False
+        say(f"machine {self._rank} ended with {code}")
+        return code
+
+    def _ended(self, words: list[str], first: Any) -> int:
         import ray
 
-        address, code = ray.util.get_node_ip_address(), 1
+        address, code = ray.util.get_node_ip_address(), EXIT_TERMINATED
         env = dict(os.environ, MEGARL_TOKEN=self._token, MEGARL_NODE_ADDR=address, PYTHONUNBUFFERED="1")
         env.pop("OMP_NUM_THREADS", None)  # Ray's, for a task of its own, not for ranks
         for turn in range(RESTARTS + 1) if first is None else iter(int, 1):
-            place = [f"trainer.node_rank={self._rank}", f"trainer.master_addr={address}"] if self._count > 1 else []
+            place = [f"trainer.node_rank={self._rank}"]  # also where it is alone: Slurm may have started the Ray nodes
             if first is not None:
                 if (found := self._found(first)) is None:
                     break
-                host, port = found
-                place = [place[0], f"trainer.master_addr={host}", f"trainer.master_port={port}"]
+                place += [f"trainer.master_addr={found[0]}", f"trainer.master_port={found[1]}"]
+            elif self._count > 1:
+                place += [f"trainer.master_addr={address}"]
+            if self._asked:
+                break
             say(f"machine {self._rank} is {address}, in {self._folder}{f' (start {turn + 1})' if turn else ''}")
-            self._since = time.time()
+            self._before, told = self._writing(), False
             command = [sys.executable, "-m", __name__, str(os.getpid()), *words, *place]
             self._child = subprocess.Popen(command, env=env, cwd=self._folder)
             while (ended := self._child.poll()) is None:
                 time.sleep(0.2)
                 if self._rank == 0 and not self._asked and self._is_alone():
                     say("the entry point of the job is gone: the run saves and ends")
-                    self.signal(signal.SIGTERM)
+                    self._asked = True
+                if self._rank == 0 and self._asked and not told:
+                    told = True
+                    self._child.send_signal(signal.SIGTERM)
             code = 128 - ended if ended < 0 else ended
             if code in ENDED or self._asked:
                 break
-        say(f"machine {self._rank} ended with {code}")
-        if self._rank == 0:
-            threading.Thread(target=self._leave, daemon=True).start()
         return code
 
     def _found(self, first: Any) -> tuple[str, int] | None:
         """The driver, which moves with its actor, once it is there; None if it does not come any more."""
         import ray
 
-        said, found = time.monotonic(), None
+        said = reached = time.monotonic()
+        found = None
         while found is None and not self._asked:
-            with suppress(ray.exceptions.RayError):  # machine 0 is being placed anew
+            try:
                 found = ray.get(first.driver.remote())
+                reached = time.monotonic()
+            except ray.exceptions.RayError:  # machine 0 is being placed anew
+                if self._is_alone() and time.monotonic() - reached > LEAVE_S:  # and nobody would run anything there
+                    self._remove_all()
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
                 say(f"machine {self._rank} waits for the driver, which has not started yet")
@@ -246,14 +283,23 @@ class Machine:
     def _is_alone(self) -> bool:
         return time.monotonic() - self._heard > SILENCE_S
 
-    def _leave(self) -> None:
-        """Remove all actors, if there is no entry point that does it."""
+    def _watch(self) -> None:
+        """On machine 0: remove all actors, when it runs nothing and there is no entry point that does it.
+
+        So it is after the end of the run, and when this actor is placed anew while the entry point is gone.
+        """
+        last = time.monotonic()
+        while time.monotonic() - last < LEAVE_S + SILENCE_S or not self._is_alone():
+            time.sleep(1.0)
+            if self._runs:
+                last = time.monotonic()
+        self._remove_all()
+
+    def _remove_all(self) -> None:
         from ray import PlacementGroupID
         from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-        time.sleep(LEAVE_S + SILENCE_S)
-        if self._is_alone():
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(self._group))))
+        remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(self._group))))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ LAUNCHERS = (
     Launcher("a Kubernetes Job", ("JOB_INDEX", "JOB_COMPLETION_INDEX")),
     Launcher("mpiexec", ("PMI_RANK",), ("PMI_SIZE",), _MPI_HOSTS, ("PMI_LOCAL_SIZE", "MPI_LOCALNRANKS")),
     Launcher("PBS", ("PBS_NODENUM",), (), (_NODE_FILE,)),
-    Launcher("its owner", ("RANK",), ("WORLD_SIZE",), ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
+    Launcher("the environment", ("RANK",), ("WORLD_SIZE",), ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
 )
 
 
@@ -94,9 +94,10 @@ class _Variable(NamedTuple):
 
 
 def _set_in(environment: Mapping[str, str], names: Sequence[str]) -> list[_Variable]:
-    """Those of these names that are set, in their order; none where several fit one pattern."""
+    """Those of these names that are set, in their order; none where several fit a pattern, or whose file is missing."""
     found = [[name for name in sorted(environment) if fnmatchcase(name, pattern)] for pattern in names]
-    return [_Variable(some[0], environment[some[0]]) for some in found if len(some) == 1 and environment[some[0]]]
+    known = [_Variable(some[0], environment[some[0]]) for some in found if len(some) == 1 and environment[some[0]]]
+    return [variable for variable in known if variable.name != _NODE_FILE or Path(variable.value).is_file()]
 
 
 def _shown(variable: _Variable) -> str:

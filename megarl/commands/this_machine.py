@@ -103,12 +103,12 @@ def choose_engine(command: str, reasons: list[str], config: Config) -> str:
 
 def _check(trainer: Trainer, found: Place) -> None:
     """Raises ValueError unless each machine of the run has one process."""
+    alone = ", or trainer.node_rank=0 for a run of this machine alone" if trainer.nnodes == 1 else ""
     if found.each > 1:
         raise ValueError(
-            f"{found.by['each']}: {found.launcher} starts {found.each} processes on a machine; expected 1, megarl "
-            "starts the ranks of a machine itself"
+            f"{found.by['each']}: {found.launcher} starts {found.each} processes on a machine; expected 1, as megarl "
+            f"starts the ranks of a machine itself{alone}"
         )
-    alone = ", or trainer.node_rank=0 for a run of this machine alone" if trainer.nnodes == 1 else ""
     if found.machines not in (None, trainer.num_machines):
         raise ValueError(
             f"{_given(trainer)}: {found.launcher} has {found.machines} machines ({found.by['machines']}); expected the "

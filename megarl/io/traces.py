@@ -1,7 +1,7 @@
 """Spans for OpenTelemetry, by its stock SDK, of runs that have OTEL_EXPORTER_OTLP_ENDPOINT in their environment.
 
-Each step of a run is a trace.  Its ids follow from the run and the number of the step, so that every process adds spans
-to it without asking another one.  All other settings are OpenTelemetry's own variables:
+Each step of a run is a trace.  Its ids follow from the start of the run and the number of the step, so that every
+process adds spans to it without asking another one.  All other settings are OpenTelemetry's own variables:
 https://opentelemetry.io/docs/specs/otel/protocol/exporter/
 """
 
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+_EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 Attributes = Mapping[str, str | int | float]
@@ -30,23 +33,39 @@ def obstacle(environment: Mapping[str, str]) -> str:
     protocol = next((name for name in _PROTOCOLS if environment.get(name)), "")
     if not variable:
         return ""
-    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter.otlp.proto.http") is None:
+    if not _has_packages():
         return f"{variable} is set, but no traces are sent: expected the packages {' and '.join(PACKAGES)}"
     if protocol and environment[protocol] != "http/protobuf":
         return f"{protocol}={environment[protocol]}: no traces are sent; expected http/protobuf"
     return ""
 
 
-def variables() -> dict[str, str]:
-    """OpenTelemetry's, for a child that does not get them: OTEL_EXPORTER_OTLP_HEADERS may hold a key."""
-    return {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+def _has_packages() -> bool:
+    try:
+        return find_spec(_EXPORTER) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
+_START = secrets.token_hex(8)  # of this process; in a container each one may have the same pid
+
+
+class Asked(NamedTuple):
+    """What the driver's environment asks for, told to children that do not get it."""
+
+    start: str  # of the driver: a run that goes on from a save makes steps again, as other traces
+    variables: dict[str, str]  # OpenTelemetry's, of which OTEL_EXPORTER_OTLP_HEADERS may hold a key
+
+
+def asked() -> Asked:
+    return Asked(_START, {name: value for name, value in os.environ.items() if name.startswith("OTEL_")})
 
 
 class Traces:
     """The spans of one process of a run.
 
     Example:
-        traces = Traces("runs/try:4711", process="driver")
+        traces = Traces("runs/try:4f2a", process="driver")
         step = traces.add("step 7", begin, seconds, step=7)             # the root of its trace
         traces.add("update_actor", begin + 0.5, 0.2, parent=step)
         with traces.span("episode", step=7, uid="0-17"): ...            # in another process
@@ -54,7 +73,7 @@ class Traces:
     """
 
     def __init__(self, run: str, process: str) -> None:
-        """`run`: what no other run has, equal in all processes of this one."""
+        """`run`: what no other start of a run has, equal in all processes of this one."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -108,7 +127,10 @@ class Traces:
 
         context = None
         if step is not None:
-            root = SpanContext(*self._ids_of(step), is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+            trace, parent = self._ids_of(step)
+            chosen = self._provider.sampler.should_sample(Context(), trace, f"step {step}").decision.is_sampled()
+            flags = TraceFlags(TraceFlags.SAMPLED if chosen else TraceFlags.DEFAULT)
+            root = SpanContext(trace, parent, is_remote=True, trace_flags=flags)
             context = set_span_in_context(NonRecordingSpan(root), Context())
         with self._tracer.start_as_current_span(name, context, attributes=attributes):
             yield
@@ -126,15 +148,15 @@ class Traces:
 _traces: Traces | None = None  # of this process
 
 
-def begin(run: str, process: str, settings: Mapping[str, str]) -> Traces | None:
-    """From now on `span` makes spans, if `settings`, OpenTelemetry's variables, name an endpoint."""
+def begin(run_dir: Path, process: str, wish: Asked) -> Traces | None:
+    """From now on `span` makes spans, if `wish` names an endpoint."""
     global _traces  # noqa: PLW0603  # one process has one, and spans begin deep in it
-    _traces = None
+    _traces, settings = None, wish.variables
     if any(settings.get(name) for name in ENDPOINTS) and not obstacle(settings):
         before = dict(os.environ)
         os.environ.update(settings)  # the SDK reads them there, once
         try:
-            _traces = Traces(run, process)
+            _traces = Traces(f"{run_dir.resolve()}:{wish.start}", process)
         finally:
             for name in settings.keys() - before.keys():
                 del os.environ[name]

@@ -31,6 +31,7 @@ class Cluster:
         self._net = subprocess.Popen(["unshare", "--net", "sh", "-c", "ip link set lo up && exec sleep infinity"])
         self._env = {**os.environ, "PATH": f"{RAY}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         self._env |= {"RAY_ADDRESS": f"http://{HEAD}:8265", "RAY_TEST_CLUSTER": str(folder)}
+        self._env |= {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "4"}  # Slurm may have started the Ray nodes
         self._env = {name: value for name, value in self._env.items() if not name.startswith("MEGARL_TOKEN")}
 
     def start(self) -> None:
@@ -90,15 +91,20 @@ class Cluster:
         name = next(word for word in words if word.startswith("trainer.experiment_name="))
         (found,) = [
             process
-            for process in self.processes()
-            if {"megarl.commands.on_ray", name, f"trainer.node_rank={rank}"} <= set(process.cmdline())
+            for process, line in self.lines()
+            if {"megarl.commands.on_ray", name, f"trainer.node_rank={rank}"} <= set(line)
         ]
         return found
 
+    def lines(self) -> Iterator[tuple[psutil.Process, list[str]]]:
+        """Processes with their command lines."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                yield process, process.cmdline()
+
     def left_of_runs(self) -> list[list[str]]:
         """Command lines of what megarl has started: on CPUs forks of a process that imports it."""
-        words = [process.cmdline() for process in self.processes()]
-        return [line for line in words if any(re.search(r"\bmegarl\.[a-z]", word) for word in line)]
+        return [line for _, line in self.lines() if any(re.search(r"\bmegarl\.[a-z]", word) for word in line)]
 
     def lose(self, node: str) -> None:
         """As when its machine loses power."""
@@ -180,7 +186,7 @@ def test_an_actor_and_the_node_of_machine_0_may_be_lost_and_ray_job_stop_saves(
     before = last()
     cluster.wait_until(lambda: last() > before, 300, "lost")
     cluster.says("ray", "job", "stop", "--no-wait", "lost")
-    megarls = [process for process in cluster.processes() if "megarl.commands.on_ray" in process.cmdline()]
+    megarls = [process for process, line in cluster.lines() if "megarl.commands.on_ray" in line]
     gone, alive = psutil.wait_procs(megarls, timeout=120)
     assert not alive, alive
     trained = last()
@@ -189,7 +195,33 @@ def test_an_actor_and_the_node_of_machine_0_may_be_lost_and_ray_job_stop_saves(
     cluster.wait_until(lambda: not cluster.left_of_runs(), 60)
 
 
-def test_on_ray_is_refused_in_a_sentence_without_ray_or_for_another_engine(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_no_actor_is_left_if_entry_point_and_machine_0_are_lost_together(
+    cluster: Cluster, parts: Path, tmp_path: Path
+) -> None:
+    def found(word: str) -> list[psutil.Process]:
+        return [process for process, line in cluster.lines() if any(word in part for part in line)]
+
+    cluster.wait_until(lambda: not found("ray::Machine"), 120)
+    cluster.submit("gone", words_of(parts, tmp_path, "gone", 1000, "trainer.n_gpus_per_node=1"))
+    cluster.wait_until(lambda: found("megarl.commands.on_ray"), 120, "gone")
+    (actor,) = found("ray::Machine")
+    for process in (*found("train --on"), *found("--on"), actor):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    cluster.wait_until(lambda: [each for each in found("ray::Machine") if each.pid != actor.pid], 120)
+    cluster.wait_until(lambda: not found("ray::Machine"), 180)
+    cluster.wait_until(lambda: not cluster.left_of_runs(), 60)
+
+
+def test_on_ray_is_refused_in_a_sentence_without_ray_or_for_another_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    assert main(["train", "--on", "ray", "recipe=quickstart"]) == 2
+    assert "RAY_ADDRESS=http://127.0.0.1:8265: expected HOST:6379 of the cluster's" in capsys.readouterr().err
+    monkeypatch.setenv("RAY_ADDRESS", "")
     assert main(["train", "--on", "spark", "recipe=quickstart"]) == 2
     assert "megarl train --on spark: expected `megarl train --on ray ...`" in capsys.readouterr().err
     assert main(["plan", "--on", "ray", "recipe=quickstart"]) == 2

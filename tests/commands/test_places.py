@@ -77,6 +77,8 @@ def test_the_nodes_of_pbs_are_in_a_file(tmp_path: Path) -> None:
     nodes.write_text("r1n4\nr1n4\nr1n5\n")
     assert place({"PBS_NODENUM": "1", "PBS_NODEFILE": str(nodes)}) == (1, "r1n4")
     assert place(MPIRUN | {"PBS_NODEFILE": str(nodes)}) == (1, "r1n4")
+    nodes.unlink()  # as in a container, where the variable came along
+    assert place(MPIRUN | {"PBS_NODEFILE": str(nodes)}) == (1, "127.0.0.1")
 
 
 def test_every_launcher_of_the_table_is_tried_here() -> None:
@@ -91,9 +93,17 @@ def test_every_launcher_of_the_table_is_tried_here() -> None:
         (SRUN, 1, r"trainer.nnodes=1: srun has 2 machines .* or trainer.node_rank=0 for a run of this machine alone"),
         (SKY, 1, r"trainer.nnodes=1: SkyPilot has 2 machines \(SKYPILOT_NUM_NODES=2\)"),
         (MPIRUN, 1, r"trainer.nnodes=1: mpirun has 2 machines \(OMPI_COMM_WORLD_SIZE=2\)"),
-        (BY_HAND, 1, r"trainer.nnodes=1: its owner has 2 machines \(WORLD_SIZE=2\)"),
+        (BY_HAND, 1, r"trainer.nnodes=1: the environment has 2 machines \(WORLD_SIZE=2\)"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,4"}, 2, r"SLURM_STEP_TASKS_PER_NODE=1,4: srun starts 4 processes"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 2, r"starts 8 processes on a machine; expected 1, megarl"),
+        (
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
+            2,
+            r"starts 8 processes on a machine; expected 1, as .* itself$",
+        ),
+        (
+            {"SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "8"},  # srun --pty bash
+            *(1, r"STEP_TASKS_PER_NODE=8: .*, or trainer.node_rank=0 for a run of this machine alone"),
+        ),
         (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2, r"OMPI_COMM_WORLD_LOCAL_SIZE=2: mpirun starts 2 processes"),
         ({"JOB_COMPLETION_INDEX": "2"}, 2, r"this is machine 2, counted from 0 \(JOB_COMPLETION_INDEX=2\); expected"),
         ({"JOB_COMPLETION_INDEX": "1"}, 1, r"trainer.nnodes=1: this is machine 1, .* or trainer.node_rank=0 for a run"),

@@ -160,6 +160,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+def test_a_sweep_on_each_machine_of_a_job_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
+    assert cli.main(["train", "-m", *BASE, "rollout.n=2,4"]) == cli.EXIT_USAGE
+    assert "trainer.nnodes=1: SkyPilot has 2 machines" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_the_front_door_takes_a_sweep(flag: str, asked: list[Any], tmp_path: Path) -> None:
     file = tmp_path / "my run.yaml"

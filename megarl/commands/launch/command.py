@@ -92,12 +92,19 @@ def launch_file(request: Request) -> tuple[str, str]:
     Raises ValueError for a run, or a name, that the cluster cannot have.
     """
     kind, options = request.kind, request.options
+    if several := [word for word in request.settings if len(word.splitlines()) > 1]:
+        raise ValueError(f"{several[0]!r}: a word of several lines; expected it in a file (--config FILE)")
     element = _first_element(request)
     config, _ = _loaded(request.settings, element)
     if config.trainer.resume_mode == "disable":
         raise ValueError(
             "trainer.resume_mode=disable: a run that is started again would begin anew and drop what it has; expected "
             "auto, with another trainer.experiment_name for a new run"
+        )
+    if kind == "rayjob" and (changed := [word for word in request.settings if not _passes_rays_shell(word)]):
+        raise ValueError(
+            f"{changed[0]}: Ray gives its words to a shell again, which would change this one; expected it without "
+            "such characters, or in a file (--config FILE)"
         )
     name = _name(options["name"], _experiment(request.settings, config).replace(ELEMENT, ""))
     words = [*request.settings, *_more_words(kind, name, config.trainer)]
@@ -131,13 +138,20 @@ def _first_element(request: Request) -> str | None:
     return first[0] if first else None
 
 
+def _passes_rays_shell(word: str) -> bool:
+    """`ray job submit` quotes only words with spaces; what quotes around a file's name are for has been read before."""
+    if set(word) & set("$`\\();&|<>*?!#{}") or word.count("'") % 2:
+        return False
+    return shlex.split(subprocess.list2cmdline([word])) == [word] or word.startswith("recipe=")
+
+
 def _loaded(words: list[str], element: str | None) -> tuple[Config, list[str]]:
     return load_config([word.replace(ELEMENT, element) for word in words] if element else words)
 
 
 def _experiment(words: list[str], config: Config) -> str:
-    """Its name as it is typed, with %a."""
-    typed = [word.removeprefix(EXPERIMENT) for word in words if word.startswith(EXPERIMENT)]
+    """Its name as it is typed, with %a and without quotes."""
+    typed = [word.removeprefix(EXPERIMENT).strip("'\"") for word in words if word.startswith(EXPERIMENT)]
     return typed[-1] if typed else config.trainer.experiment_name
 
 
@@ -154,7 +168,8 @@ def _resources(kind: str, options: Mapping[str, Any], wanted: Machines) -> dict[
     gpu = options["gpu"] or {"a100": "A100-80GB"}.get(wanted.gpu or "", (wanted.gpu or "").upper())
     if kind == "sky" and wanted.gpus and not gpu:
         raise ValueError("megarl launch sky: no layout names the type of GPU; expected --gpu, such as --gpu H100")
-    image = options["image"] or (f"megarl-server:{__version__}" if kind in ON_KUBERNETES else None)
+    default = "megarl-ray" if kind == "rayjob" else "megarl-server"
+    image = options["image"] or (f"{default}:{__version__}" if kind in ON_KUBERNETES else None)
     parts = wanted.gpus or 1
     return {
         **{"gpu": gpu, "gpus": wanted.gpus, "cpus": wanted.cpus, "image": image},
@@ -235,7 +250,9 @@ def _word(text: str) -> str:
 _QUEUED = ("slurm", *ON_KUBERNETES)
 OPTIONS_OF = {
     "name": Option((*FILES, "secret"), "of the run on the cluster; unset = as trainer.experiment_name", _word),
-    "image": Option(tuple(FILES), "of containers; unset = megarl-server on Kubernetes, else none", _word),
+    "image": Option(
+        tuple(FILES), "of containers; unset = megarl-server, or megarl-ray, on Kubernetes, else none", _word
+    ),
     "queue": Option(_QUEUED, "of Kueue; under Slurm the partition", _word),
     "account": Option(("slurm",), "under which Slurm counts the job", _word),
     "time": Option(("slurm",), "limit of Slurm, as 24:00:00", _word),

@@ -6,7 +6,6 @@ A tracker that cannot start stops the run at its start; a tracker that fails lat
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from megarl.io.durable_files import StorageError
 from megarl.io.terminal import pages
-from megarl.io.traces import begin, variables
+from megarl.io.traces import asked, begin
 from megarl.metrics.advice.advice import Advisor
 from megarl.metrics.advice.rules import RULES
 from megarl.metrics.computing.audit import PARTED
@@ -216,7 +215,7 @@ def make_trackers(
         except Exception as error:  # libraries raise different errors if they cannot start
             Trackers(started).close()
             raise ValueError(f"trainer.logger has {name!r}, which did not start: {one_line(error)}") from error
-    if traces := begin(f"{run.run_dir.resolve()}:{os.getpid()}", "driver", variables()):
+    if traces := begin(run.run_dir, "driver", asked()):
         started["opentelemetry"] = OpenTelemetryTracker(run, traces)
     started |= {"advice": AdviceTracker(run), "status": StatusTracker(run)}
     return Trackers(started)

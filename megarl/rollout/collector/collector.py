@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from megarl.io.callers import allow_all_files
 from megarl.io.environment import start_fork_server
 from megarl.io.job_signals import leave_to_driver
-from megarl.io.traces import begin, span, variables
+from megarl.io.traces import Asked, asked, begin, span
 from megarl.processes.garbage import collect_garbage_rarely
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import Completions, MakeGenerator, SampleGenerator, Score, Scored
@@ -70,7 +70,7 @@ class CollectorSettings:
     log_path: Path  # of several collectors, number i writes to <stem>_<i><suffix>
     make_generator: MakeGenerator = Completions
     parent_pid: int = field(default_factory=os.getpid)
-    traces: Mapping[str, str] = field(default_factory=variables, repr=False)  # see io/traces.py
+    traces: Asked = field(default_factory=asked, repr=False)
 
 
 def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
@@ -80,7 +80,7 @@ def run_collector(pipe: Connection, settings: CollectorSettings) -> None:
     _log_to(settings.log_path)
     allow_all_files()
     start_fork_server(*PRELOADED)  # before rewards and agents add variables of their own
-    traces = begin(f"{settings.log_path.parent.parent.resolve()}:{settings.parent_pid}", "collector", settings.traces)
+    traces = begin(settings.log_path.parent.parent, "collector", settings.traces)
     leave_to_driver(runs_users_code=True)
     outbox = Outbox(pipe, partial(_report_unsendable, pipe), gather_s=GATHER_S)
     try:

@@ -162,6 +162,8 @@ def test_the_entry_point_of_ray_is_a_train_on_ray() -> None:
 
 # ---- words
 
+ODD = ['"it\'s"', "'$HOME'", "'a'", "'a;b'", "'(a)'"]
+
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_kubernetes_replaces_nothing_in_words(kind: str) -> None:
@@ -200,6 +202,8 @@ def test_all_that_a_job_needs_bears_its_name() -> None:
         (["pod", BIG], r"invalid choice: 'pod'"),
         (["slurm", BIG, "--quue", "x"], r"there is no option --quue"),
         (["slurm", BIG, "--array", "0-3"], r"--array 0-3: each element would be the same run; expected"),
+        (["sky", BIG, "trainer.project_name='of\n\nus'"], r"a word of several lines; expected it in a file"),
+        *((["rayjob", BIG, f"trainer.project_name={text}"], r"Ray gives its words to a shell again") for text in ODD),
         (["slurm", BIG, "--queue", "a b"], r"'a b': expected one word"),
         (["sky", "gsm8k_qwen2_5_0_5b_1gpu"], r"no layout names the type of GPU; expected --gpu, such as --gpu H100"),
         (["slurm", "grpo_deepseek_v3_671b_64x8h200", *SERVERS], r"--server-machines 2: rollout.tensor_model_parallel_"),
@@ -352,6 +356,7 @@ def test_elements_of_an_array_are_runs_of_their_own() -> None:
     words = ["quickstart", "trainer.experiment_name=seeds_%a", "trainer.seed=%a", "--array", "3,5-6"]
     text = launched("slurm", *words)
     assert "#SBATCH --array=3,5-6\n" in text and "#SBATCH --job-name=seeds\n" in text and "slurm-%A_%a.log" in text
+    assert "#SBATCH --job-name=my-seeds\n" in launched("slurm", words[0], "trainer.experiment_name='my_seeds'")
     with pytest.raises(ValueError, match=r"trainer.seed=3x"):
         launched("slurm", *words[:2], "trainer.seed=%ax", *words[3:])
 

@@ -1,5 +1,7 @@
 """A step as a trace: what the driver and a collector send comes together, without a word between them."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,49 @@ def test_traces_that_cannot_be_sent_are_said(
     main(["train", "recipe=quickstart", "trainer.check_only=true"])
     said = "warning: OTEL_EXPORTER_OTLP_PROTOCOL=grpc: no traces are sent; expected http/protobuf"
     assert said in capsys.readouterr().err
-    monkeypatch.setattr(traces, "find_spec", lambda _: None)
-    assert obstacle(asked).endswith(
-        "expected the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
-    )
+    wanted = "expected the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http"
+    for module in ("trace_exporter", "grpc.trace_exporter"):  # not there, without and with the packages around it
+        monkeypatch.setattr(traces, "_EXPORTER", f"opentelemetry.exporter.otlp.proto.none.{module}")
+        assert obstacle(asked).endswith(wanted)
+
+
+def test_a_run_that_is_started_again_makes_other_traces_also_with_the_same_pid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, where the driver is process 1 each time."""
+    with receiver() as (endpoint, spans):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        for start in ("first", "again"):
+            for process in ("driver", "collector"):
+                made = traces.begin(tmp_path, process, traces.asked()._replace(start=start))
+                assert made is not None
+                if process == "driver":
+                    made.add("step 3", 1000.0, 1.0, step=3)
+                else:
+                    with traces.span(f"group of {start}", step=3):
+                        pass
+                made.close()
+        traces.begin(tmp_path, "driver", traces.Asked("", {}))
+    first, again = (span for span in spans if span.name == "step 3")
+    assert first.trace_id != again.trace_id and first.span_id != again.span_id
+    assert {span.name for span in below(first, spans)} == {"group of first"}
+    assert {span.name for span in below(again, spans)} == {"group of again"}
+    code = "import os; os.getpid = lambda: 1; from megarl.io import traces; print(traces.asked().start)"
+    starts = [subprocess.check_output([sys.executable, "-c", code]) for _ in range(2)]
+    assert starts[0] != starts[1]
+
+
+def test_what_a_sampler_leaves_out_is_left_out_by_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiver() as (endpoint, spans):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
+        driver, collector = Traces("try:1", "driver"), Traces("try:1", "collector")
+        for step in range(40):
+            driver.add(f"step {step}", 1000.0, 1.0, step=step)
+            with collector.span(f"group {step}", step=step):
+                pass
+        driver.close()
+        collector.close()
+    steps, groups = ({s.trace_id for s in spans if s.name.startswith(kind)} for kind in ("step", "group"))
+    assert steps == groups and 5 < len(steps) < 35
