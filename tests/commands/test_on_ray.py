@@ -30,7 +30,7 @@ class Cluster:
         self._folder = folder
         self._net = subprocess.Popen(["unshare", "--net", "sh", "-c", "ip link set lo up && exec sleep infinity"])
         self._env = {**os.environ, "PATH": f"{RAY}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        self._env |= {"RAY_ADDRESS": f"http://{HEAD}:8265", "RAY_TEST_CLUSTER": str(folder)}
+        self._env |= {"RAY_ADDRESS": f"http://{HEAD}:8265"}
         self._env |= {"SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "4"}  # Slurm may have started the Ray nodes
         self._env = {name: value for name, value in self._env.items() if not name.startswith("MEGARL_TOKEN")}
 
@@ -52,11 +52,11 @@ class Cluster:
         self._net.wait()
 
     def processes(self) -> list[psutil.Process]:
-        """Ray's, and all that its jobs have started."""
-        found = []
+        """Ray's, and all that its jobs have started: those in the network of this cluster."""
+        found, mine = [], os.readlink(f"/proc/{self._net.pid}/ns/net")
         for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("RAY_TEST_CLUSTER") == str(self._folder):
+            with suppress(psutil.Error, OSError):
+                if process.pid != self._net.pid and os.readlink(f"/proc/{process.pid}/ns/net") == mine:
                     found.append(process)
         return found
 
