@@ -70,7 +70,8 @@ class AgentSettings:
     timeout_s: float = 600.0
     num_processes: int = 16
     on_error: str = "unscored"
-    over_limit_reward: float | None = None
+    over_limit_reward: float | str | None = None  # a number, "unscored", "reward.fn"; None: see Episodes
+    ignore: tuple[str, ...] = ()  # fields of requests that the run's values replace
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
     training: SamplingParams = field(default_factory=SamplingParams)  # how training samples; agents may say it
     system_prompt: str | None = None
@@ -117,6 +118,7 @@ class Episodes:
             max_tokens=settings.max_tokens,
             max_turns=settings.max_turns,
             history=settings.history,
+            ignore=settings.ignore,
         )
         program = settings.program
         os.environ.update(settings.surroundings.environment)  # an agent's file may look at them when it is imported
@@ -294,14 +296,17 @@ class Episodes:
 
     async def _over_limit(self, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample | None:
         """The reward of an episode that a limit ended before it gave one; None if `score` is to give it."""
-        if self._settings.over_limit_reward is not None:
-            return RewardResult(self._settings.over_limit_reward)
-        if not self._gives_rewards:
+        worth = self._settings.over_limit_reward
+        if worth == "reward.fn":
+            return None
+        if not isinstance(worth, str | None):
+            return RewardResult(worth)
+        if worth is None and not self._gives_rewards:
             await asyncio.wait(group)
         what = f"episode {session.name}: a limit ended it without a reward of its own"
-        if self._gives_rewards:
+        if worth == "unscored" or self._gives_rewards:
             self._counts[UNREWARDED] += 1
-            return NoSample(f"{what}, which others have; expected agent.over_limit_reward=NUMBER to give it one")
+            return NoSample(f"{what}; agent.over_limit_reward=NUMBER, or reward.fn, gives it one")
         if not self._has_warned:
             self._has_warned = True
             log.warning("%s, and no other had one so far: reward.fn scores its last answer", what)
