@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.agents.refusals import Refused, expect, expect_count, text_of
 from megarl.agents.session import ChatReply, ChatRequest, Policy, versions_json, without_stop
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MAX_ANSWERS = 64
+_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
 
 
 def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
@@ -161,8 +166,19 @@ def _log_probs(policy: Policy, reply: ChatReply) -> list[dict[str, Any]]:
     out = []
     for token_id, value in zip(without_stop(reply.completion), reply.completion.log_probs, strict=False):
         token = policy.text([token_id])
-        out.append({"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []})
+        written = list(_bytes(policy.tokenizer, token_id, token))
+        out.append({"token": token, "logprob": value, "bytes": written, "top_logprobs": []})
     return out
+
+
+def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
+    """The bytes of a token, also of one that is a part of a character."""
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if "\ufffd" not in text:
+        return text.encode()
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(byte[1])
+    return bytes(_OF_LETTER[letter] for letter in piece) if _OF_LETTER.keys() >= set(piece) else text.encode()
 
 
 # ---- the same as events

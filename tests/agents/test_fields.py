@@ -243,3 +243,10 @@ async def test_models_are_shown_in_the_forms_of_both_clients():
         assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
         numbers = {listed.headers["x-request-id"], other.headers["x-request-id"], other.headers["request-id"]}
         assert len(numbers) == 2 and all(number.startswith("req_") for number in numbers)
+
+
+async def test_bytes_of_tokens_that_are_parts_of_a_character_join_to_it():
+    async with speaking("é!") as (ask, _, _, _):
+        choice = (await ask(CHAT, body_of(CHAT, logprobs=True))).json()["choices"][0]
+        parts = [entry["bytes"] for entry in choice["logprobs"]["content"]]
+        assert len(parts) == 3 and bytes(byte for part in parts for byte in part).decode() == "é!"
