@@ -42,9 +42,9 @@ MAX_LOGGED = 10  # logged errors, and logged refusals; all are counted
 _LOOK_S = 0.1  # between two looks at an episode whose time is over once the servers answer
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
 # What happened to episodes, in total: see counters.
-COUNTS = EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED, REFUSED = tuple(
-    OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty", "unrewarded", "refused")
-)
+EPISODES, ERRORS, TIMEOUTS = "agent/episodes", "agent/errors", "agent/timeouts"
+EMPTY, UNREWARDED, REFUSED = "agent/empty", "agent/unrewarded", "agent/refused"
+COUNTS = (EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED, REFUSED)
 
 
 class EpisodeError(RuntimeError):
@@ -356,7 +356,7 @@ def _is_end_at_limit(error: Exception) -> bool:
 
 
 def _refusals(session: Session) -> str:
-    return f"{session.num_refused} requests were refused, the latest with: {session.refused}"
+    return f"the endpoint refused {session.num_refused} of its requests, the latest with: {session.refused}"
 
 
 def _num_generated(rows: Sequence[Row]) -> int:

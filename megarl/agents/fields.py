@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.agents.refusals import Refused
+from megarl.agents.refusals import GOES_ON, Refused
 
 CHAT, RESPONSES, MESSAGES, TEXT, IDS = "chat", "responses", "messages", "text", "ids"  # the APIs
 # read: as the API says.  served: it changes nothing of the policy.  after: done after sampling, or not enforced; said
@@ -97,7 +97,7 @@ def _fields() -> dict[str, Field]:
 FIELDS = _fields()
 # Errors of these fields have a status or a code of their own, by which clients go on.
 _STATUS = {"model": 404}
-_CODES = {"model": "model_not_found", "thread": "thread_unsupported_request"}
+_CODES = {"model": "model_not_found", "thread": GOES_ON}
 
 RunValues = Mapping[str, Sequence[Any]]  # fields of the rule `run` -> the values that the run takes; its own first
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+GOES_ON = "thread_unsupported_request"  # the code on which Anthropic's client asks again without a thread
+
 
 class Refused(Exception):
     """A request that is not served: an HTTP status, a sentence, and OpenAI's `code`."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.answer import Answer, ToolParser, read_answer
 from megarl.agents.conversation import Conversation, RenderedPrompt, Turn
-from megarl.agents.refusals import OverLimit, Refused
+from megarl.agents.refusals import GOES_ON, OverLimit, Refused
 from megarl.data.template import CLOSE, OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.continuation import generate_completion
@@ -128,13 +128,13 @@ class Session:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Around a request: notes why it is refused, which the agent may catch."""
+        """Around a request: notes why it is refused, which the agent may catch, but not where its client goes on."""
         try:
             yield
         except OverLimit:
             raise
         except (Refused, ValueError, RecursionError) as error:
-            if not self.closed:
+            if not self.closed and getattr(error, "code", None) != GOES_ON:
                 self.refused, self.num_refused = str(error), self.num_refused + 1
             raise
 
