@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.answer import TOOL_PARSERS
 from megarl.agents.chat import Chat
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.load import CHAT, PROCESS, load_episode
 from megarl.agents.process import AgentProgram, EpisodeFailed, Processes, is_end, is_refusal, past_proxies
 from megarl.agents.session import Policy, Session
+from megarl.agents.tool_calls.forms import AUTO, chosen
 from megarl.agents.transcript import transcript
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate
@@ -61,7 +61,7 @@ class AgentSettings:
 
     program: AgentProgram
     history: str = "generated"
-    tool_parser: str = "hermes"
+    tool_parser: str = AUTO
     max_turns: int = 16
     max_tokens: int = 4096
     timeout_s: float = 600.0
@@ -105,13 +105,14 @@ class Episodes:
         self._pool = pool
         self._tokenizer = tokenizer
         self._score = score
+        template = ChatTemplate(tokenizer, settings=settings.template)
         self._policy = Policy(
             name=MODEL,
             tokenizer=tokenizer,
-            template=ChatTemplate(tokenizer, settings=settings.template),
+            template=template,
             pool=pool,
             params=settings.training,
-            tool_parser=TOOL_PARSERS[settings.tool_parser],
+            tool_form=chosen(settings.tool_parser, template)[0],
             max_tokens=settings.max_tokens,
             max_turns=settings.max_turns,
             history=settings.history,
