@@ -250,3 +250,10 @@ async def test_bytes_of_tokens_that_are_parts_of_a_character_join_to_it():
         choice = (await ask(CHAT, body_of(CHAT, logprobs=True))).json()["choices"][0]
         parts = [entry["bytes"] for entry in choice["logprobs"]["content"]]
         assert len(parts) == 3 and bytes(byte for part in parts for byte in part).decode() == "é!"
+
+
+async def test_fields_of_requests_for_ids_stand_where_they_are_read():
+    async with speaking("hi") as (ask, session, _, _):
+        for fields in ({"max_tokens": 5}, {"sampling_params": {"token_ids": [5]}}, {"model": "gpt-4o"}):
+            reply = await ask("/inference/v1/generate", {"token_ids": [5], **fields})
+            assert reply.status_code in (400, 404) and not session.conversation.turns
