@@ -6,12 +6,14 @@ A test compares them with what lies here, so that none of them is ever behind th
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from draw_system import system
 
+from megarl.agents.fields import FIELDS
 from megarl.arch.megatron_fields import TRIED
 from megarl.config.describe import Description, records
 from megarl.config.names import REWARD_SERVICES
@@ -142,6 +144,63 @@ def algorithms() -> str:
     return _with_table((DOCS / "algorithms.md").read_text(), lines)
 
 
+def agent_requests() -> str:
+    """What the endpoint of agents does with each field of a request."""
+    page = ["# My agent sends X", "", *_REQUESTS]
+    for rule, heading in _RULES.items():
+        page += [f"## {heading}", "", "| field | of | what is done | values that need no word |"]
+        page += ["| --- | --- | --- | --- |"]
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for field in FIELDS.values():
+            if field.rule == rule:
+                apis = ", ".join(_APIS[api] for api in field.apis) or "all"
+                does = field.does.replace("{name}={run}", "its own value").replace("{run}", "the run's")
+                taken = " ".join(f"`{json.dumps(value)}`" for value in field.taken)
+                rows.setdefault((apis, does, taken), []).append(f"`{field.name}`")
+        page += [f"| {' | '.join([', '.join(names), *cells])} |" for cells, names in rows.items()]
+        page += [""]
+    return "\n".join(page)
+
+
+_APIS = {
+    "chat": "chat completions",
+    "responses": "responses",
+    "messages": "messages",
+    "text": "completions",
+    "ids": "ids",
+    "sampling": "`sampling_params` of ids",
+}
+_RULES = {
+    "served": "Served: it changes nothing of the policy",
+    "after": "Served after sampling, or not enforced: said once",
+    "run": "The run's own value: others are refused, or replaced by `agent.ignore`",
+    "none": "Refused, but for these values",
+    "read": "Read, as the API says",
+}
+_REQUESTS = """\
+Made from `megarl/agents/fields.py` by `python docs/write_pages.py`. What an agent teaches is exact only if the model
+sampled as the run says, so each field of a request has one of these rules: in OpenAI's chat completions, completions
+and responses, in Anthropic's messages, and where ids are asked for (`/inference/v1/generate`). `null` is always
+allowed; a field that is not here is refused with one sentence. [Agents](agents.md) has all else.
+
+| your agent | do |
+| --- | --- |
+| always sends a temperature, a seed, or a model's name | `agent.ignore=[temperature,seed,model]`: the run's values \
+replace them, and `logs/collector.log` says so once |
+| wants a structured answer, or a certain call | nothing: the model sees the tools and your prompt, and learns the \
+form by the reward |
+| has tools of a provider (web search, a code interpreter) | give it functions of its own: the others are left out |
+| counts on a provider's memory (`previous_response_id`, `item_reference`) | nothing: an episode remembers its answers |
+| stops at a text (`stop`) | nothing: the agent reads the answer up to it; the model's history has all that it wrote |
+| sends images | it cannot be served: the policy reads text |
+| shortens its history when it is too long | nothing: errors of length begin with "prompt is too long", and OpenAI's \
+have the code `context_length_exceeded` |
+
+A refusal is counted in `agent/refused`; the first ten are in `logs/collector.log`, and the first is on the console.
+
+""".splitlines()
+
+
 def _with_table(page: str, lines: list[str]) -> str:
     """The page with these lines in place of its first table."""
     table = "".join(f"{line}\n" for line in lines)
@@ -219,6 +278,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "files.md": files,
     "configuration.md": configuration,
     "algorithms.md": algorithms,
+    "agent_requests.md": agent_requests,
     "../megarl/algo/README.md": loss_layer,
     "images/system.svg": system,
 }

@@ -7,11 +7,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.agents.chat_completions import sse
+from megarl.agents.chat_completions import read_stop, read_tools, sse
 from megarl.agents.refusals import Refused, expect, expect_count, text_of
 from megarl.agents.session import ChatReply, ChatRequest, Policy
 
-FIELDS = frozenset(("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream"))
 _ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -21,38 +20,39 @@ _ERRORS = {
 }
 
 
-def read(body: Mapping[str, Any]) -> ChatRequest:
+def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
     """Raises Refused for a request of another form."""
     messages: list[dict[str, Any]] = []
     if system := text_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
     for at, message in enumerate(expect(body, "messages", list, "a list of messages")):
         role = message.get("role") if isinstance(message, Mapping) else message
-        if role not in ("user", "assistant"):
-            raise Refused(400, f"messages[{at}] has the role {role!r}: expected user or assistant")
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        messages += (_user if role == "user" else _assistant)(blocks, f"messages[{at}]")
-    choice = body.get("tool_choice") or {"type": "auto"}
-    if not isinstance(choice, Mapping) or choice.get("type") not in ("auto", "none"):
-        raise Refused(400, f"tool_choice={choice!r}: a forced call changes what is sampled; expected type auto or none")
+        if role == "system":
+            messages.append({"role": "system", "content": text_of(content, f"messages[{at}]")})
+        elif role in ("user", "assistant"):
+            messages += (_user if role == "user" else _assistant)(blocks, f"messages[{at}]")
+        else:
+            raise Refused(400, f"messages[{at}] has the role {role!r}: expected user, assistant or system")
+    choice = expect(body, "tool_choice", Mapping, "an object with a type", {"type": "auto"})
+    if choice.get("type") not in ("auto", "any", "tool", "none"):
+        raise Refused(400, f"tool_choice={choice!r}: expected the type auto, any, tool or none")
+    tools, said = read_tools(body, "custom", lambda tool: "input_schema" in tool)
     return ChatRequest(
         messages,
-        _tools(body),
+        [{"type": "function", "function": _function(tool)} for tool in tools],
         max_tokens=expect_count(body, "max_tokens"),
         read_calls=choice["type"] != "none",
+        one_call=bool(choice.get("disable_parallel_tool_use")),
+        stop=read_stop(body, "stop_sequences"),
+        said=said,
     )
 
 
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = []
-    for tool in expect(body, "tools", list, "a list of tools", []):
-        if not isinstance(tool, Mapping) or "input_schema" not in tool or tool.get("type", "custom") != "custom":
-            raise Refused(400, f"tools has {tool!r}: expected tools of the agent, with name and input_schema")
-        described = {"description": tool["description"]} if tool.get("description") else {}
-        function = {"name": tool.get("name"), **described, "parameters": tool["input_schema"]}
-        tools.append({"type": "function", "function": function})
-    return tools
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    described = {"description": tool["description"]} if tool.get("description") else {}
+    return {"name": tool["name"], **described, "parameters": tool["input_schema"]}
 
 
 def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
@@ -84,25 +84,30 @@ def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
     return [message]
 
 
-def write(policy: Policy, _: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
+def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], _: Any = None) -> dict[str, Any]:  # noqa: ARG001
     (reply,) = replies
     content: list[dict[str, Any]] = []
     if reply.answer.reasoning:
-        content.append({"type": "thinking", "thinking": reply.answer.reasoning, "signature": ""})
+        # Clients send a thought without signature back as text.
+        content.append({"type": "thinking", "thinking": reply.answer.reasoning, "signature": f"turn-{reply.turn}"})
     if reply.answer.content:
         content.append({"type": "text", "text": reply.answer.content})
     for call in reply.message.get("tool_calls", ()):
         arguments = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     ended = "tool_use" if reply.answer.tool_calls else "end_turn"
+    if reply.answer.stopped_at is not None:
+        ended = ended if reply.answer.tool_calls else "stop_sequence"
+    elif reply.completion.finish_reason == "length":
+        ended = "max_tokens"
     return {
         "id": "msg_" + secrets.token_hex(12),
         "type": "message",
         "role": "assistant",
         "model": policy.name,
         "content": content,
-        "stop_reason": "max_tokens" if reply.completion.finish_reason == "length" else ended,
-        "stop_sequence": None,
+        "stop_reason": ended,
+        "stop_sequence": reply.answer.stopped_at if ended == "stop_sequence" else None,
         "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
     }
 
@@ -130,12 +135,16 @@ def _events(reply: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         else:
             delta = {"type": f"{block['type']}_delta", block["type"]: block[block["type"]]}
         yield "content_block_delta", {"index": index, "delta": delta}
+        if block["type"] == "thinking":
+            signature = {"type": "signature_delta", "signature": block["signature"]}
+            yield "content_block_delta", {"index": index, "delta": signature}
         yield "content_block_stop", {"index": index}
     ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
     yield "message_delta", {"delta": ended, "usage": {"output_tokens": reply["usage"]["output_tokens"]}}
     yield "message_stop", {}
 
 
-def error_body(status: int, message: str) -> dict[str, Any]:
+def error_body(status: int, message: str, code: str | None) -> dict[str, Any]:
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code}} if code else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}

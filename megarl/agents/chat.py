@@ -9,7 +9,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from megarl.agents.chat_completions import finish_reason, read
-from megarl.agents.refusals import OverLimit
+from megarl.agents.refusals import OverLimit, Refused
 from megarl.agents.session import Session, closed
 from megarl.data.template import Message, Tools
 from megarl.samples.float32 import EXPECTED, is_finite
@@ -104,7 +104,11 @@ class Chat:
         """
         await asyncio.sleep(0)  # an agent that only asks again when it is refused stops no other episode
         body = {"messages": list(messages), "tools": list(tools), "max_tokens": max_tokens}
-        (reply,) = await self._session.chat(read(body))
+        with self._session.noted():
+            request = read(body)
+            if request.said:
+                raise Refused(400, request.said["tools"])
+            (reply,) = await self._session.chat(request)
         calls = tuple(
             ToolRequest(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
             for call in reply.message.get("tool_calls", ())

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.agents.refusals import Refused, expect, expect_count, text_of
 from megarl.agents.session import ChatReply, ChatRequest, Policy, versions_json, without_stop
 
-_COMMON = frozenset(("model", "stream", "stream_options", "max_tokens", "n", "return_token_ids"))
-FIELDS = _COMMON | {"messages", "tools", "tool_choice", "max_completion_tokens", "logprobs"}
-TEXT_FIELDS = _COMMON | {"prompt"}
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MAX_ANSWERS = 64
+_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
 
 
-def read(body: Mapping[str, Any]) -> ChatRequest:
+def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
     """Raises Refused for a request of another form."""
     messages = [
         _message(message, at) for at, message in enumerate(expect(body, "messages", list, "a list of messages"))
     ]
+    tools, said = read_tools(body, "function", lambda tool: isinstance(tool.get("function"), Mapping))
+    # `strict` asks for a grammar; a request that only describes the tool keeps its meaning without it.
+    functions = [{name: value for name, value in tool["function"].items() if name != "strict"} for tool in tools]
     return ChatRequest(
         messages,
-        read_tools(body),
+        [{"type": "function", "function": function} for function in functions],
         num=read_num(body),
         max_tokens=expect_count(body, "max_completion_tokens") or expect_count(body, "max_tokens"),
         read_calls=read_tool_choice(body.get("tool_choice")),
+        one_call=not expect(body, "parallel_tool_calls", bool, "true or false", True),
+        stop=read_stop(body, "stop"),
+        said=said,
     )
 
 
@@ -39,24 +47,42 @@ def read_num(body: Mapping[str, Any]) -> int:
     return num
 
 
-def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = expect(body, "tools", list, "a list of functions", [])
-    for tool in tools:
-        if (
-            not isinstance(tool, Mapping)
-            or tool.get("type") != "function"
-            or not isinstance(tool.get("function"), dict)
-        ):
-            raise Refused(400, f"tools has {tool!r}: expected {{'type': 'function', 'function': {{...}}}}")
-    # `strict` asks for a grammar; a request that only describes the tool keeps its meaning without it.
-    return [{"type": "function", "function": {k: v for k, v in t["function"].items() if k != "strict"}} for t in tools]
+def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    stop = expect(body, name, (str, list), "a text, or a list of texts", [])
+    texts = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(text, str) for text in texts):
+        raise Refused(400, f"{name}={stop!r}: expected a text, or a list of texts")
+    return tuple(filter(None, texts))
+
+
+def read_tools(
+    body: Mapping[str, Any], own: str, has_form: Callable[[Mapping[str, Any]], bool]
+) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
+    """The tools of the agent, which are of the type `own`, and what is to be said of others: they run at a provider."""
+    tools: list[Mapping[str, Any]] = []
+    others = set()
+    for tool in expect(body, "tools", list, "a list of tools", []):
+        kind = (tool.get("type") or own) if isinstance(tool, Mapping) else None
+        if not isinstance(kind, str) or (kind == own and not (has_form(tool) and isinstance(name_of(tool), str))):
+            raise Refused(400, f"tools has {tool!r}: expected a tool of the type {own!r} with a name")
+        if kind == own:
+            tools.append(tool)
+        else:
+            others.add(kind)
+    left_out = f"tools has the types {sorted(others)}: they run at a provider, and are left out"
+    return tools, {"tools": left_out} if others else {}
+
+
+def name_of(tool: Mapping[str, Any]) -> Any:
+    return tool.get("function", tool).get("name")
 
 
 def read_tool_choice(choice: Any) -> bool:
-    """Whether calls are read.  A forced call would need a grammar, which changes what is sampled."""
-    if choice not in (None, "auto", "none"):
-        raise Refused(400, f"tool_choice={choice!r}: a forced call changes what is sampled; expected 'auto' or 'none'")
-    return bool(choice != "none")
+    """Whether calls are read; that there is one is not enforced, because a grammar changes what is sampled."""
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if not (choice in (None, "auto", "none", "required") or (isinstance(choice, Mapping) and isinstance(kind, str))):
+        raise Refused(400, f"tool_choice={choice!r}: expected 'auto', 'none', 'required', or a tool")
+    return bool(kind != "none")
 
 
 def _message(message: Any, at: int) -> dict[str, Any]:
@@ -83,7 +109,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 # ---- replies
 
 
-def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
+def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], _: Any = None) -> dict[str, Any]:
     choices = []
     for index, answer in enumerate(replies):
         choice = {"index": index, "message": answer.message, "finish_reason": finish_reason(answer), "logprobs": None}
@@ -98,7 +124,7 @@ def text_reply(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatRe
         {
             "index": index,
             "text": answer.answer.content,
-            "finish_reason": answer.completion.finish_reason,
+            "finish_reason": finish_reason(answer),
             "logprobs": None,
             **_ids(body, answer),
         }
@@ -125,7 +151,7 @@ def _reply(
 
 
 def finish_reason(reply: ChatReply) -> str:
-    reason = reply.completion.finish_reason
+    reason = reply.completion.finish_reason if reply.answer.stopped_at is None else "stop"
     return "tool_calls" if reason == "stop" and reply.answer.tool_calls else reason
 
 
@@ -140,8 +166,19 @@ def _log_probs(policy: Policy, reply: ChatReply) -> list[dict[str, Any]]:
     out = []
     for token_id, value in zip(without_stop(reply.completion), reply.completion.log_probs, strict=False):
         token = policy.text([token_id])
-        out.append({"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []})
+        written = list(_bytes(policy.tokenizer, token_id, token))
+        out.append({"token": token, "logprob": value, "bytes": written, "top_logprobs": []})
     return out
+
+
+def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
+    """The bytes of a token, also of one that is a part of a character."""
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if "\ufffd" not in text:
+        return text.encode()
+    if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(byte[1])
+    return bytes(_OF_LETTER[letter] for letter in piece) if _OF_LETTER.keys() >= set(piece) else text.encode()
 
 
 # ---- the same as events

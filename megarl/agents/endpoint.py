@@ -11,14 +11,15 @@ import hashlib
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from megarl.agents import anthropic_messages, chat_completions, responses
-from megarl.agents.refusals import Refused, check_fields, expect, expect_count
+from megarl.agents.fields import CHAT, IDS, MESSAGES, RESPONSES, SAMPLING, TEXT, RunValues, check_fields
+from megarl.agents.refusals import Refused, expect, expect_count
 from megarl.agents.session import ChatReply, ChatRequest, Policy, Session, closed, versions_json
 from megarl.data.chat import encode
 from megarl.io.http_limits import json_object, let_in, served
@@ -38,17 +39,17 @@ _Route = Callable[[web.Request, Session, dict[str, Any]], Awaitable[web.StreamRe
 class ChatApi(Protocol):
     """A way to write conversations as JSON: what the modules of CHAT_APIS have in common."""
 
-    FIELDS: frozenset[str]  # of a request
-
-    def read(self, body: Mapping[str, Any], /) -> ChatRequest: ...
-    def write(self, policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], /) -> dict[str, Any]: ...
+    def read(self, body: Mapping[str, Any], items: dict[str, list[Any]], /) -> ChatRequest: ...
+    def write(
+        self, policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], items: dict[str, list[Any]], /
+    ) -> dict[str, Any]: ...
     def events(self, reply: Mapping[str, Any], body: Mapping[str, Any], /) -> Iterable[bytes]: ...
 
 
-CHAT_APIS: dict[str, ChatApi] = {
-    "/v1/chat/completions": chat_completions,
-    "/v1/responses": responses,
-    _ANTHROPIC: anthropic_messages,
+CHAT_APIS: dict[str, tuple[str, ChatApi]] = {
+    "/v1/chat/completions": (CHAT, chat_completions),
+    "/v1/responses": (RESPONSES, responses),
+    _ANTHROPIC: (MESSAGES, anthropic_messages),
 }
 
 
@@ -72,10 +73,11 @@ class Endpoint:
         self._stack = AsyncExitStack()
         self._open: dict[bytes, Session] = {}  # by the digest of the key
         self._closed: dict[bytes, str] = {}  # names
+        self._said: set[str] = set()  # fields of requests
         self.url = ""
         self._app = web.Application(middlewares=[self._around], client_max_size=_MAX_BODY_BYTES)
         routes: dict[str, _Route] = {
-            **{path: self._chat(api) for path, api in CHAT_APIS.items()},
+            **{path: self._chat(name, api) for path, (name, api) in CHAT_APIS.items()},
             "/v1/completions": self._text,
             _ANTHROPIC + "/count_tokens": self._count_tokens,
             "/inference/v1/generate": self._generate,
@@ -84,7 +86,9 @@ class Endpoint:
         for begin in ("", "/s/{key}"):
             for path, route in routes.items():
                 self._app.router.add_post(begin + path, self._in_session(route))
-            self._app.router.add_get(begin + "/v1/models", self._models)
+            for path in ("/v1/models", "/v1/models/{model}"):
+                self._app.router.add_get(begin + path, self._models)
+        self._app.on_response_prepare.append(_number)
         self._app.router.add_post(_SESSIONS, self._open_session)
         self._app.router.add_get(_SESSIONS + "/{name:.+}", self._show_session)
         self._app.router.add_delete(_SESSIONS + "/{name:.+}", self._close_session)
@@ -128,7 +132,8 @@ class Endpoint:
         except Refused as error:
             return _error(request, error.status, str(error), error.code)
         except web.HTTPException as error:
-            return _error(request, error.status, f"{request.method} {_shown_path(request)}: {error.reason}")
+            too_long = "prompt is too long: " if error.status == 413 else ""
+            return _error(request, error.status, f"{too_long}{request.method} {_shown_path(request)}: {error.reason}")
         except ValueError as error:
             return _error(request, 400, str(error))
         except RecursionError:  # of what shows or writes a value of the request
@@ -141,9 +146,10 @@ class Endpoint:
 
     def _in_session(self, route: _Route) -> _Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            self._session(request)  # before a byte of the body is read
-            body = await json_object(request)
-            return await route(request, self._session(request), body)
+            session = self._session(request)  # before a byte of the body is read
+            with session.noted():
+                body = await json_object(request)
+                return await route(request, self._session(request), body)
 
         return handler
 
@@ -156,48 +162,56 @@ class Endpoint:
         let_in(request)
         return self._open[digest]
 
-    def _check(self, session: Session, body: Mapping[str, Any], fields: Collection[str]) -> None:
-        check_fields(body, fields, session.policy.params, self._policy.params)
-        model = expect(body, "model", str, "the name of the model")
-        if model != self._policy.name:
-            raise Refused(404, f"model={model!r}: this endpoint serves {self._policy.name!r} alone", "model_not_found")
+    def _check(self, session: Session, body: Mapping[str, Any], api: str) -> None:
+        if api not in (IDS, SAMPLING):
+            expect(body, "model", str, "the name of the model")
+        self._say(check_fields(body, api, _run_values(session.policy, self._policy), self._policy.ignore))
+
+    def _say(self, said: Mapping[str, str]) -> None:
+        for name in said.keys() - self._said:
+            self._said.add(name)
+            logger.warning("an agent sends %s (said once; docs/agent_requests.md)", said[name])
 
     # ---- routes of a session
 
-    def _chat(self, api: ChatApi) -> _Route:
+    def _chat(self, name: str, api: ChatApi) -> _Route:
         """A conversation in the form of one of the APIs."""
 
         async def route(request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-            self._check(session, body, api.FIELDS)
-            replies = await session.chat(api.read(body))
-            reply = api.write(session.policy, body, replies)
+            self._check(session, body, name)
+            asked = api.read(body, session.items)
+            self._say(asked.said)
+            reply = api.write(session.policy, body, await session.chat(asked), session.items)
             return await _send(request, body, reply, api.events(reply, body))
 
         return route
 
     async def _text(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(session, body, chat_completions.TEXT_FIELDS)
+        self._check(session, body, TEXT)
         prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            (prompt,) = prompt
         if isinstance(prompt, str):
             prompt = encode(self._policy.tokenizer, prompt)
         limit = expect_count(body, "max_tokens")
         num = chat_completions.read_num(body)
-        if not isinstance(prompt, list):
-            raise Refused(400, f"prompt={prompt!r}: expected text, or a list of token ids")
-        replies = await session.continue_ids(prompt, num, limit)
+        if not isinstance(prompt, list) or any(isinstance(each, str) for each in prompt):
+            raise Refused(400, f"prompt={prompt!r}: expected one text, or one list of token ids")
+        stop = chat_completions.read_stop(body, "stop")
+        replies = await session.continue_ids(prompt, num, limit, stop=stop)
         reply = chat_completions.text_reply(session.policy, body, replies)
         return await _send(request, body, reply, chat_completions.text_events(reply, body))
 
     async def _count_tokens(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
-        self._check(session, body, anthropic_messages.FIELDS)
+        self._check(session, body, MESSAGES)
         asked = anthropic_messages.read(body)
         return web.json_response({"input_tokens": len(self._policy.template.whole(asked.messages, asked.tools))})
 
     async def _generate(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
         """Ids in, ids out, as trainers' own clients ask for them."""
-        check_fields(body, {"model", "token_ids", "sampling_params"}, session.policy.params, self._policy.params)
+        self._check(session, body, IDS)
         sampling = expect(body, "sampling_params", dict, "an object", {})
-        check_fields(sampling, _SAMPLING_FIELDS, session.policy.params, self._policy.params)
+        self._check(session, sampling, SAMPLING)
         limit = expect_count(sampling, "max_tokens")
         prompt_ids = expect(body, "token_ids", list, "a list of token ids")
         num = chat_completions.read_num(sampling)
@@ -234,8 +248,15 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         if not self._holds_token(request):
             self._session(request)
-        model = {"id": self._policy.name, "object": "model", "created": 0, "owned_by": "megarl"}
-        return web.json_response({"object": "list", "data": [{**model, "max_model_len": self._policy.max_tokens}]})
+        asked, name = request.match_info.get("model"), self._policy.name
+        if asked is not None:
+            check_fields({"model": asked}, CHAT, {"model": (name,)}, self._policy.ignore)
+        # In the forms of both OpenAI's and Anthropic's clients.
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
+        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        model["max_model_len"] = self._policy.max_tokens
+        ends = {"has_more": False, "first_id": name, "last_id": name}
+        return web.json_response({"object": "list", "data": [model], **ends} if asked is None else model)
 
     # ---- sessions
 
@@ -274,14 +295,17 @@ class Endpoint:
         return web.json_response(session.record())
 
 
-_SAMPLING_FIELDS = {
-    "max_tokens",
-    "n",
-    "stop_token_ids",
-    "logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-}
+def _run_values(own: Policy, training: Policy) -> RunValues:
+    """`training`: agents that always send its values are served in an evaluation, too, with those of the session."""
+    sampling = {
+        name: (getattr(own.params, name), getattr(training.params, name)) for name in ("temperature", "top_p", "top_k")
+    }
+    return {**sampling, "model": (own.name,), "chat_template_kwargs": (own.template.settings,)}
+
+
+async def _number(_: web.Request, response: web.StreamResponse) -> None:
+    """The number of a request, where OpenAI's and Anthropic's clients look for it."""
+    response.headers["x-request-id"] = response.headers["request-id"] = f"req_{secrets.token_hex(12)}"
 
 
 def _key(request: web.Request) -> str:
@@ -319,7 +343,7 @@ async def _send(
 
 def _error(request: web.Request, status: int, message: str, code: str | None = None) -> web.Response:
     if _ANTHROPIC in request.path:
-        return web.json_response(anthropic_messages.error_body(status, message), status=status)
+        return web.json_response(anthropic_messages.error_body(status, message, code), status=status)
     kind = "authentication_error" if status == 401 else "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     return web.json_response({"error": error}, status=status)

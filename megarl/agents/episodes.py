@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -19,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.chat import Chat
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.load import CHAT, PROCESS, load_episode
-from megarl.agents.process import AgentProgram, EpisodeFailed, Processes, is_refusal
+from megarl.agents.process import AgentProgram, EpisodeFailed, Processes, is_end, is_refusal, past_proxies
 from megarl.agents.session import Policy, Session
 from megarl.agents.tool_calls.forms import AUTO, chosen
+from megarl.agents.transcript import transcript
 from megarl.data.chat import as_messages
-from megarl.data.template import ChatTemplate, Message
+from megarl.data.template import ChatTemplate
 from megarl.io.traces import span
 from megarl.plugins.load import describe
 from megarl.rewards.load import CONVERSATION
@@ -38,16 +38,13 @@ log = logging.getLogger(__name__)
 
 MODEL = "policy"  # the name of the model for agents
 ON_ERROR = ("unscored", "zero", "stop")
-# A transcript keeps these messages of a long episode, and the first FIRST_MESSAGES calls of a message.
-FIRST_MESSAGES, LAST_MESSAGES = 8, 24
-MAX_TEXT = 2000  # characters of a text of a transcript; the middle is left out
-MAX_LOGGED = 10  # logged errors; all are counted
+MAX_LOGGED = 10  # logged errors, and logged refusals; all are counted
 _LOOK_S = 0.1  # between two looks at an episode whose time is over once the servers answer
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
 # What happened to episodes, in total: see counters.
-COUNTS = EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED = tuple(
-    OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty", "unrewarded")
-)
+EPISODES, ERRORS, TIMEOUTS = "agent/episodes", "agent/errors", "agent/timeouts"
+EMPTY, UNREWARDED, REFUSED = "agent/empty", "agent/unrewarded", "agent/refused"
+COUNTS = (EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED, REFUSED)
 
 
 class EpisodeError(RuntimeError):
@@ -70,7 +67,8 @@ class AgentSettings:
     timeout_s: float = 600.0
     num_processes: int = 16
     on_error: str = "unscored"
-    over_limit_reward: float | None = None
+    over_limit_reward: float | str | None = None  # a number, "unscored", "reward.fn"; None: see Episodes
+    ignore: tuple[str, ...] = ()  # fields of requests that the run's values replace
     surroundings: Surroundings = field(default_factory=Surroundings)  # of processes; its environment: of all agents
     training: SamplingParams = field(default_factory=SamplingParams)  # how training samples; agents may say it
     system_prompt: str | None = None
@@ -118,15 +116,19 @@ class Episodes:
             max_tokens=settings.max_tokens,
             max_turns=settings.max_turns,
             history=settings.history,
+            ignore=settings.ignore,
         )
         program = settings.program
         os.environ.update(settings.surroundings.environment)  # an agent's file may look at them when it is imported
+        os.environ.update(past_proxies())
         self._fn = None if program.fn is None else load_episode(program.fn, program.arguments)
         self._way = PROCESS if self._fn is None else self._fn.way
         self._processes = Processes(program, num=settings.num_processes, surroundings=settings.surroundings)
         self._endpoint: Endpoint | None = None
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._gives_rewards = self._has_warned = False  # whether an episode had one of its own
+        self._num_logged = 0  # refusals
+        self.first_errors: dict[str, str] = {}
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -141,7 +143,7 @@ class Episodes:
         """Totals since the start: COUNTS.
 
         errors and timeouts are episodes that failed, empty ones generated nothing, and a limit ended the unrewarded
-        ones before they gave their reward.
+        ones before they gave their reward.  refused are requests.
         """
         return {name: float(count) for name, count in self._counts.items()}
 
@@ -171,7 +173,7 @@ class Episodes:
         rows = session.conversation.rows()
         if not rows and not session.failure:
             self._counts[EMPTY] += 1
-            return ended.failure or NoSample("the agent asked for no answer")
+            return ended.failure or NoSample(self._why_empty(session))
         try:
             outcome = ended.failure or ended.result or await self._reward(prompt, session, group)
         except asyncio.CancelledError:
@@ -197,10 +199,26 @@ class Episodes:
                 self._pool.waste("cancelled", sum(len(t.completion.token_ids) for t in session.conversation.turns))
                 raise
             finally:
+                if session.num_refused:
+                    self._note_refused(session)
                 if self._endpoint:
                     self._endpoint.close(session)
                 else:
                     session.close()
+
+    def _note_refused(self, session: Session) -> None:
+        self._counts[REFUSED] += session.num_refused
+        what = f"episode {session.name}: {_refusals(session)}"
+        self.first_errors.setdefault("refused", what)
+        self._num_logged += 1
+        if self._num_logged <= MAX_LOGGED:
+            log.warning(what)
+
+    def _why_empty(self, session: Session) -> str:
+        refused = f"; {_refusals(session)}" if session.num_refused else ""
+        reason = f"the agent asked for no answer{refused}"
+        self.first_errors.setdefault("empty", f"episode {session.name}: {reason}")
+        return reason
 
     async def _run(self, prompt: Prompt, session: Session) -> _EpisodeEnd:
         result, error = None, None
@@ -238,6 +256,8 @@ class Episodes:
         except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # SystemExit, and what packages made of it, would end the collector
+            if is_end(error):
+                return None
             raise EpisodeFailed(describe(error)) from None
         return None if value is None else to_result(value)
 
@@ -267,8 +287,9 @@ class Episodes:
         on_error, count = self._settings.on_error, self._counts[ERRORS] + self._counts[TIMEOUTS]
         if on_error == "stop":
             raise EpisodeError(sentence)
+        what = "counted as 0" if on_error == "zero" else "it leaves its group"
+        self.first_errors.setdefault("failed", f"{sentence}; {what}")
         if count <= MAX_LOGGED:
-            what = "counted as 0" if on_error == "zero" else "it leaves its group"
             more = "; further ones are only counted" if count == MAX_LOGGED else ""
             log.warning("%s; %s%s", sentence, what, more)
         if on_error == "zero":
@@ -295,14 +316,17 @@ class Episodes:
 
     async def _over_limit(self, session: Session, group: Sequence[_Episode]) -> RewardResult | NoSample | None:
         """The reward of an episode that a limit ended before it gave one; None if `score` is to give it."""
-        if self._settings.over_limit_reward is not None:
-            return RewardResult(self._settings.over_limit_reward)
-        if not self._gives_rewards:
+        worth = self._settings.over_limit_reward
+        if worth == "reward.fn":
+            return None
+        if not isinstance(worth, str | None):
+            return RewardResult(worth)
+        if worth is None and not self._gives_rewards:
             await asyncio.wait(group)
         what = f"episode {session.name}: a limit ended it without a reward of its own"
-        if self._gives_rewards:
+        if worth == "unscored" or self._gives_rewards:
             self._counts[UNREWARDED] += 1
-            return NoSample(f"{what}, which others have; expected agent.over_limit_reward=NUMBER to give it one")
+            return NoSample(f"{what}; agent.over_limit_reward=NUMBER, or reward.fn, gives it one")
         if not self._has_warned:
             self._has_warned = True
             log.warning("%s, and no other had one so far: reward.fn scores its last answer", what)
@@ -332,6 +356,10 @@ def _is_end_at_limit(error: Exception) -> bool:
     return isinstance(error, _TimeIsUp) or (error.refused if isinstance(error, EpisodeFailed) else is_refusal(error))
 
 
+def _refusals(session: Session) -> str:
+    return f"the endpoint refused {session.num_refused} of its requests, the latest with: {session.refused}"
+
+
 def _num_generated(rows: Sequence[Row]) -> int:
     return sum(len(row.log_probs) for row in rows)
 
@@ -341,44 +369,3 @@ async def _result(task: asyncio.Future[RewardResult | None]) -> RewardResult | N
     if task.cancelled():
         raise EpisodeFailed("a part of it was cancelled, by the agent itself")
     return await task
-
-
-def transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """An episode's messages for readers: [{"role", "text"}], with "reasoning" and "calls" [{"name", "arguments"}].
-
-    Messages out of the middle of a long episode are one of the role "left out".
-    """
-    if (num_left_out := len(messages) - FIRST_MESSAGES - LAST_MESSAGES) <= 0:
-        return [_shown(message) for message in messages]
-    gap = {"role": "left out", "text": f"{num_left_out} messages"}
-    return [*map(_shown, messages[:FIRST_MESSAGES]), gap, *map(_shown, messages[-LAST_MESSAGES:])]
-
-
-def _shown(message: Message) -> dict[str, Any]:
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    shown: dict[str, Any] = {"role": str(message["role"]), "text": _text(message.get("content"))}
-    if reasoning := message.get("reasoning_content"):
-        shown["reasoning"] = _text(reasoning)
-    if calls:
-        names = ("name", "arguments")
-        shown["calls"] = [{name: _text(call.get(name)) for name in names} for call in calls[:FIRST_MESSAGES]]
-    return shown
-
-
-def _text(content: object) -> str:
-    """A content, which may be a list of parts as OpenAI's clients send them, as one short text."""
-    if isinstance(content, Iterable) and not isinstance(content, str | dict):
-        content = "\n".join(part["text"] if _is_text(part) else _json(part) for part in content)
-    text = "" if content is None else content if isinstance(content, str) else _json(content)
-    half = MAX_TEXT // 2
-    return (
-        text if len(text) <= MAX_TEXT else f"{text[:half]}\n[... {len(text) - MAX_TEXT} characters ...]\n{text[-half:]}"
-    )
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)

@@ -37,11 +37,18 @@ from megarl.samples.sample import Prompt, line_of
 _END = signal.SIGUSR2  # from the collector; SIGTERM may come from elsewhere, and must not cut an episode
 _GRACE_S = 3.0  # to end what an episode started, before its process is killed
 _KEPT_BYTES = 4096  # the end of what a program printed
+_SHOWN = 10  # episodes of a program of which this end is printed
+_ROW_BYTES = 100_000  # of the row in MEGARL_ROW; Linux allows 128 KiB
+_WORD = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")  # {{word}} stays {word}; ${word} is the shell's
+# Where clients look for the name of a model that an agent does not say itself.
+_MODEL_VARIABLES = """
+OPENAI_MODEL OPENAI_DEFAULT_MODEL ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL ANTHROPIC_DEFAULT_SONNET_MODEL
+ANTHROPIC_DEFAULT_HAIKU_MODEL ANTHROPIC_SMALL_FAST_MODEL CLAUDE_CODE_SUBAGENT_MODEL
+"""
 _STATUS = ("status", "status_code", "code")  # where clients keep it
-# And what their messages contain: the code and the sentences of OverLimit, or the status as clients write it.
+# And what their messages contain: the code and the words of OverLimit, or the status as clients write it.
 _SENTENCES = re.compile(
-    r"context_length_exceeded|the episode has \d+ turns, and may have \d+: it is over"
-    r"|the episode \d+ of its \d+ left: it is over"
+    r"context_length_exceeded|prompt is too long: the "
     r"|\b(?:Error code: 400|HTTP Error 400: |returned error: 400|400, message=|400 Client Error: )"
     r"|Client error '400 "
 )
@@ -63,13 +70,21 @@ class AgentProgram:
     command: tuple[str, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
-    def run(self, prompt: Prompt, base_url: str, api_key: str, model: str) -> Any:
-        """Run it; returns what the function returns, None for a program.  Raises what the function raises."""
+    def run(self, prompt: Prompt, base_url: str, api_key: str, model: str, *, is_shown: bool = False) -> Any:
+        """Run it; returns what the function returns, None for a program, whose output is printed if it `is_shown`.
+
+        Raises what the function raises.
+        """
         if self.fn is not None:
             return load_episode(self.fn, self.arguments).call(base_url=base_url, api_key=api_key, prompt=prompt)
         text = text_of(prompt)
-        values = {"prompt": text, "uid": prompt.uid, "base_url": base_url, "api_key": api_key, "model": model}
-        return _run_program([_filled(word, values) for word in self.command], text)
+        fields = {"ground_truth": prompt.ground_truth, "data_source": prompt.data_source, "uid": prompt.uid}
+        row = json.dumps({**prompt.extra, **fields, "prompt": prompt.text}, ensure_ascii=False, default=str)
+        values = {**prompt.extra, **fields, "prompt": text}
+        values |= {"base_url": base_url, "api_key": api_key, "model": model}
+        environment = {"MEGARL_ROW": row} if len(row.encode()) <= _ROW_BYTES else {}
+        words = [filled(word, values) for word in self.command]
+        return _run_program(words, text, environment, f"episode {prompt.uid}" if is_shown else None)
 
 
 class Processes:
@@ -84,7 +99,7 @@ class Processes:
 
     def __init__(self, program: AgentProgram, *, num: int, surroundings: Surroundings | None = None) -> None:
         self._program, self._surroundings = program, surroundings or Surroundings()
-        self._slots = Slots(num)
+        self._slots, self._num_begun = Slots(num), 0
         self._context = multiprocessing.get_context("forkserver")  # this process has threads
 
     @asynccontextmanager
@@ -104,7 +119,9 @@ class Processes:
         ours, theirs = self._context.Pipe(duplex=False)
         environment = {**self._surroundings.environment, **variables(url, key, model)}
         surroundings = replace(self._surroundings, environment=environment)
-        arguments = (theirs, self._program, prompt, (url + "/v1", key, model), surroundings)
+        self._num_begun += 1
+        is_shown = self._num_begun <= _SHOWN
+        arguments = (theirs, self._program, prompt, (url + "/v1", key, model), surroundings, is_shown)
         process = self._context.Process(target=_main, args=arguments, name=f"episode {prompt.uid}")
         starting = asyncio.ensure_future(asyncio.to_thread(_start, process))  # it may wait for the fork server
         try:
@@ -133,13 +150,27 @@ class Processes:
 def variables(url: str, key: str, model: str) -> dict[str, str]:
     """Where OpenAI's and Anthropic's clients look for their service, its key and the model's name."""
     return {
+        **dict.fromkeys(_MODEL_VARIABLES.split(), model),
         "OPENAI_BASE_URL": url + "/v1",
+        "OPENAI_API_BASE": url + "/v1",
         "OPENAI_API_KEY": key,
-        "OPENAI_MODEL": model,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_MODEL": model,
+        **past_proxies(),
     }
+
+
+def past_proxies() -> dict[str, str]:
+    """Variables that keep clients from asking a proxy, which this machine may have, for an address of the machine."""
+    known = [os.environ.get(name, "") for name in ("NO_PROXY", "no_proxy")]
+    hosts = dict.fromkeys([*",".join(filter(None, known)).split(","), "127.0.0.1", "localhost"])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, hosts)))
+
+
+def fields_of(command: Sequence[str]) -> set[str]:
+    """The fields of a row that words of agent.command name in braces."""
+    named = {match[2] for word in command for match in _WORD.finditer(word) if match[2]}
+    return named - {"prompt", "uid", "ground_truth", "data_source", "base_url", "api_key", "model"}
 
 
 def text_of(prompt: Prompt) -> str:
@@ -149,6 +180,11 @@ def text_of(prompt: Prompt) -> str:
     if len(prompt.text) == 1:
         return str(prompt.text[0]["content"])
     return "\n".join(map(line_of, prompt.text))
+
+
+def is_end(error: BaseException) -> bool:
+    """Whether it is that of sys.exit() or sys.exit(0), by which programs end well."""
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -216,6 +252,7 @@ def _main(
     prompt: Prompt,
     where: tuple[str, str, str],
     surroundings: Surroundings,
+    is_shown: bool = False,
 ) -> None:
     outcome, code = b"", 0
     try:
@@ -224,7 +261,7 @@ def _main(
             os.environ.update(surroundings.environment)
             surroundings.set_up()
             leave_to_driver(runs_users_code=True)
-            outcome = json.dumps(_outcome(program, prompt, where)).encode()
+            outcome = json.dumps(_outcome(program, prompt, where, is_shown)).encode()
         finally:  # also if the signal comes just now: after this line no signal can keep the children
             signal.signal(_END, signal.SIG_IGN)
     except _EndedByCollector:
@@ -240,13 +277,15 @@ def _main(
         os._exit(code)  # no thread of the agent keeps the process
 
 
-def _outcome(program: AgentProgram, prompt: Prompt, where: tuple[str, str, str]) -> dict[str, Any]:
+def _outcome(program: AgentProgram, prompt: Prompt, where: tuple[str, str, str], is_shown: bool) -> dict[str, Any]:
     try:
-        value = program.run(prompt, *where)
+        value = program.run(prompt, *where, is_shown=is_shown)
         return {} if value is None else vars(to_result(value))
     except _EndedByCollector:
         raise
     except BaseException as error:
+        if is_end(error):
+            return {}
         sentence = str(error) if isinstance(error, EpisodeFailed) else describe(error)
         return {"error": sentence, "refused": is_refusal(error)}
 
@@ -256,24 +295,38 @@ def _on_end(*_: object) -> None:
     raise _EndedByCollector
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    """{name} of each of `values` is replaced, in one pass: braces in a prompt stay; so do other ones."""
-    out, rest = "", word
-    while rest:
-        at, name = min(((rest.find(f"{{{name}}}"), name) for name in values), key=lambda f: (f[0] < 0, f[0]))
-        if at < 0:
-            return out + rest
-        out, rest = out + rest[:at] + values[name], rest[at + len(name) + 2 :]
-    return out
+def filled(word: str, values: Mapping[str, Any]) -> str:
+    """{name} of each of `values` is replaced, in one pass, so that braces in a prompt stay.
+
+    Values that are no text become JSON, None nothing.  Raises EpisodeFailed for another name.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        kept, name = match.groups()
+        if kept is not None:
+            return f"{{{kept}}}"
+        if name not in values:
+            known = ", ".join(values)
+            raise EpisodeFailed(
+                f"agent.command has {{{name}}}: expected one of {known}, or {{{{{name}}}}} for {{{name}}}"
+            )
+        value = "" if values[name] is None else values[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+    return _WORD.sub(fill, word)
 
 
-def _run_program(words: Sequence[str], text: str) -> None:
-    """Run a program with the prompt as its input.  Raises EpisodeFailed if it ends with another code than 0."""
+def _run_program(words: Sequence[str], text: str, environment: Mapping[str, str], shown_as: str | None) -> None:
+    """Run a program with the prompt as its input; the end of what it says is printed under the name `shown_as`.
+
+    Raises EpisodeFailed if it ends with another code than 0.
+    """
     with tempfile.TemporaryFile() as given:
         given.write(text.encode())
         given.seek(0)
         try:
-            program = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            own = {**os.environ, **environment}
+            program = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=own)
         except OSError as error:
             raise EpisodeFailed(f"{words[0]} cannot be started: {error.strerror}") from None
     assert program.stdout is not None, "it is a pipe"
@@ -282,8 +335,11 @@ def _run_program(words: Sequence[str], text: str) -> None:
     reader.start()
     code = program.wait()
     reader.join(1.0)  # something that it left behind may hold its output open
+    said = printed.decode(errors="replace").strip()
+    if shown_as is not None:
+        print(f"--- {shown_as}: {Path(words[0]).name} ended with exit code {code}, and said\n{said}", flush=True)
     if code:
-        lines = printed.decode(errors="replace").strip().splitlines()
+        lines = said.splitlines()
         last = f"; the last that it said: {lines[-1]}" if lines else ""
         raise EpisodeFailed(f"{Path(words[0]).name} ended with exit code {code}{last}")
 

@@ -7,32 +7,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.agents.chat_completions import read_tool_choice, sse
+from megarl.agents.chat_completions import read_tool_choice, read_tools, sse
 from megarl.agents.refusals import Refused, expect, expect_count, text_of
 from megarl.agents.session import ChatReply, ChatRequest, Policy
 
-FIELDS = frozenset(
-    ("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "stream", "stream_options")
-)
 
-
-def read(body: Mapping[str, Any]) -> ChatRequest:
-    """Raises Refused for a request of another form."""
-    given = body.get("input")
-    items = (
-        [{"role": "user", "content": given}]
-        if isinstance(given, str)
-        else expect(body, "input", list, "text or a list")
-    )
+def read(body: Mapping[str, Any], known: Mapping[str, Sequence[Any]] = {}) -> ChatRequest:
+    """`known`: Session.items.  Raises Refused for a request of another form."""
     messages: list[dict[str, Any]] = []
     if instructions := expect(body, "instructions", str, "text", ""):
         messages.append({"role": "system", "content": instructions})
-    for at, item in enumerate(items):
+    for at, item in enumerate(_input(body, known)):
         _add(messages, item, f"input[{at}]")
-    tools = expect(body, "tools", list, "a list of functions", [])
-    for tool in tools:
-        if not isinstance(tool, Mapping) or tool.get("type") != "function":
-            raise Refused(400, f"tools has {tool!r}: expected {{'type': 'function', 'name': ..., 'parameters': ...}}")
+    tools, said = read_tools(body, "function", lambda tool: "name" in tool)
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)} for tool in tools
     ]
@@ -41,7 +28,32 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
         [{"type": "function", "function": function} for function in functions],
         max_tokens=expect_count(body, "max_output_tokens"),
         read_calls=read_tool_choice(body.get("tool_choice")),
+        one_call=not expect(body, "parallel_tool_calls", bool, "true or false", True),
+        said=said,
     )
+
+
+def _input(body: Mapping[str, Any], known: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """The items of a conversation, with those that the request names by their ids."""
+    given = body.get("input")
+    own = (
+        [{"role": "user", "content": given}]
+        if isinstance(given, str)
+        else expect(body, "input", list, "text or a list")
+    )
+    items: list[Any] = []
+    if (previous := expect(body, "previous_response_id", str, "the id of a response", None)) is not None:
+        items += _found(known, previous, "previous_response_id", "previous_response_not_found")
+    for at, item in enumerate(own):
+        is_reference = isinstance(item, Mapping) and isinstance(item.get("id"), str) and item.keys() <= {"id", "type"}
+        items += _found(known, item["id"], f"input[{at}]") if is_reference else [item]
+    return items
+
+
+def _found(known: Mapping[str, Sequence[Any]], name: str, where: str, code: str | None = None) -> Sequence[Any]:
+    if name not in known:
+        raise Refused(400, f"{where} refers to {name!r}: expected the id of an answer of this episode", code)
+    return known[name]
 
 
 def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
@@ -70,12 +82,17 @@ def answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply]) -> dict[str, Any]:
+def write(
+    policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply], known: dict[str, list[Any]]
+) -> dict[str, Any]:
+    """`known`: Session.items, which gets those of the reply."""
     (reply,) = replies
     cut = reply.completion.finish_reason == "length"
     num_prompt, num_generated = len(reply.prompt_ids), len(reply.completion.token_ids)
+    response_id, items = _new("resp"), _items(reply, "incomplete" if cut else "completed")
+    known |= {response_id: [*_input(body, known), *items], **{item["id"]: [item] for item in items}}
     return {
-        "id": _new("resp"),
+        "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "incomplete" if cut else "completed",
@@ -84,9 +101,9 @@ def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply])
         "instructions": body.get("instructions"),
         "metadata": {},
         "model": policy.name,
-        "output": _items(reply, "incomplete" if cut else "completed"),
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
+        "output": items,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "previous_response_id": body.get("previous_response_id"),
         "temperature": policy.params.temperature,
         "top_p": policy.params.top_p,
         "tool_choice": body.get("tool_choice") or "auto",

@@ -8,15 +8,15 @@ import contextvars
 import itertools
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.answer import Answer, read_answer
+from megarl.agents.answer import Answer, cut, read_answer
 from megarl.agents.conversation import Conversation, RenderedPrompt, Turn
-from megarl.agents.refusals import OverLimit, Refused
+from megarl.agents.refusals import GOES_ON, OverLimit, Refused
 from megarl.agents.tool_calls.call import Form
 from megarl.data.template import OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
@@ -45,6 +45,7 @@ class Policy:
     max_turns: int = 1 << 30  # answers in an episode
     history: str = "generated"  # see conversation.HISTORIES
     urgent: bool = False  # see generate_completion
+    ignore: tuple[str, ...] = ()  # fields of requests that the run's values replace
 
     def text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -59,6 +60,9 @@ class ChatRequest:
     num: int = 1  # answers
     max_tokens: int | None = None  # of each answer; None: as many as the run allows
     read_calls: bool = True  # False: tool_choice is "none"
+    one_call: bool = False  # the agent reads the first call of an answer alone
+    stop: tuple[str, ...] = ()  # texts at which the answer ends for the agent
+    said: dict[str, str] = field(default_factory=dict)  # what is to be said once of a field, by its name
 
 
 class ChatReply(NamedTuple):
@@ -88,6 +92,8 @@ class Session:
     None if they did, or if a later request got one.  `waiting`: how long requests waited for the servers.
     `truncated`: whether a limit of the run cut the latest answer.
     `messages`: of the latest turn, its answer included; empty if there were only turns of ids.
+    `items`: items of the API of responses by the id of each, and by that of a response all up to its end.
+    `refused`: sentences to requests that were not served, but for those over the limit; the latest.  `num_refused`.
     """
 
     def __init__(self, name: str, policy: Policy) -> None:
@@ -103,6 +109,8 @@ class Session:
         self.fatal: NoFilesLeft | None = None  # ends the run, also if the agent catches it
         self.waiting = Waiting()
         self.messages: list[dict[str, Any]] = []
+        self.items: dict[str, list[Any]] = {}
+        self.refused, self.num_refused = "", 0
         self.counts: Counter[str] = Counter({"tool_calls": 0, "malformed_tool_calls": 0})
         self._numbers, self._call_numbers = itertools.count(), itertools.count()
         self._running: set[asyncio.Future[Any]] = set()
@@ -118,6 +126,18 @@ class Session:
             running.cancel()
         self._left.close()
 
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around a request: notes why it is refused, which the agent may catch, but not where its client goes on."""
+        try:
+            yield
+        except OverLimit:
+            raise
+        except (Refused, ValueError, RecursionError) as error:
+            if not self.closed and getattr(error, "code", None) != GOES_ON:
+                self.refused, self.num_refused = str(error), self.num_refused + 1
+            raise
+
     async def chat(self, request: ChatRequest) -> list[ChatReply]:
         """Answers to messages.  Raises ValueError if the template refuses them, Refused, RolloutFailed."""
         if not request.messages or request.messages[-1]["role"] == "assistant":
@@ -130,9 +150,12 @@ class Session:
         replies = []
         for completion in await self._generate(prompt.prompt_ids, request.num, request.max_tokens):
             self._note_end(completion, request.max_tokens)
-            answer = read_answer(self.policy.text(without_stop(completion)), form, opened=opened, tools=tools)
+            text = self.policy.text(without_stop(completion))
+            answer = read_answer(text, form, opened=opened, tools=tools, stop=request.stop)
             self.counts["tool_calls"] += len(answer.tool_calls)
             self.counts["malformed_tool_calls"] += answer.malformed_calls
+            if request.one_call:
+                answer = replace(answer, tool_calls=answer.tool_calls[:1])
             message = self._message(answer)
             turn = self.conversation.add(prompt, completion, message)
             self.messages = [*request.messages, message]
@@ -140,9 +163,14 @@ class Session:
         return replies
 
     async def continue_ids(
-        self, prompt_ids: list[int], num: int, max_tokens: int | None, stop_ids: Sequence[int] = ()
+        self,
+        prompt_ids: list[int],
+        num: int,
+        max_tokens: int | None,
+        stop_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
     ) -> list[ChatReply]:
-        """The same for a prompt of ids.  `stop_ids`: tokens that end these answers too."""
+        """The same for a prompt of ids.  `stop_ids`: tokens that end these answers too; `stop`: see ChatRequest."""
         most = (self.policy.pool.settings.num_ids or MAX_IDS) - 1
         for token in (*prompt_ids, *stop_ids):
             if type(token) is not int or not 0 <= token <= most:
@@ -152,9 +180,9 @@ class Session:
         replies = []
         for completion in await self._generate(prompt_ids, num, max_tokens, stop_ids):
             self._note_end(completion, max_tokens)
-            answer = Answer(self.policy.text(without_stop(completion)))
+            text, stopped_at = cut(self.policy.text(without_stop(completion)), stop)
             turn = self.conversation.add(RenderedPrompt(prompt_ids), completion)
-            replies.append(ChatReply(turn, prompt_ids, completion, answer, {}))
+            replies.append(ChatReply(turn, prompt_ids, completion, Answer(text, stopped_at=stopped_at), {}))
         return replies
 
     async def _generate(

@@ -223,6 +223,9 @@ CONDITIONS: dict[str, Callable[[Config, str], str]] = {  # why the condition doe
     "requests are made": lambda c, key: "" if key.startswith("rollout.") else _async(c, key),
     "a reward runs code": _code,
     "it has processes of its own": _processes,
+    "it is an episode, or has processes of its own": lambda c, key: (
+        _processes(c, key) if key.startswith("reward.") else ""
+    ),
     "there are agents": _agents,
     "there are no agents": lambda c, key: "agents make whole episodes" if c.has_agents else "",  # noqa: ARG005
     "trainer.logger has prometheus": lambda c, key: (

@@ -90,6 +90,8 @@ REWARD_MODEL_ENGINES = ("server", MEGATRON)
 TEACHER_ENGINES = (MEGATRON, "server")
 REWARD_ERRORS: tuple[str, ...] = constant("rewards/scorer.py", "ON_ERROR")
 AGENT_HISTORIES: tuple[str, ...] = constant("agents/conversation.py", "HISTORIES")
+_FIELDS = [line.split("|") for line in constant("agents/fields.py", "TABLE").strip().splitlines()]
+AGENT_IGNORED = tuple(name for rule, _, names, *_ in _FIELDS if rule.strip() == "run" for name in names.split())
 AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/load.py", "ADAPTERS"))
 TOOL_PARSERS = (
     *("auto", "hermes", "qwen3_coder", "glm", "minimax_m2", "kimi_k2"),

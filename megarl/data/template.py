@@ -66,7 +66,7 @@ class ChatTemplate:
                 f"model.tokenizer_path={tokenizer.name_or_path}: the tokenizer has no chat template, which "
                 "conversations need; expected a tokenizer with one"
             )
-        self._tokenizer, self._settings = tokenizer, dict(settings)
+        self._tokenizer, self.settings = tokenizer, dict(settings)
         self.stop_ids = frozenset(stop_ids) | {tokenizer.eos_token_id}
         self.special_ids = self.stop_ids | frozenset(tokenizer.all_special_ids)
         self._arguments: Callable[[Any], Any] = self._arguments_form()
@@ -91,7 +91,7 @@ class ChatTemplate:
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=answer_follows,
                 tokenize=False,
-                **self._settings,
+                **self.settings,
             )
         except Exception as error:  # a template is a program, and raises errors of many types
             reason = " ".join(str(error).split()) or type(error).__name__

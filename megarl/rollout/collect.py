@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, Self
 
@@ -61,6 +61,11 @@ class SampleGenerator(Protocol):
         """Totals since the start, by name."""
         ...
 
+    @property
+    def first_errors(self) -> Mapping[str, str]:
+        """By kind, the first fault of what makes samples that ends no run."""
+        ...
+
 
 MakeGenerator = Callable[[EnginePool, PreTrainedTokenizerBase, Score], SampleGenerator]
 
@@ -112,6 +117,10 @@ class Completions:
         return grouped(self._pool, prompt, outcomes, n)
 
     def counters(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def first_errors(self) -> Mapping[str, str]:
         return {}
 
     async def _generate(self, prompt: Prompt, wanted: Sequence[SamplingParams], *, urgent: bool) -> list[Completion]:

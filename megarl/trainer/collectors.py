@@ -91,6 +91,7 @@ def make_generator(config: Config, num_collectors: int) -> MakeGenerator:
         num_processes=-(-agent.num_processes // num_collectors),
         on_error=agent.on_error,
         over_limit_reward=agent.over_limit_reward,
+        ignore=tuple(agent.ignore),
         surroundings=Surroundings(agent.memory_mb, agent.file_mb, environment=environment),
         training=SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k),
         system_prompt=config.data.system_prompt,

@@ -3,59 +3,28 @@
 import asyncio
 import json
 import re
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import httpx
 import pytest
-from agent_endpoint import CALL, TOKEN, Scripted, endpoint_of
+from agent_endpoint import (
+    CALL,
+    FUNCTION,
+    QUESTION,
+    THOUGHT,
+    TOKEN,
+    TOOLS,
+    Scripted,
+    chat,
+    check_exact,
+    endpoint_of,
+    speaking,
+)
 from chat_templates import tokenizer_of, with_bos
 from fake_servers import broken
 
 from megarl.rollout.continuation import generate_completion
 from megarl.rollout.protocol import SamplingParams
-
-FUNCTION = {
-    "name": "add",
-    "description": "Adds.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-QUESTION = [{"role": "user", "content": "12 + 3?"}]
-THOUGHT = "<think>\nso\n</think>\n\n"
-
-
-def run(test):
-    asyncio.run(asyncio.wait_for(test(), 120))
-
-
-@asynccontextmanager
-async def speaking(*texts, servers=None, **options):
-    """Yields (ask, session, endpoint, bodies): `ask(path, body)` posts with the session's key."""
-    servers = servers or [Scripted(options.get("style", "qwen3"), texts)]
-    async with endpoint_of(*servers, **options) as (endpoint, seen), httpx.AsyncClient(timeout=60) as http:
-        session = endpoint.open("0-17/0")
-
-        async def ask(path, body=None, key=session.key, method="POST", **headers):
-            headers = {"Authorization": f"Bearer {key}"} | headers
-            return await http.request(method, endpoint.url + path, content=json.dumps(body), headers=headers)
-
-        yield ask, session, endpoint, seen
-
-
-def chat(messages=QUESTION, **fields):
-    return {"model": "policy", "messages": messages, **fields}
-
-
-def check_exact(session, seen):
-    """What is recorded is what the server was asked and said, and all of it is learnt once."""
-    asked = sorted(body["input_ids"] for bodies in seen for body in bodies)
-    conversation = session.conversation
-    turns = range(len(conversation.turns))
-    assert asked == sorted(conversation.token_ids(i)[: conversation.turns[i].start] for i in turns)
-    learnt = [span for row in conversation.rows() for span in row.learnt]
-    assert sorted(span.turn for span in learnt) == list(turns)
-    return conversation.rows()
 
 
 async def test_a_conversation_with_tools_goes_on_token_for_token():
@@ -238,13 +207,13 @@ REFUSED = [
     ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
     ({"min_p": 0.1}, "min_p=0.1"),
     ({"logit_bias": {"5": 1}}, "logit_bias="),
-    ({"stop": ["\n"]}, "stop="),
     ({"seed": 1}, "seed=1: the run draws a seed for each answer itself"),
-    ({"response_format": {"type": "json_object"}}, "response_format="),
-    ({"tool_choice": "required"}, "tool_choice='required': a forced call changes what is sampled"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls=False"),
-    ({"top_logprobs": 5}, "top_logprobs=5: this endpoint does not serve it"),
-    ({"chat_template_kwargs": {}}, "chat_template_kwargs={}: this endpoint does not serve it"),
+    ({"top_logprobs": 5}, "top_logprobs=5: there are log-probs of sampled tokens alone"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs={'enable_thinking': False}"),
+    ({"input": "hi"}, "input='hi': this endpoint does not serve it; expected one of ['logprobs', "),
+    ({"stop": [5]}, "stop=[5]: expected a text, or a list of texts"),
+    ({"tool_choice": "sometimes"}, "tool_choice='sometimes': expected 'auto', 'none', 'required', or a tool"),
+    ({"tools": [{"type": "function"}]}, "tools has {'type': 'function'}: expected a tool of the type 'function'"),
     ({"n": 0}, "n=0: expected a whole number >= 1"),
     ({"n": 65}, "n=65: expected at most 64"),
     ({"max_tokens": True}, "max_tokens=True: expected a whole number >= 1"),
@@ -253,8 +222,7 @@ REFUSED = [
     ({"messages": [{"role": "assistant", "content": "I"}]}, "messages: the last one is the assistant's"),
     ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0] has the role 'boss'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] has a part of type 'image_ur"),
-    ({"tools": [{"type": "web_search"}]}, "tools has {'type': 'web_search'}"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "the prompt has 50"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: the prompt has 50"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "the body is no JSON"),
 ]
 

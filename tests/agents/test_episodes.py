@@ -19,6 +19,7 @@ from megarl.agents.episodes import EpisodeError
 from megarl.agents.process import is_refusal
 from megarl.agents.refusals import OverLimit
 from megarl.agents.session import Session
+from megarl.rewards.surroundings import Surroundings
 from megarl.rollout.collect import for_completion
 from megarl.rollout.pool.slots import Slots
 from megarl.samples.sample import REWARD_ERROR, Completion, LostRollout, Sample, VersionSpan
@@ -180,6 +181,16 @@ async def test_reward_fn_says_so_once_where_it_scores_an_episode_over_its_limit(
         assert caplog.text.count("reward.fn scores its last answer") == 1
 
 
+@pytest.mark.parametrize(("worth", "rewards"), [("unscored", [-1.0]), ("reward.fn", [-1.0, 5.0]), (0.25, [-1.0, 0.25])])
+async def test_one_key_says_what_an_episode_at_a_limit_is_worth(worth, rewards):
+    code = PLAYER.replace("WHAT", "raise")
+    async with stage_of(code, "short", "longer", "maybe", max_turns=2, over_limit_reward=worth) as stage:
+        group = await stage.group(3 if worth == "unscored" else 2)
+        found = [] if isinstance(group, LostRollout) else sorted(sample.reward for sample in group)
+        assert found == (rewards if worth != "unscored" else [])
+        assert stage.episodes.counters()["agent/unrewarded"] == (2 if worth == "unscored" else 0)
+
+
 @pytest.mark.parametrize("what", ["{}['missing']", "return 'x'"])
 async def test_a_fault_behind_the_limit_is_an_error_of_the_agent(what, caplog):
     async with stage_of(PLAYER.replace("WHAT", what), "longer", "short", "short", max_turns=3) as stage:
@@ -199,12 +210,12 @@ def test_an_error_of_a_client_or_one_raised_from_it_is_told_from_a_fault_behind_
     with_status = type("BadRequestError", (Exception,), {"status_code": 400})("the prompt is long")
     for error in (
         *(limit, plain, with_status, raised(wrapped, limit), ExceptionGroup("both", [limit, plain])),
-        RuntimeError("litellm.BadRequestError: the episode has 6 turns, and may have 6: it is over"),
+        RuntimeError("litellm.BadRequestError: prompt is too long: the episode has 6 turns, and may have 6"),
         RuntimeError("agent.sh ended with exit code 22; the last that it said: The requested URL returned error: 400"),
         RuntimeError("Error code: 400 - {'error': {'message': 'it may have no more'}}"),
         RuntimeError("400 Client Error: Bad Request for url: http://x/v1/chat/completions"),
         RuntimeError("Client error '400 Bad Request' for url 'http://x/v1/chat/completions'"),
-        RuntimeError("the prompt has 9 tokens, and the episode 4 of its 20 left: it is over"),
+        RuntimeError("prompt is too long: the prompt has 9 tokens, and the episode 4 of its 20 left: it is over"),
     ):
         assert is_refusal(error), error
     for sentence in ("expected 400 rows, got 3", "HTTP 400 from search tool", "the game? it is over", "line 400: x"):
@@ -502,3 +513,59 @@ async def test_a_session_is_closed_with_its_episode(tmp_path):
             async with http.post(url + "/chat/completions", json=body, headers=headers) as reply:
                 assert reply.status == 410
         assert len(stage.bodies) == 1
+
+
+CATCHES = """
+    async def episode(chat, prompt):
+        try:
+            await chat([{"role": "boss", "content": "hi"}])
+        except Exception:
+            pass
+        ASKS
+"""
+
+
+async def test_a_refused_request_that_the_agent_catches_is_counted_and_told(caplog):
+    async with stage_of(CATCHES.replace("ASKS", "return float(bool(await chat(chat.messages)))"), "yes") as stage:
+        assert len(await stage.group(12)) == 12
+        assert stage.episodes.counters()["agent/refused"] == 12 and stage.episodes.counters()["agent/errors"] == 0
+        said = "the endpoint refused 1 of its requests, the latest with: messages[0] has the role 'boss'"
+        assert caplog.text.count(said) == 10
+        assert stage.episodes.first_errors.keys() == {"refused"} and said in stage.episodes.first_errors["refused"]
+
+
+async def test_an_agent_whose_requests_were_all_refused_is_told_so():
+    async with stage_of(CATCHES.replace("ASKS", "return None"), "yes") as stage:
+        lost = await stage.group()
+        assert "the agent asked for no answer; the endpoint refused 1 of its requests, the latest with: " in lost.reason
+        assert stage.episodes.counters()["agent/empty"] == 1
+
+
+async def test_a_refusal_by_http_is_counted_and_one_at_the_limit_is_not():
+    code = """
+        import aiohttp
+
+        async def episode(base_url, prompt):
+            async with aiohttp.ClientSession(trust_env=True) as http:  # it would ask a proxy of the machine
+                for more in ({"temperature": 0.5}, {}, {}):
+                    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], **more}
+                    async with http.post(base_url + "/chat/completions", json=body) as reply:
+                        await reply.read()
+            return 1.0
+    """
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://127.0.0.1:9")
+    async with stage_of(code, "yes", max_turns=1, surroundings=Surroundings(environment=proxies)) as stage:
+        (sample,) = await stage.group()
+        assert sample.reward_extra["agent/over_limit"] == 1.0
+        assert stage.episodes.counters()["agent/refused"] == 1
+        assert "temperature=0.5: the run samples with" in stage.episodes.first_errors["refused"]
+
+
+async def test_exit_0_of_a_coroutine_is_an_end():
+    code = """
+        async def episode(chat, prompt):
+            await chat(chat.messages)
+            raise SystemExit(0)
+    """
+    async with stage_of(code, "yes") as stage:
+        assert (await stage.group())[0].reward == 3.0

@@ -10,10 +10,10 @@ import time
 
 import psutil
 import pytest
-from agent_episodes import HTTP, stage_of
+from agent_episodes import HTTP, PARAMS, stage_of
 from pools import until
 
-from megarl.agents.process import _END, AgentProgram
+from megarl.agents.process import _END, AgentProgram, fields_of
 from megarl.agents.process import _main as process_main
 from megarl.io.environment import start_fork_server
 from megarl.io.job_signals import ASKS
@@ -253,3 +253,68 @@ def test_a_signal_at_the_end_of_an_episode_keeps_no_process_of_it(tmp_path):
     finally:
         if psutil.pid_exists(away):
             os.kill(away, signal.SIGKILL)
+
+
+async def test_exit_0_is_an_end_and_other_codes_are_faults(caplog):
+    code = """
+        import sys
+
+        def episode(base_url, prompt):
+            sys.exit({"none": None, "zero": 0, "two": 2}[say(base_url, prompt.text)])
+    """
+    async with stage_of(code, "none", "zero", "two") as stage:
+        assert sorted(sample.reward for sample in await stage.group(3)) == [4.0, 4.0]
+        assert stage.episodes.counters()["agent/errors"] == 1 and "SystemExit: 2" in caplog.text
+
+
+async def test_a_proxy_of_the_machine_gets_no_request_of_an_agent(monkeypatch):
+    """urllib asks a proxy for addresses of the machine, too, as the clients of OpenAI and Anthropic do."""
+    monkeypatch.setenv("NO_PROXY", "inner.example")
+    code = """
+        import os
+
+        def episode(base_url, prompt):
+            say(base_url, prompt.text)
+            assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "inner.example,127.0.0.1,localhost"
+            return 1.0
+    """
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    async with stage_of(code, "yes", surroundings=Surroundings(environment=proxies)) as stage:
+        assert (await stage.group())[0].reward == 1.0
+
+
+COMMAND = """
+import json, os, sys
+
+row = json.loads(os.environ["MEGARL_ROW"])
+fields = {"seed": 7, "goal": {"a": [1]}, "ground_truth": "15", "data_source": "sums", "uid": "0-17"}
+assert row == {**fields, "prompt": "{seed}?"}
+assert sys.argv[1:] == ["15", "seed 7", '{"a": [1]}', "{kept}", "${HOME}", "{seed}?"], sys.argv
+assert os.environ["OPENAI_DEFAULT_MODEL"] == os.environ["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "policy"
+say(os.environ["OPENAI_BASE_URL"], "hi")
+print("a line of its own")
+"""
+
+
+async def test_a_command_gets_the_row_and_fields_of_it(tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(HTTP + COMMAND)
+    words = ["{ground_truth}", "seed {seed}", "{goal}", "{{kept}}", "${HOME}", "{prompt}"]
+    async with stage_of([sys.executable, str(script), *words], "yes") as stage:
+        prompt = Prompt("0-17", [5], "{seed}?", "15", "sums", {"seed": 7, "goal": {"a": [1]}})
+        group = await stage.episodes.group(prompt, 2, PARAMS)
+        assert len(group) == 2, stage.episodes.first_errors
+    async with stage_of([sys.executable, str(script), "{speed}"], "yes") as stage:
+        lost = await stage.group()
+        assert "agent.command has {speed}: expected one of ground_truth, data_source, uid, prompt, " in lost.reason
+
+
+def test_what_an_episode_of_a_program_says_is_printed_where_it_is_one_of_the_first(capsys):
+    program = AgentProgram(None, ("sh", "-c", "echo one; echo two >&2"))
+    for is_shown, said in ((True, "--- episode 0-1: sh ended with exit code 0, and said\none\ntwo\n"), (False, "")):
+        program.run(Prompt("0-1", [5], "hi"), "", "", "", is_shown=is_shown)
+        assert capsys.readouterr().out == said
+
+
+def test_words_that_name_fields_are_found():
+    assert fields_of(["{seed}", "{prompt} {a_b}", "${HOME}", "{{kept}}", '{"x": 1}', "{}"]) == {"seed", "a_b"}

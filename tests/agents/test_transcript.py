@@ -2,7 +2,7 @@
 
 import json
 
-from megarl.agents.episodes import FIRST_MESSAGES, LAST_MESSAGES, MAX_TEXT, transcript
+from megarl.agents.transcript import FIRST_MESSAGES, LAST_MESSAGES, MAX_TEXT, transcript
 
 
 def test_a_conversation_by_hand() -> None:

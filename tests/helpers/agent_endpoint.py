@@ -1,10 +1,12 @@
 """An endpoint over a server that writes given texts, a letter per token: ids that no tokenizer would choose."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 from aiohttp import web
 from chat_templates import template_of, tokenizer_of
 from fake_servers import reply_to
@@ -65,3 +67,42 @@ async def endpoint_of(
         policy = Policy("policy", tokenizer_of(style), template_of(style), pool, params, **settings)
         async with Endpoint(policy, token=TOKEN) as endpoint:
             yield endpoint, seen
+
+
+FUNCTION = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+QUESTION = [{"role": "user", "content": "12 + 3?"}]
+THOUGHT = "<think>\nso\n</think>\n\n"
+
+
+@asynccontextmanager
+async def speaking(*texts, servers=None, **options):
+    """Yields (ask, session, endpoint, bodies): `ask(path, body)` posts with the session's key."""
+    servers = servers or [Scripted(options.get("style", "qwen3"), texts)]
+    async with endpoint_of(*servers, **options) as (endpoint, seen), httpx.AsyncClient(timeout=60) as http:
+        session = endpoint.open("0-17/0")
+
+        async def ask(path, body=None, key=session.key, method="POST", **headers):
+            headers = {"Authorization": f"Bearer {key}"} | headers
+            return await http.request(method, endpoint.url + path, content=json.dumps(body), headers=headers)
+
+        yield ask, session, endpoint, seen
+
+
+def chat(messages=QUESTION, **fields):
+    return {"model": "policy", "messages": messages, **fields}
+
+
+def check_exact(session, seen):
+    """What is recorded is what the server was asked and said, and all of it is learnt once."""
+    asked = sorted(body["input_ids"] for bodies in seen for body in bodies)
+    conversation = session.conversation
+    turns = range(len(conversation.turns))
+    assert asked == sorted(conversation.token_ids(i)[: conversation.turns[i].start] for i in turns)
+    learnt = [span for row in conversation.rows() for span in row.learnt]
+    assert sorted(span.turn for span in learnt) == list(turns)
+    return conversation.rows()

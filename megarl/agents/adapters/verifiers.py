@@ -43,6 +43,7 @@ def load(address: str, arguments: Mapping[str, Any]) -> Callable[[str, Prompt], 
 
 
 _LINE_BYTES = 1 << 26
+_KEPT_BYTES = 4096  # the end of what the process said besides
 _Waiting = dict[int, asyncio.Future[dict[str, Any]]]  # by the number of the request
 
 
@@ -79,7 +80,7 @@ class LineWorker:
             if self._process is None or self._process.returncode is not None:
                 pipe = asyncio.subprocess.PIPE
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=pipe, stdout=pipe, limit=_LINE_BYTES
+                    *self._command, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
                 )
                 self._waiting = {}
                 self._reading = asyncio.create_task(_read(self._process, self._waiting))
@@ -89,7 +90,9 @@ class LineWorker:
 
 async def _read(process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
     """Hand out its replies until it ends; one that says something else is ended."""
-    assert process.stdout is not None, "its stdout is a pipe"
+    assert process.stdout is not None and process.stderr is not None, "they are pipes"
+    said = bytearray()
+    passing = asyncio.create_task(_pass_on(process.stderr, said))
     try:
         while line := await process.stdout.readline():
             reply = json.loads(line)
@@ -97,6 +100,9 @@ async def _read(process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
             if future is not None and not future.done():  # else it was cancelled
                 future.set_result(reply)
         end = f"ended with exit code {await process.wait()}"
+        await asyncio.wait([passing], timeout=1.0)  # something that it left behind may hold it open
+        if lines := said.decode(errors="replace").strip().splitlines():
+            end += f"; the last that it said: {lines[-1]}"
     except Exception as error:
         process.kill()
         await process.wait()
@@ -104,6 +110,14 @@ async def _read(process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
     for future in waiting.values():
         if not future.done():
             future.set_exception(RuntimeError(f"the worker {end}"))
+
+
+async def _pass_on(stream: asyncio.StreamReader, end: bytearray) -> None:
+    """What the process says goes where we say it, and its end is kept."""
+    while some := await stream.read(1 << 16):
+        os.write(2, some)
+        end += some
+        del end[:-_KEPT_BYTES]
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -14,41 +14,63 @@ import asyncio
 import json
 import os
 import sys
+import traceback
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
-from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+from pydantic import ValidationError
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment, resolve_env_config
 
 MODEL = "policy"  # as the endpoint calls it
 DIRECT = "megarl_direct"
 
 
 class Direct(vf.Harness[vf.HarnessConfig]):
-    """One question, one answer, in this process; other harnesses start a program for every episode."""
+    """One answer to a question or a conversation, in this process; others start a program for every episode."""
 
-    APPENDS_SYSTEM_PROMPT = True
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any, **_: Any
     ) -> Any:
-        system, prompt = self.resolve_text_prompt(data)
-        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": prompt}]
+        system, prompt = self.resolve_prompt(data)
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_plain(each) for each in prompt]
+        messages = [{"role": "system", "content": system}] * bool(system) + said
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def environment(taskset: str, settings: dict[str, Any]) -> Any:
-    """The package's environment of this taskset; `settings` are laid over ours."""
+    """The package's environment of this taskset; `settings` are laid over ours.
+
+    A role asks in this process, unless it, its taskset or `settings` bring another harness.
+    """
     sys.modules[DIRECT] = module = ModuleType(DIRECT)  # harnesses are found by the name of a module
     module.Direct, module.__all__ = Direct, ["Direct"]  # type: ignore[attr-defined]
-    agent = {"harness": {"id": DIRECT}, "runtime": {"type": "subprocess"}}
-    return load_environment(resolve_env_config({"taskset": {"id": taskset}, "agent": agent} | settings))
+    is_plain = default_harness_id(taskset) == "bash"  # the package's own default
+    ours: dict[str, Any] = {"taskset": {"id": taskset}}
+    for name, role in agent_config_fields(env_config_type(taskset, settings.get("id") or "")()).items():
+        harness = {"harness": {"id": DIRECT}} if role.harness is None and is_plain else {}
+        ours[name] = {"runtime": {"type": "subprocess"}, **harness}
+    return load_environment(resolve_env_config(_laid_over(ours, settings)))
+
+
+def _laid_over(below: Any, above: Any) -> Any:
+    """Mappings are joined, with what they hold; of other values that of `above` counts."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {name: _laid_over(below.get(name), value) for name, value in above.items()}
+
+
+def _plain(message: Any) -> Any:
+    return message if isinstance(message, dict) else message.model_dump(mode="json", exclude_none=True)
 
 
 def rows(env: Any, most: int) -> None:
@@ -108,7 +130,14 @@ def main() -> None:
     options = parser.parse_args()
     sys.path.insert(0, os.getcwd())  # tasksets of one's own
     replies, sys.stdout = sys.stdout, sys.stderr  # what the package prints is no reply
-    env = environment(options.taskset, options.env)
+    try:
+        env = environment(options.taskset, options.env)
+    except ValidationError as error:  # of the settings
+        faults = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        sys.exit(f"error: settings of {options.taskset}: {'; '.join(faults)}")
+    except Exception as error:
+        traceback.print_exc()
+        sys.exit(f"error: {options.taskset}: {type(error).__name__}: {' '.join(str(error).split())}")
     if options.rows is None:
         asyncio.run(serve(env, replies))
     else:

@@ -134,6 +134,11 @@ CAUSES = (
         "`megarl checkpoint verify {run}` names all such files; trainer.resume_mode=auto takes the save before",
     ),
     Cause(
+        r"(\S+ at \S+:\d+ has blocked the event loop)",
+        "code of an agent or a reward hung: {0}",
+        "write `def`, which runs in a process of its own, or await an async client in that line",
+    ),
+    Cause(
         r"(group \S+: [^\n]+ (?:gave no sign for|did not end \w+ within) [^\n;]+)",
         "a rank hung: {0}",
         "the stack at the end of the log that the sentence names shows where; if it was at work, raise "

@@ -29,6 +29,7 @@ from megarl.config.schema.record import (
 
 RETRIED = If("a reward is async")
 IN_PROCESSES = If("it has processes of its own")
+TIMED = If("it is an episode, or has processes of its own")
 TRIED = If("it has processes of its own", "there are no agents")
 ON_GPUS = If("servers use GPUs")
 
@@ -147,6 +148,7 @@ class Processes:
     )
     file_mb: Count = key(1024, "size of a file that such a process writes", IN_PROCESSES, EXPERT)
     environment: list[str] = key([], "names of further variables that this code gets, such as keys")
+    timeout_s: Positive = key(5.0, "time limit of one reward in these processes, or of an episode", TIMED)
 
 
 @dataclass
@@ -164,7 +166,6 @@ class Reward(Processes, Requests):
     try_rows: Natural = key(
         4, "rows of each set of prompts on which rewards are tried before a run; 0 = no trial", TRIED
     )
-    timeout_s: Positive = key(5.0, "time limit of one reward in these processes", IN_PROCESSES)
     concurrency: Count = key(64, "calls of one async reward at once", RETRIED)
     per_minute: Positive | None = key(
         None, "calls of one async reward begun in a minute, evenly; null = no limit", RETRIED

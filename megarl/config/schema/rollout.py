@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from math import isfinite
+from typing import Annotated, Any
 
 from omegaconf import II
 
 from megarl.config import names
-from megarl.config.schema.data import IN_PROCESSES, Data, Gpus, Lengths, Processes, Requests, Served, Typed
+from megarl.config.schema.data import IN_PROCESSES, TIMED, Data, Gpus, Lengths, Processes, Requests, Served, Typed
 from megarl.config.schema.record import (
     BASIC,
     EXPERT,
@@ -17,11 +18,11 @@ from megarl.config.schema.record import (
     AtLeast1,
     Choices,
     Count,
-    Finite,
     If,
     Natural,
     NotNegative,
     Positive,
+    Range,
     Seed,
     Share,
     Temperature,
@@ -128,6 +129,19 @@ class Rollout(Gpus, Served, Requests, Typed):
     )
 
 
+OverLimitReward = Annotated[
+    float | str | None,
+    Range(
+        lambda v: v in ("unscored", "reward.fn") or (not isinstance(v, str) and isfinite(v)),
+        "a finite number, unscored or reward.fn",
+    ),
+]
+Ignored = Annotated[
+    list[str],
+    Range(lambda v: set(v) <= set(names.AGENT_IGNORED), f"some of {', '.join(names.AGENT_IGNORED)}"),
+]
+
+
 @dataclass
 class Agent(Processes):
     fn: str | None = key(
@@ -149,10 +163,15 @@ class Agent(Processes):
     max_tokens: Count | None = key(
         None, "tokens of all rows of an episode; null = data.max_prompt_length + max_response_length"
     )
-    timeout_s: Positive = key(600.0, "time limit of an episode")
+    timeout_s: Positive = key(600.0, "time limit of one reward in these processes, or of an episode", TIMED)
     num_processes: Count = key(
         16, "episodes at a time that run in a process of their own: plain functions, commands", IN_PROCESSES
     )
-    over_limit_reward: Finite | None = key(
-        None, "reward of an episode that a limit ended before its own; null = unscored, or reward.fn's if none has one"
+    over_limit_reward: OverLimitReward = key(
+        None,
+        "reward of an episode that a limit ended before its own: a number, unscored, or reward.fn; null = unscored, or "
+        "reward.fn if none has one",
+    )
+    ignore: Ignored = key(
+        [], "fields of requests that the run's values replace, which is said once; others that differ are refused"
     )

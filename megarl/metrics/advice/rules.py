@@ -361,6 +361,22 @@ RULES: tuple[Rule, ...] = (
         "reward.on_error=zero counts 0 where the answer is to blame",
     ),
     Rule(
+        "episodes_fail",
+        ("agent/episodes", "agent/errors", "agent/timeouts"),
+        3,
+        signals.episodes_fail,
+        "over a tenth of the episodes fail or take too long, and the rest is a biased choice; the collector's log has "
+        "their errors, agent.timeout_s and agent.memory_mb are their limits, and agent.on_error=zero counts them as 0",
+    ),
+    Rule(
+        "requests_refused",
+        ("agent/refused",),
+        3,
+        signals.above(0),
+        "requests of the agents are refused in every step (agent/refused), whether an agent catches that or not; the "
+        "collector's log has the sentences, and agent.ignore lets the run's values replace fields",
+    ),
+    Rule(
         "rollouts_lost",
         ("rollout/lost",),
         5,

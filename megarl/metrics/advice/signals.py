@@ -178,6 +178,11 @@ def waits_for_drain(idle: Sequence[float], in_flight: Sequence[float]) -> bool:
     return min(idle) > 0.1 and min(in_flight) > 0
 
 
+def episodes_fail(episodes: Sequence[float], errors: Sequence[float], timeouts: Sequence[float]) -> bool:
+    """In every step more than a tenth of the episodes ends with an error, or late."""
+    return all(bad + late > 0.1 * all_ for all_, bad, late in zip(episodes, errors, timeouts, strict=True))
+
+
 def often_stale(requests: Sequence[float], share: Sequence[float]) -> bool:
     """In every step several requests met KV of older weights, and more than 5 % of the tokens are lost by that.
 

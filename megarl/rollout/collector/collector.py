@@ -27,6 +27,7 @@ from megarl.io.traces import Asked, asked, begin, span
 from megarl.processes.garbage import collect_garbage_rarely
 from megarl.processes.lifetime import die_with_parent
 from megarl.rollout.collect import Completions, MakeGenerator, SampleGenerator, Score, Scored
+from megarl.rollout.collector.blocked import LoopWatch
 from megarl.rollout.collector.messages import Cancel, Close, Join, Leave, Message, Order, Outbox, pack, sentence
 from megarl.rollout.pool.pool import EnginePool
 from megarl.rollout.server_states import ServerState
@@ -192,7 +193,7 @@ class _Collecting:
         self._outbox = outbox
         self._tasks = tasks
         self._running: dict[int, asyncio.Task[None]] = {}  # by the number of the order
-        self._reported: set[str] = set()  # kinds of errors of rewards
+        self._reported: set[str] = set()  # kinds of first errors
         tasks.create_task(self._beat())
 
     async def obey(self, inbox: asyncio.Queue[list[Message] | Exception]) -> None:
@@ -229,9 +230,12 @@ class _Collecting:
             group = await self._generator.group(
                 order.prompt, order.n, order.params, greedy=order.greedy, urgent=order.urgent
             )
+        self._report_first_errors()  # before its group: a run may end with that
         if isinstance(group, LostRollout):
-            logger.warning("lost the rollout of %s: %s", order.prompt.uid, group.reason)
-        self._report_reward_errors()  # before its group: a run may end with that
+            lost = f"lost the rollout of {order.prompt.uid}: {group.reason}"
+            logger.warning(lost)
+            if not self._reported:  # else the driver knows a reason
+                self._report("lost", lost)
         self._outbox.put(("group", order.number, pack(group), spent.seconds))
 
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
@@ -245,16 +249,26 @@ class _Collecting:
         self._outbox.put(("left", url))
 
     async def _beat(self) -> None:
+        watch = LoopWatch(self._report_blocked, limit_s=BLOCKED_S)
         while True:
-            self._report_reward_errors()
+            watch.beat()
+            self._report_first_errors()
             self._outbox.put(("beat", self._pool.counters() | self._generator.counters()))
             faulthandler.dump_traceback_later(BLOCKED_S)  # unless the next beat puts it off
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _report_reward_errors(self) -> None:
-        for kind in self._scorer.first_errors.keys() - self._reported:
-            self._reported.add(kind)
-            self._outbox.put(("reward error", kind, self._scorer.first_errors[kind]))
+    def _report_first_errors(self) -> None:
+        for source in (self._scorer, self._generator):
+            for kind in source.first_errors.keys() - self._reported:
+                self._report(kind, source.first_errors[kind])
+
+    def _report(self, kind: str, sentence: str) -> None:
+        self._reported.add(kind)
+        self._outbox.put(("first error", kind, sentence))
+
+    def _report_blocked(self, sentence: str) -> None:
+        logger.error(sentence)
+        self._report("blocked", sentence)
 
 
 class _Closed(Exception):

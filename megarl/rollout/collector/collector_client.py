@@ -48,7 +48,7 @@ class Collectors:
         joined_slots: completions at a time that each server adds which joins later.
         heartbeat_s: a collector that is silent for so long is restarted.
         max_restarts: of a collector that each time lives for less than 200 s.
-        warn: gets a sentence for each restart, and for the first sample without a reward, or without an audit.
+        warn: gets a sentence for each restart, and for the first of each kind of fault that ends no run.
         move_after_s: after so long without a live server the orders of a collector go to others.
     """
 
@@ -74,7 +74,7 @@ class Collectors:
         self._numbers = count()
         self._error: CollectorError | None = None
         self._warn = warn
-        self._reward_errors: set[str] = set()  # their kinds
+        self._first_errors: set[str] = set()  # their kinds
         self._warnings: list[str] = []  # that `wait` gives to `warn`
         self._unfit: dict[str, str] = {}  # url -> reason
         self._shares: list[Share] = []
@@ -201,7 +201,7 @@ class Collectors:
         for share in self._shares:
             share.process.end()
         with self._news:
-            self._warn_of_rewards()
+            self._say_warnings()
 
     # ---- what the threads of the collectors call, and `wait`
 
@@ -213,9 +213,9 @@ class Collectors:
                     self._finish(process, *content)
                 elif kind == "left":
                     share.leaving.discard(content[0])
-                elif kind == "reward error":
-                    if content[0] not in self._reward_errors:
-                        self._reward_errors.add(content[0])
+                elif kind == "first error":
+                    if content[0] not in self._first_errors:
+                        self._first_errors.add(content[0])
                         self._warnings.append(f"{content[1]}; more errors are in {process.log_path}")
                 elif kind == "unfit":
                     self._unfit[content[0]] = content[1]
@@ -257,14 +257,14 @@ class Collectors:
             if ticket is not None:
                 min(free, key=lambda share: share.load / len(share.live)).give(ticket)
 
-    def _warn_of_rewards(self) -> None:
+    def _say_warnings(self) -> None:
         while self._warnings:
             self._warn(self._warnings.pop(0))
 
     def _look(self) -> None:
         if self._error is not None:
             raise self._error
-        self._warn_of_rewards()
+        self._say_warnings()
         for share in self._shares:
             share.look(self._heartbeat_s)
         now = time.monotonic()

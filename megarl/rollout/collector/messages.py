@@ -1,7 +1,7 @@
 """The messages between the driver and a collector, which travel over a pipe in lists.
 
 Driver to collector: `Message`.  Collector to driver: ("group", number, packed group, seconds that it waited only for
-rewards), ("beat", counters), ("unfit", url, reason), ("left", url), ("reward error", kind, sentence) once of each kind,
+rewards), ("beat", counters), ("unfit", url, reason), ("left", url), ("first error", kind, sentence) once of each kind,
 and at most once ("error", sentence).
 
 A group is sent as plain tuples and without the tokens of its prompt, which the driver has: pickling is cheap then.

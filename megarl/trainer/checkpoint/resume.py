@@ -41,7 +41,7 @@ _KEYS = (
     "rollout.top_p",
     "rollout.top_k",
     *(f"agent.{name}" for name in ("fn", "command", "args", "history", "tool_parser", "max_turns", "max_tokens")),
-    *(f"agent.{name}" for name in ("timeout_s", "on_error")),
+    *(f"agent.{name}" for name in ("timeout_s", "on_error", "over_limit_reward", "ignore")),
     "reward.fn",
     "reward.special_tokens",
     "reward.weights",

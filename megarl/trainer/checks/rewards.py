@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
+from megarl.agents.process import fields_of
 from megarl.config import Config
 from megarl.config.names import AUTO
+from megarl.config.settings import show
 from megarl.config.validate.models import config_of_folder
 from megarl.config.validate.rewards import names_of
 from megarl.data.chat import load_tokenizer
@@ -81,9 +83,11 @@ def check_reward_model(config: Config, *, wants_greedy: bool) -> None:
 def check_truths(config: Config, read: Sequence[Prompts]) -> None:
     """Warn once of rows without ground truth, of those whose reward may read it.
 
-    Raises ValueError if no row of a file has one and a reward takes it by its signature: all would score alike.
+    Raises ValueError if no row of a file has one and a reward takes it by its signature: all would score alike; and for
+    a field that agent.command names and a row has not.
     """
     if config.has_agents:  # their own functions score
+        _check_words(config.agent.command, read)
         return
     needs = {fn: need_of(fn, config) for fn in names_of(config)}
     rows: Counter[tuple[str, str]] = Counter()  # of a file and a reward
@@ -109,6 +113,17 @@ def check_truths(config: Config, read: Sequence[Prompts]) -> None:
             f"{key}: {count} of {total} rows have no ground truth, the first is {first.where}, and reward {fn} may "
             "read it; name its field, or leave these rows out, if their scores are to mean something"
         )
+
+
+def _check_words(command: Sequence[str], read: Sequence[Prompts]) -> None:
+    """Raises ValueError if a word of agent.command has the name of a field in braces that a row has not."""
+    wanted = fields_of(command)
+    for question in (question for prompts in read for question in prompts.questions):
+        for name in sorted(wanted - question.extra.keys()):
+            raise ValueError(
+                f"agent.command={show(command)}: {question.where} has no field {name}; expected prompt, uid, "
+                f"ground_truth, data_source or one of {sorted(question.extra)}, or {{{{{name}}}}} for the word itself"
+            )
 
 
 def chosen_rewards(config: Config, rows: Sequence[Question | Prompt]) -> dict[str, int]:

@@ -65,6 +65,65 @@ async def test_a_task_is_asked_and_scored_there_and_recorded_here(python: str) -
             await function(endpoint.url + "/s/other/v1", prompt)
 
 
+GAME = TASKSET.replace(
+    '__all__ = ["Sums"]',
+    """
+class GameConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class Game(vf.Env[GameConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            first = await interaction.turn()
+            second = await interaction.turn("sure?")
+        interaction.trace.record_reward("game", float(first.last_reply + second.last_reply == "onetwo"), 1.0)
+
+__all__ = ["Sums", "Game"]
+""",
+)
+HARNESS = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+class Twice(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            for _ in range(2):
+                messages = [{"role": "user", "content": data.prompt}]
+                await client.chat.completions.create(model=ctx.model, messages=messages)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["Twice"]
+"""
+
+
+@pytest.mark.agents
+async def test_roles_of_any_name_and_harnesses_of_ones_own_are_served(python: str) -> None:
+    Path("my_game.py").write_text(GAME)
+    Path("my_twice.py").write_text(HARNESS)
+    prompt = prompt_of({"prompt": "12+34?", "truth": "46"})
+    async with endpoint_of(Scripted("qwen2_5", ["one", "two"]), style="qwen2_5") as (endpoint, _):
+        for taskset, settings, rows, wanted in (
+            ("my_game", {"player": {"max_turns": 5}, "taskset": {}}, [2], 1.0),
+            ("my_sums", {"agent": {"harness": {"id": "my_twice"}}}, [1, 1], None),
+        ):
+            session = endpoint.open(taskset)
+            reward = await load(taskset, {"python": python, **settings})(endpoint.url_of(session) + "/v1", prompt)
+            assert wanted is None or reward["game"] == wanted
+            assert [len(row.learnt) for row in session.conversation.rows()] == rows
+
+
+@pytest.mark.agents
+async def test_settings_that_are_none_of_the_taskset_are_named(python: str) -> None:
+    function = load("my_sums", {"python": python, "player": {"max_turns": 5}})
+    with pytest.raises(
+        RuntimeError, match=r"exit code 1; .*: error: settings of my_sums: player: Extra inputs are not"
+    ):
+        await function(NOBODY, prompt_of({"prompt": "x"}))
+
+
 @pytest.mark.agents
 def test_rows_of_data_are_written_for_a_taskset(python: str) -> None:
     command = [python, "-P", str(WORKER), "my_sums", "--rows", "2"]
@@ -118,8 +177,8 @@ async def test_a_process_that_says_something_else_is_ended_and_the_next_episode_
 
 
 async def test_a_process_that_ends_fails_its_episodes_and_a_row_needs_a_task() -> None:
-    function = load("x", {"python": program("exit 3")})
-    with pytest.raises(RuntimeError, match="the worker ended with exit code 3"):
+    function = load("x", {"python": program("echo first >&2; echo no luck >&2; exit 3")})
+    with pytest.raises(RuntimeError, match="the worker ended with exit code 3; the last that it said: no luck"):
         await function(NOBODY, prompt_of({"prompt": "x"}))
     with pytest.raises(ValueError, match="prompt 0-0 has no field `task`"):
         await function(NOBODY, Prompt("0-0", [1], "x"))

@@ -31,7 +31,7 @@ async def main():
                 texts.append(text)
             final = await stream.get_final_message()
         try:
-            await client.messages.create(messages=messages, **common, stop_sequences=["x"])
+            await client.messages.create(messages=messages, **common, extra_body={"temperature": 0.5})
             refused = None
         except APIStatusError as error:
             refused = [error.status_code, error.body["error"]["message"], type(error).__name__]

@@ -265,6 +265,9 @@ WORDS = {
     "a machine was lost: machine 1 (host b) is lost in update with ranks 2 to 3: it gave no sign": (
         "RankError: group ranks_0: machine 1 (host b) is lost in update with ranks 2 to 3: it gave no sign"
     ),
+    "code of an agent or a reward hung: episode at agent.py:4 has blocked the event loop": (
+        "ERROR episode at agent.py:4 has blocked the event loop of all episodes and rewards for 10 s; expected `def`"
+    ),
     "the servers ended: no server is left; server 0 ended": "ServerDied: no server is left; server 0 ended",
     "the collector of completions ended: after 3 restarts": "CollectorError: after 3 restarts",
     "a reward failed: sample 3 of prompt 7": "megarl.rewards.pool.RewardError: sample 3 of prompt 7",

@@ -28,6 +28,7 @@ from megarl.samples.batch import Batch, Stat, Stats, merge_stats
 
 PROMPTS, PLACES, VOCABULARY, END = 12, 6, 8, 0
 Metrics = dict[str, float]
+EPISODES = ("agent/episodes", "agent/errors", "agent/timeouts", "agent/refused")
 SCHEDULE = {"idle_share": 0.02, "finished_waiting": 3, "iterations_waiting": 0.25, "in_flight": 24, "stale_prefix": 0}
 # rollout/* of a healthy run
 SCHEDULE |= {"tokens_wasted_share": 0.01, "tokens_wasted_share/stale": 0.001, "tokens_wasted_share/unscored": 0.001}
@@ -61,6 +62,7 @@ class Toy:
     lost: int = 0  # prompts that no server answered, in every step
     dropped_share: float = 0.0  # of the groups, by dynamic sampling
     reward_s: float = 0.1  # of a step of 10 seconds
+    episodes: tuple[int, int, int, int] = (64, 0, 0, 0)  # of agents; errors, late ones, refused requests
     schedule: tuple[tuple[str, float], ...] = ()  # of SCHEDULE, where the run has others
 
 
@@ -124,6 +126,7 @@ def _step(
         steps.append(update("actor", loss, actor, {"log_probs": log_probs, "entropy": entropy}))
     of_collector = {"rollout/lost": float(toy.lost), "rollout/dropped_share": toy.dropped_share}
     of_collector |= {f"rollout/{name}": float(value) for name, value in (SCHEDULE | dict(toy.schedule)).items()}
+    of_collector |= dict(zip(EPISODES, map(float, toy.episodes), strict=True))
     of_collector |= {"timing_s/reward": toy.reward_s, "timing_s/step": 10.0}
     merged = merge_stats(steps)
     first = next((s["actor/ppo_kl"] for s in steps if "actor/ppo_kl" in s), None)

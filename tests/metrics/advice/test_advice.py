@@ -71,6 +71,8 @@ FAULTS: dict[str, Toy] = {
     "tokens_wasted": Toy(steps=6, schedule=(("tokens_wasted_share", 0.2),)),
     "answers_unscored": Toy(steps=4, schedule=(("tokens_wasted_share/unscored", 0.25),)),
     "rollouts_lost": Toy(steps=6, lost=3),
+    "episodes_fail": Toy(steps=4, episodes=(64, 5, 3, 0)),
+    "requests_refused": Toy(steps=4, episodes=(64, 0, 0, 2)),
 }
 BY_NAME = {rule.name: rule for rule in RULES}
 TURNS, DRAIN = {"ahead": 0, "turn_s": 60.0, "order": "finished"}, {"ahead": 2, "turn_s": None, "update": "drain"}
@@ -181,7 +183,7 @@ def test_every_rule_has_a_name_of_its_own_and_a_fault_that_shows_it():
 def test_every_sentence_is_one_line_with_a_key_and_names_no_key_that_is_not_there(name):
     advice, keys = BY_NAME[name].advice, leaf_types().keys()
     assert "\n" not in advice
-    metrics = ("rollout_corr/", "critic/", "actor/", "rollout/", "timing_s/")
+    metrics = ("rollout_corr/", "critic/", "actor/", "rollout/", "timing_s/", "agent/")
     words = [word.rstrip(".,;") for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)+|[a-z_]+/[a-z_/*]+", advice)]
     named = [word for word in words if "/" not in word and word != "samples.jsonl"]
     assert named, "it says which key to change"

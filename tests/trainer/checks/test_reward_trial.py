@@ -350,3 +350,14 @@ def test_an_audit_of_too_few_prompts_is_announced(capsys: pytest.CaptureFixture[
     check_audited(config, 29)
     said = "warning: reward.audit=exact: the evaluation has 29 prompts, and the audit compares 30 at least"
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_word_of_agent_command_that_no_row_has_is_refused_before_a_run(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    read = prompts(model, (file, [{"seed": 1, "goal": "x"}, {"goal": "y"}]))
+    config = with_rewards("exact")
+    config.agent.command = ["agent", "{goal}", "{ground_truth}", "${HOME}", "{{seed}}"]
+    check_truths(config, [read])
+    config.agent.command.append("{seed}")
+    with pytest.raises(ValueError, match=rf"{file}:2 has no field seed; expected prompt, .* one of \['goal'\]"):
+        check_truths(config, [read])
