@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.agents.refusals import Refused
+from megarl.agents.refusals import Refused, shown
 
 CHAT, RESPONSES, MESSAGES, TEXT, IDS = "chat", "responses", "messages", "text", "ids"  # the APIs
 # read: as the API says.  served: it changes nothing of the policy.  after: done after sampling, or not enforced; said
@@ -114,11 +114,11 @@ def check_fields(body: Mapping[str, Any], api: str, run: RunValues, ignore: Coll
             continue
         if field is None or not _is_of(field, api):
             known = sorted(name for name, each in FIELDS.items() if each.rule == READ and _is_of(each, api))
-            raise Refused(400, f"{name}={value!r}: this endpoint does not serve it; expected one of {known}")
+            raise Refused(400, f"{name}={shown(value)}: this endpoint does not serve it; expected one of {known}")
         taken = (*run.get(name, ()), *field.taken)
         if _with_effect(name, value, taken) in taken:
             continue
-        sentence = f"{name}={value!r}: {field.does.format(name=name, run=repr(taken[0]) if taken else '')}"
+        sentence = f"{name}={shown(value)}: {field.does.format(name=name, run=repr(taken[0]) if taken else '')}"
         if field.rule == AFTER:
             said[name] = sentence
         elif field.rule == RUN and name in ignore:
