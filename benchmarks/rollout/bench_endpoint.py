@@ -79,6 +79,9 @@ def work(options: argparse.Namespace) -> Result:
     pairs = zip(found["bare"], found["endpoint"], strict=True)
     ratio = median(bare / through for (bare, _, _), (through, _, _) in pairs)
     notes = [f"goal: endpoint_over_bare at least {GOAL}; the median of {sizes['rounds']} rounds that take turns"]
+    notes.append(
+        f"server, endpoint and clients share {os.cpu_count()} cores, and the model is tiny: its calls are short"
+    )
     title = "Agents' calls through the endpoint beside the bare server"
     configuration = {**sizes, "new_tokens": options.new_tokens}
     return Result("endpoint", options.device, configuration, rows, {"endpoint_over_bare": ratio}, notes, title)
