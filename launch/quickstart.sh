@@ -6,6 +6,6 @@ set -euo pipefail
 . "$(dirname "$0")/environment.sh"
 
 make_environment
-say "training: megarl train recipe=quickstart $*"
-megarl train recipe=quickstart "$@"
+say "training: megarl quickstart $*"
+megarl quickstart "$@"
 say "done; start with README.md in the folder above"

@@ -4,4 +4,4 @@ docs/architecture.md shows the packages and their floors; docs/files.md has a li
 Nothing is imported here, so that `import megarl.algo` imports torch and nothing heavier.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -20,7 +20,14 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.commands.preload import preload_for
-from megarl.commands.this_machine import OVER_NODES, choose_engine, missing_files, placed
+from megarl.commands.this_machine import (
+    OVER_NODES,
+    TRAINS,
+    choose_engine,
+    missing_files,
+    missing_packages,
+    placed,
+)
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, described, records
 from megarl.config.keys import group_helps
@@ -59,7 +66,17 @@ _OF_TRAIN = (
     *("data", "model", "actor", "critic", "ref", "teachers", "distill"),
     *("rollout", "algorithm", "reward", "agent", "trainer"),
 )
+QUICKSTART = "quickstart"
 COMMANDS = {
+    QUICKSTART: Command(
+        "megarl.train",
+        "`megarl train recipe=quickstart`: a tiny model learns to add, in about a minute on two CPU cores",
+        _OF_TRAIN,
+        (
+            ("megarl quickstart", "in any folder; runs/quickstart there has the model, its numbers and a page"),
+            ("megarl quickstart trainer.total_training_steps=4", "its first steps alone"),
+        ),
+    ),
     "train": Command(
         "megarl.train",
         "reinforcement learning: rollouts, rewards, losses, weights, again",
@@ -199,6 +216,8 @@ def print_config(config: Config) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
+    if name == QUICKSTART:
+        name, words = "train", [f"recipe={QUICKSTART}", *words]
     if ON in words:
         at = words.index(ON)
         engine, words = words[at + 1 : at + 2], words[:at] + words[at + 2 :]
@@ -229,6 +248,8 @@ def _run_program(name: str, config: Config) -> int:
     if name in OVER_NODES:
         config = placed(config, os.environ)
         name = "node" if config.trainer.node_rank else name
+    if name in TRAINS and (faults := list(missing_packages(config))):
+        raise ConfigError(*faults)
     use_ports(config.trainer.ports)
     use_private_network(config.trainer.private_network)
     preload_for(name, config)
@@ -312,7 +333,8 @@ def _print_help(console: Console) -> None:
 
 
 def _print_command(console: Console, name: str, command: Command) -> None:
-    console.print(f"[bold]megarl {name}[/] \\[recipe=NAME | --config FILE] \\[key=value ...]")
+    recipe = "" if name == QUICKSTART else "\\[recipe=NAME | --config FILE] "
+    console.print(f"[bold]megarl {name}[/] {recipe}\\[key=value ...]")
     console.print(f"{command.about}\n")
     _print_table(console, "keys that it reads", [(group, group_helps()[group]) for group in command.groups])
     _print_table(console, "examples", list(command.examples))

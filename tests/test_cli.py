@@ -58,6 +58,29 @@ def test_a_command_gets_the_configuration_and_gives_the_exit_code(train):
     assert train.config.actor.optim.lr == 0.5
 
 
+def test_quickstart_is_a_training_of_its_recipe(train, capsys):
+    assert call("quickstart", "actor.optim.lr=0.5", "trainer.total_training_steps=4") == 0, (
+        "steps enough for its critic"
+    )
+    assert (train.config.trainer.experiment_name, train.config.actor.optim.lr) == ("quickstart", 0.5)
+    assert call("quickstart", "recipe=quickstart_grpo") == 2
+    assert "expected one recipe, and recipe=quickstart is already given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_tracker_without_its_package_is_refused_before_the_command_starts(train, capsys, monkeypatch, command):
+    monkeypatch.setattr("megarl.commands.this_machine.find_spec", lambda name: None if name == "alembic" else name)
+    words = ["recipe=quickstart"] if command == "train" else ["recipe=quickstart_sft"]
+    assert call(command, *words, "trainer.logger=[jsonl,wandb]") == 0
+    train.config = None
+    assert call(command, *words, "trainer.logger=[jsonl,mlflow]") == 2 and train.config is None
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == (
+        "error: trainer.logger=[jsonl, mlflow]: mlflow needs alembic, not installed here; "
+        "expected `pip install 'megarl[mlflow]'`, or no mlflow in trainer.logger"
+    )
+
+
 def test_warnings_go_to_stderr_and_the_command_still_runs(train, capsys):
     assert call("train", "recipe=quickstart", "actor.use_dynamic_bsz=true") == 0
     assert "warning: actor.use_dynamic_bsz=true: sequences are always packed" in capsys.readouterr().err

@@ -31,9 +31,9 @@ import aiohttp
 from benchmarks.common.page import Result, arguments, run
 from benchmarks.rollout.bench_rollout import serving
 from benchmarks.rollout.clients import cpu_seconds
-from megarl.agents.answer import hermes
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.session import Policy
+from megarl.agents.tool_calls.forms import FORMS
 from megarl.data.chat import load_tokenizer
 from megarl.data.examples.tiny import write_tiny_model
 from megarl.data.template import ChatTemplate
@@ -153,7 +153,7 @@ async def _serve_episodes(pipe: Connection, url: str, model: str, new_tokens: in
     tokenizer = load_tokenizer(model)
     template, params = ChatTemplate(tokenizer), _params(new_tokens)
     async with EnginePool([url], TOKEN, GenerationSettings(timeout_s=600.0)) as pool:
-        policy = Policy("policy", tokenizer, template, pool, params, hermes, max_tokens=1 << 20)
+        policy = Policy("policy", tokenizer, template, pool, params, FORMS["none"], max_tokens=1 << 20)
         async with Endpoint(policy) as endpoint:
             while True:
                 sessions = [endpoint.open(f"{i}") for i in range(await asyncio.to_thread(pipe.recv))]

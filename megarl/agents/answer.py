@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from megarl.data.template import CLOSE, OPEN
-
-
-class ToolCall(NamedTuple):
-    name: str
-    arguments: str  # JSON
+from megarl.agents.tool_calls.call import Form, ToolCall, Tools
 
 
 @dataclass(frozen=True)
@@ -24,60 +16,24 @@ class Answer:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_calls: int = 0  # they stay in the content
+    stopped_at: str | None = None  # the text of the agent's own at which the answer ends for it
 
 
-def hermes(text: str) -> tuple[str, list[ToolCall], int]:
-    """Calls as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+def read_answer(text: str, form: Form, *, opened: bool, tools: Tools, stop: Sequence[str] = ()) -> Answer:
+    """`opened`: the prompt has opened the reasoning.  `tools`: those of the request; without any, no call is read.
 
-    Returns the text without them, the calls, and the number of malformed ones.
+    `stop`: texts at which the answer ends for the agent, but for its reasoning.
     """
-    calls: list[ToolCall] = []
-    malformed = 0
-
-    def take(match: re.Match[str]) -> str:
-        nonlocal malformed
-        try:
-            call = json.loads(match.group(1))
-            name = call["name"]
-            given = [call.get(key) for key in ("arguments", "parameters")]  # the second: Llama's
-            arguments, *others = [each for each in given if each not in (None, "", {})] or [{}]
-            if others and others != [arguments]:
-                raise TypeError("a call has one object of arguments")
-            if isinstance(arguments, str):  # encoded twice
-                arguments = json.loads(arguments)
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                raise TypeError("a call is a name and an object")
-            arguments = json.dumps(arguments, ensure_ascii=False)
-            (name + arguments).encode()  # half a surrogate pair is no text
-        except (ValueError, TypeError, KeyError, RecursionError):
-            malformed += 1
-            return match.group(0)
-        calls.append(ToolCall(name, arguments))
-        return ""
-
-    # What follows the last end is not searched: each beginning there would be followed to the end of the text.
-    closed, end, open_end = text.rpartition("</tool_call>")
-    rest = re.sub(r"<tool_call>(.*?)</tool_call>", take, closed + end, flags=re.DOTALL) + open_end
-    cut_off = max(0, rest.count("<tool_call>") - rest.count("</tool_call>"))
-    return rest, calls, malformed + cut_off
+    reasoning, text = form.split(text, opened)
+    text, stopped_at = cut(text, stop)
+    if not tools:
+        return Answer(text, reasoning, stopped_at=stopped_at)
+    rest, calls, malformed = form.read(text, tools)
+    return Answer(rest.strip() if calls else text, reasoning, tuple(calls), malformed, stopped_at)
 
 
-def none(text: str) -> tuple[str, list[ToolCall], int]:
-    """No calls: the agent reads the text itself."""
-    return text, [], 0
-
-
-ToolParser = Callable[[str], tuple[str, list[ToolCall], int]]
-TOOL_PARSERS: dict[str, ToolParser] = {"hermes": hermes, "none": none}
-
-
-def read_answer(text: str, *, opened: bool, parser: ToolParser | None) -> Answer:
-    """`opened`: the prompt has opened the reasoning.  `parser`: None where the agent gave no tools."""
-    reasoning = ""
-    if opened or text.lstrip().startswith(OPEN) or CLOSE in text:
-        reasoning, _, text = text.partition(CLOSE)
-        reasoning, text = reasoning.replace(OPEN, "", 1).strip(), text.lstrip("\n")
-    if parser is None:
-        return Answer(text, reasoning)
-    rest, calls, malformed = parser(text)
-    return Answer(rest.strip() if calls else text, reasoning, tuple(calls), malformed)
+def cut(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """The text up to the first of `stop`, and which one that is."""
+    found = [(at, each) for each in stop if (at := text.find(each)) >= 0]
+    at, stopped_at = min(found, default=(len(text), None))
+    return text[:at], stopped_at

@@ -96,7 +96,7 @@ def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply],
         arguments = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     ended = "tool_use" if reply.answer.tool_calls else "end_turn"
-    if reply.stopped_at is not None:
+    if reply.answer.stopped_at is not None:
         ended = ended if reply.answer.tool_calls else "stop_sequence"
     elif reply.completion.finish_reason == "length":
         ended = "max_tokens"
@@ -107,7 +107,7 @@ def write(policy: Policy, body: Mapping[str, Any], replies: Sequence[ChatReply],
         "model": policy.name,
         "content": content,
         "stop_reason": ended,
-        "stop_sequence": reply.stopped_at if ended == "stop_sequence" else None,
+        "stop_sequence": reply.answer.stopped_at if ended == "stop_sequence" else None,
         "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
     }
 

@@ -159,7 +159,7 @@ def _reply(
 
 
 def finish_reason(reply: ChatReply) -> str:
-    reason = reply.completion.finish_reason if reply.stopped_at is None else "stop"
+    reason = reply.completion.finish_reason if reply.answer.stopped_at is None else "stop"
     return "tool_calls" if reason == "stop" and reply.answer.tool_calls else reason
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from megarl.agents import anthropic_messages, chat_completions, responses
-from megarl.agents.fields import CHAT, IDS, MESSAGES, RESPONSES, TEXT, RunValues, check_fields
+from megarl.agents.fields import CHAT, IDS, MESSAGES, RESPONSES, SAMPLING, TEXT, RunValues, check_fields
 from megarl.agents.refusals import OverLimit, Refused, expect, expect_count, shown
 from megarl.agents.session import TOKEN_BYTES, ChatReply, ChatRequest, Policy, Session, closed, versions_json
 from megarl.data.chat import encode_many
@@ -165,7 +165,7 @@ class Endpoint:
         return self._open[digest]
 
     def _check(self, session: Session, body: Mapping[str, Any], api: str) -> None:
-        if api != IDS:
+        if api not in (IDS, SAMPLING):
             expect(body, "model", str, "the name of the model")
         self._say(check_fields(body, api, _run_values(session.policy, self._policy), self._policy.ignore))
 
@@ -229,7 +229,7 @@ class Endpoint:
         """Ids in, ids out, as trainers' own clients ask for them."""
         self._check(session, body, IDS)
         sampling = expect(body, "sampling_params", dict, "an object", {})
-        self._check(session, sampling, IDS)
+        self._check(session, sampling, SAMPLING)
         limit = expect_count(sampling, "max_tokens")
         prompt_ids = expect(body, "token_ids", list, "a list of token ids")
         num = chat_completions.read_num(sampling)

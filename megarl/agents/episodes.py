@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.answer import TOOL_PARSERS
 from megarl.agents.chat import Chat
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.load import CHAT, PROCESS, load_episode
 from megarl.agents.process import AgentProgram, EpisodeFailed, Processes, is_end, is_refusal, past_proxies
 from megarl.agents.session import Policy, Session
+from megarl.agents.tool_calls.forms import AUTO, chosen
 from megarl.agents.transcript import transcript
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate
@@ -42,9 +42,9 @@ MAX_LOGGED = 10  # logged errors, and logged refusals; all are counted
 _LOOK_S = 0.1  # between two looks at an episode whose time is over once the servers answer
 _GRACE_S = 5.0  # for an agent to clean up when its time is over
 # What happened to episodes, in total: see counters.
-COUNTS = EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED, REFUSED = tuple(
-    OF_AGENTS + name for name in ("episodes", "errors", "timeouts", "empty", "unrewarded", "refused")
-)
+EPISODES, ERRORS, TIMEOUTS = "agent/episodes", "agent/errors", "agent/timeouts"
+EMPTY, UNREWARDED, REFUSED = "agent/empty", "agent/unrewarded", "agent/refused"
+COUNTS = (EPISODES, ERRORS, TIMEOUTS, EMPTY, UNREWARDED, REFUSED)
 
 
 class EpisodeError(RuntimeError):
@@ -61,7 +61,7 @@ class AgentSettings:
 
     program: AgentProgram
     history: str = "generated"
-    tool_parser: str = "hermes"
+    tool_parser: str = AUTO
     max_turns: int = 16
     max_tokens: int = 4096
     timeout_s: float = 600.0
@@ -105,13 +105,14 @@ class Episodes:
         self._pool = pool
         self._tokenizer = tokenizer
         self._score = score
+        template = ChatTemplate(tokenizer, settings=settings.template)
         self._policy = Policy(
             name=MODEL,
             tokenizer=tokenizer,
-            template=ChatTemplate(tokenizer, settings=settings.template),
+            template=template,
             pool=pool,
             params=settings.training,
-            tool_parser=TOOL_PARSERS[settings.tool_parser],
+            tool_form=chosen(settings.tool_parser, template)[0],
             max_tokens=settings.max_tokens,
             max_turns=settings.max_turns,
             history=settings.history,
@@ -356,7 +357,7 @@ def _is_end_at_limit(error: Exception) -> bool:
 
 
 def _refusals(session: Session) -> str:
-    return f"{session.num_refused} requests were refused, the latest with: {session.refused}"
+    return f"the endpoint refused {session.num_refused} of its requests, the latest with: {session.refused}"
 
 
 def _num_generated(rows: Sequence[Row]) -> int:

@@ -10,9 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.agents.refusals import Refused, shown
+from megarl.agents.refusals import GOES_ON, Refused, shown
 
-CHAT, RESPONSES, MESSAGES, TEXT, IDS = "chat", "responses", "messages", "text", "ids"  # the APIs
+# The APIs; `sampling` is the object `sampling_params` of requests for ids.
+CHAT, RESPONSES, MESSAGES, TEXT = "chat", "responses", "messages", "text"
+IDS, SAMPLING = "ids", "sampling"
 # read: as the API says.  served: it changes nothing of the policy.  after: done after sampling, or not enforced; said
 # once.  run: other values than the run's are refused, or replaced where agent.ignore has the name.  none: refused.
 READ, SERVED, AFTER, RUN, NONE = "read", "served", "after", "run", "none"
@@ -28,16 +30,16 @@ read | text | prompt | | text, or token ids
 read | ids | token_ids | | the prompt
 read | ids | sampling_params | | an object with further fields of this table
 read | chat responses messages | tools | | functions; other kinds, such as web_search, are left out, which is said once
-read | chat messages text ids | max_tokens | | tokens of this answer
+read | chat messages text sampling | max_tokens | | tokens of this answer
 read | chat | max_completion_tokens | | tokens of this answer
 read | responses | max_output_tokens | | tokens of this answer
-read | chat text ids | n | | answers to the same prompt
+read | chat text sampling | n | | answers to the same prompt
 read | chat responses messages text | stream | | the whole answer as events
 read | chat responses text | stream_options | | `include_usage`
-read | chat ids | logprobs | | of the tokens that were sampled
+read | chat sampling | logprobs | | of the tokens that were sampled
 read | chat text | return_token_ids | | ids of the prompt and the answer, and the weights' versions
-read | ids | stop_token_ids | | tokens that end the answer, too
-read | ids | skip_special_tokens spaces_between_special_tokens | | ids are not changed
+read | sampling | stop_token_ids | | tokens that end the answer, too
+read | sampling | skip_special_tokens spaces_between_special_tokens | | ids are not changed
 served | | reasoning_effort reasoning thinking verbosity | | the model thinks and writes as it has learnt
 served | | prediction speed | | hints for speed
 served | | truncation | | nothing is cut: a prompt that is too long is refused
@@ -97,7 +99,7 @@ def _fields() -> dict[str, Field]:
 FIELDS = _fields()
 # Errors of these fields have a status or a code of their own, by which clients go on.
 _STATUS = {"model": 404}
-_CODES = {"model": "model_not_found", "thread": "thread_unsupported_request"}
+_CODES = {"model": "model_not_found", "thread": GOES_ON}
 
 RunValues = Mapping[str, Sequence[Any]]  # fields of the rule `run` -> the values that the run takes; its own first
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.answer import Answer, ToolParser, read_answer
+from megarl.agents.answer import Answer, cut, read_answer
 from megarl.agents.conversation import Conversation, RenderedPrompt, Turn
-from megarl.agents.refusals import OverLimit, Refused, shown
-from megarl.data.template import CLOSE, OPEN, ChatTemplate
+from megarl.agents.refusals import GOES_ON, OverLimit, Refused, shown
+from megarl.agents.tool_calls.call import Form
+from megarl.data.template import OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
 from megarl.rollout.continuation import generate_completion
 from megarl.rollout.pool.pool import EnginePool
@@ -46,7 +47,7 @@ class Policy:
     template: ChatTemplate
     pool: EnginePool
     params: SamplingParams  # of every answer; max_new_tokens is its limit
-    tool_parser: ToolParser
+    tool_form: Form
     max_tokens: int  # of all rows of an episode: prompts, answers, and what is between them
     max_turns: int = 1 << 30  # answers in an episode
     history: str = "generated"  # see conversation.HISTORIES
@@ -83,7 +84,6 @@ class ChatReply(NamedTuple):
     completion: Completion
     answer: Answer
     message: dict[str, Any]
-    stopped_at: str | None = None  # the text of the agent at which it ends for the agent
 
 
 class PendingRequest(NamedTuple):
@@ -140,13 +140,13 @@ class Session:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Around a request: notes why it is refused, which the agent may catch."""
+        """Around a request: notes why it is refused, which the agent may catch, but not where its client goes on."""
         try:
             yield
         except OverLimit:
             raise
         except (Refused, ValueError, RecursionError) as error:
-            if not self.closed:
+            if not self.closed and getattr(error, "code", None) != GOES_ON:
                 self.refused, self.num_refused = str(error), self.num_refused + 1
             raise
 
@@ -170,13 +170,13 @@ class Session:
                 400, "messages: the last one is the assistant's or there is none; expected a question behind it"
             )
         prompt = await self.aside(size, lambda: self.conversation.prompt(request.messages, request.tools))
-        parser = self.policy.tool_parser if request.tools and request.read_calls else None
+        form, tools = self.policy.tool_form, request.tools if request.read_calls else []
         opened = self.policy.text(prompt.prompt_ids[-4:]).rstrip().endswith(OPEN)
         replies = []
         for completion in await self._generate(prompt.prompt_ids, request.num, request.max_tokens):
             self._note_end(completion, request.max_tokens)
-            text, stopped_at = _cut(self.policy.text(without_stop(completion)), request.stop, opened=opened)
-            answer = read_answer(text, opened=opened, parser=parser)
+            text = self.policy.text(without_stop(completion))
+            answer = read_answer(text, form, opened=opened, tools=tools, stop=request.stop)
             self.counts["tool_calls"] += len(answer.tool_calls)
             self.counts["malformed_tool_calls"] += answer.malformed_calls
             if request.one_call:
@@ -184,7 +184,7 @@ class Session:
             message = self._message(answer)
             turn = self.conversation.add(prompt, completion, message)
             self.messages = [*request.messages, message]
-            replies.append(ChatReply(turn, prompt.prompt_ids, completion, answer, message, stopped_at))
+            replies.append(ChatReply(turn, prompt.prompt_ids, completion, answer, message))
         return replies
 
     async def continue_ids(
@@ -205,9 +205,9 @@ class Session:
         replies = []
         for completion in await self._generate(prompt_ids, num, max_tokens, stop_ids):
             self._note_end(completion, max_tokens)
-            text, stopped_at = _cut(self.policy.text(without_stop(completion)), stop, opened=False)
+            text, stopped_at = cut(self.policy.text(without_stop(completion)), stop)
             turn = self.conversation.add(RenderedPrompt(prompt_ids), completion)
-            replies.append(ChatReply(turn, prompt_ids, completion, Answer(text), {}, stopped_at))
+            replies.append(ChatReply(turn, prompt_ids, completion, Answer(text, stopped_at=stopped_at), {}))
         return replies
 
     async def _generate(
@@ -318,9 +318,13 @@ class Session:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.tool_calls:
+            call_id = self.policy.tool_form.call_id
             message["tool_calls"] = [
-                # Nine letters and digits, as Mistral's templates want them.
-                {"id": f"call{next(self._call_numbers):05x}", "type": "function", "function": call._asdict()}
+                {
+                    "id": call_id.format(name=call.name, number=next(self._call_numbers)),
+                    "type": "function",
+                    "function": call._asdict(),
+                }
                 for call in answer.tool_calls
             ]
         return message
@@ -364,15 +368,6 @@ def versions_json(completion: Completion) -> list[dict[str, int]]:
 def without_stop(completion: Completion) -> list[int]:
     """Without the token that ended the answer."""
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-
-
-def _cut(text: str, stop: Sequence[str], *, opened: bool) -> tuple[str, str | None]:
-    """The text up to the first of `stop` that follows its reasoning, and which one that is."""
-    thinks = opened or OPEN in text
-    begin = text.find(CLOSE) if CLOSE in text else len(text) if thinks else 0
-    found = [(at, each) for each in stop if (at := text.find(each, begin)) >= 0]
-    at, stopped_at = min(found, default=(len(text), None))
-    return text[:at], stopped_at
 
 
 def closed(name: str) -> Refused:

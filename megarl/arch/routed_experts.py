@@ -51,9 +51,10 @@ class IndexedKeys:
     """The column of the keys to which a token attended, in layers with indexers: their positions in its sequence.
 
     Of a token at a position below `chosen` the entry says nothing: it attends to itself and all tokens before it.
-    Example: IndexedKeys((0, 1, 3), chosen=2048, dtype="int32").
+    Example: IndexedKeys(4, (0, 1, 3), chosen=2048, dtype="int32").
     """
 
+    num_layers: int  # of the model
     layers: tuple[int, ...]  # those with an indexer, from 0
     chosen: int  # keys of a token
     dtype: str
@@ -65,4 +66,4 @@ class IndexedKeys:
             return None
         layers = [layer for layer in range(hf["num_hidden_layers"]) if layer not in layers_that_share(hf)]
         is_short = (hf.get("max_position_embeddings") or 2**31) <= 2**16
-        return IndexedKeys(tuple(layers), chosen, "uint16" if is_short else "int32")
+        return IndexedKeys(hf["num_hidden_layers"], tuple(layers), chosen, "uint16" if is_short else "int32")

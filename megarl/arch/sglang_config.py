@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.arch.layout import has_states
-from megarl.arch.model_types import SPARSE_LATENT
 
-# Families whose parameters in it have no table (weights/mapping/server_map.py).
-UNKNOWN = (*SPARSE_LATENT, "nemotron_h")
+# Families whose parameters in it have no table (weights/mapping/server_map.py): of a Mamba mixer it holds -exp(A_log).
+UNKNOWN = ("nemotron_h",)
 OVERRIDE = "--json-model-override-args"
 # Its class of Qwen3-Next, which Qwen3.5 shares, reads them beside `layer_types` and `rope_parameters`, where
 # transformers 5 writes them no more.
@@ -48,6 +47,14 @@ def misread(hf: Mapping[str, Any]) -> Iterator[str]:
         yield "SGLang gives every layer experts, and num_experts, decoder_sparse_step or mlp_only_layers say otherwise"
     if hf.get("model_type") == "qwen3_next" and hf.get("tie_word_embeddings"):
         yield "SGLang gives Qwen3-Next output rows of its own, and tie_word_embeddings says true"
+
+
+def wants_gpus(hf: Mapping[str, Any]) -> Iterator[str]:
+    """Why SGLang serves this model on GPUs only."""
+    if hf.get("model_type") == "gpt_oss":
+        yield "without a GPU SGLang has no attention sinks, which gpt_oss needs"
+    if hf.get("index_topk"):
+        yield f"without a GPU SGLang has no indexers, which {hf['model_type']} needs"
 
 
 def _has_delta_nets(hf: Mapping[str, Any]) -> bool:

@@ -39,7 +39,10 @@ nothing was pushed to servers that cut attention by positions
 --moe-a2a-backend=none | shared experts are then whole on each rank
 --enable-eplb=false --init-expert-location=trivial --ep-num-redundant-experts=0 \
 --enforce-shared-experts-fusion=false | experts are then not where a push writes them
---speculative-algorithm=null | a push would go to a draft model too, which holds other weights
+--speculative-algorithm=null,NEXTN,EAGLE | a push has no weights for such a draft model | NEXTN, with actor.mtp
+--speculative-token-map=null --enable-multi-layer-eagle=false | a push would not reach all weights of the draft model
+--speculative-accept-threshold-single=1.0 --speculative-accept-threshold-acc=1.0 | \
+completions are then not drawn from the policy
 --model-impl=auto,sglang --json-model-override-args='{}' | the model may hold other tensors than a push writes
 --modelopt-quant=null | the model may hold other tensors than a push writes | rollout.quantization
 --cpu-offload-gb=0 --offload-group-size=-1 --kt-weight-path=null --dwdp-size=1 | \
@@ -79,6 +82,10 @@ _KEYS = {  # what a key of ours says
     ),
 }
 _CONFIG = "--config"
+_DRAFTS = "--speculative-algorithm"
+DRAFTS_ON_GPUS = (  # `_verify_uses_greedy` in SGLang's speculative/eagle_utils.py
+    "with --speculative-algorithm SGLang takes the likeliest token whatever the temperature, but on GPUs; expected one"
+)
 _NAMES = (*_BY_NAME, *_KEYS, _CONFIG)
 
 
@@ -115,6 +122,11 @@ def refused(args: Sequence[str], *, pushes: bool = True) -> Iterator[str]:
             yield f"{given}: {option.why}; expected {option.expected}"
         if name == _CONFIG:
             yield f"{given}: what a file says is not checked; expected its options here"
+
+
+def asks_to_draft(args: Sequence[str]) -> bool:
+    """Whether servers of these arguments draft with MTP layers: /server_info says EAGLE of NEXTN too."""
+    return any(_meant(name) == _DRAFTS for name, _ in options_of(args))
 
 
 def _meant(name: str) -> str:

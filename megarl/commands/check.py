@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megarl.arch.hf_config import read_hf_config
 from megarl.arch.mtp import with_mtp
+from megarl.commands.this_machine import TRAINS, missing_packages
 from megarl.config import Config, used_roles
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
@@ -117,17 +118,19 @@ class Check:
                     _say(line)
 
     def files(self) -> None:
-        """Models, data, and rewards on this data."""
+        """Models, data, rewards on this data, and packages of trackers."""
         config, files = self.config, self._data_files()
         roles = with_own_models(config, used_roles(config, self.command) or ("actor",))
         folders = {role: cached_folder(path) for role in roles if (path := model_of(config, role).path)}
         makes = to_prepare(config) if self.command == "train" else []
+        lacking = list(missing_packages(config)) if self.command in TRAINS else []
         if makes:
             with self.faults.collect():
                 _say(self._made_first(files))
         elif not any(folders.values()) and not _present(files):
-            self.unseen += ["models", "data"]
+            self.unseen += ["models", "data", *(["trackers, of which packages are not here"] if lacking else [])]
             return _say("data and models of this run are not on this machine: they were not looked at")
+        self.faults.sentences += lacking
         for role, folder in folders.items():
             with self.faults.collect():
                 _say(self._model(role, folder))

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ BEAT_S = 2.0
 SAY_S = 30.0  # between two lines about machines that are awaited
 LEAVE_S = 30.0  # for which the others are waited for once machine 0 has ended
 RESTARTS = 3  # of machine 0's megarl after failures of its own; the run's are trainer.max_restarts
+AGAIN = {"max_task_retries": -1}  # of an actor's method: one that is placed anew does it again
 ENDED = (0, 2, EXIT_TERMINATED)  # done, a mistake in the settings, asked to end: nothing to start again
 
 
@@ -109,7 +111,7 @@ class _Run:
 
         self._ray, self._group, self._asked = ray, group, False
         name, token = f"megarl-{secrets.token_hex(4)}", given_token(os.environ) or secrets.token_hex(32)
-        machine = ray.remote(max_restarts=-1, max_task_retries=-1, max_concurrency=8)(Machine)
+        machine = ray.remote(max_restarts=-1, max_concurrency=8)(Machine)
         first: Any = None
         self._machines = []
         for rank in range(group.bundle_count):
@@ -122,9 +124,9 @@ class _Run:
             ).remote(rank, group.bundle_count, token, os.getcwd(), run_dir, group.id.hex())
             first = first or actor
             self._machines.append(actor)
-        # An actor that is placed anew does this again.
         self._ends = [
-            actor.run.remote([command, *words], first if rank else None) for rank, actor in enumerate(self._machines)
+            actor.run.options(**AGAIN).remote([command, *words], first if rank else None)
+            for rank, actor in enumerate(self._machines)
         ]
 
     def wait(self) -> int:
@@ -146,7 +148,7 @@ class _Run:
             if (self._asked or code) and not told:
                 told = True
                 say("asked to end: machine 0 saves and ends the run" if self._asked else "the run cannot start")
-                self._ray.get(self._machines[0].signal.remote(signal.SIGTERM))
+                self._ray.get(self._machines[0].signal.options(**AGAIN).remote(signal.SIGTERM))
         code = code or self._ray.get(first)
         for machine in self._machines[1:]:
             machine.dismiss.remote()
@@ -231,12 +233,14 @@ class Machine:
         """The driver, which moves with its actor, once it is there; None if it does not come any more."""
         import ray
 
-        said = time.monotonic()
-        while (found := ray.get(first.driver.remote())) is None and not self._asked:
+        said, found = time.monotonic(), None
+        while found is None and not self._asked:
+            with suppress(ray.exceptions.RayError):  # machine 0 is being placed anew
+                found = ray.get(first.driver.remote())
             if time.monotonic() - said > SAY_S:
                 said = time.monotonic()
                 say(f"machine {self._rank} waits for the driver, which has not started yet")
-            time.sleep(0.5)
+            time.sleep(0.0 if found else 0.5)
         return found
 
     def _is_alone(self) -> bool:

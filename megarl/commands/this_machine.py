@@ -1,4 +1,4 @@
-"""Which machine of a run this is, which of the run's files are missing on it, and which engine it uses.
+"""Which machine of a run this is, which files and packages of the run it lacks, and which engine it uses.
 
 Its number and the first machine's address come from the variables of places.py, where the settings do not say them.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 
 from megarl.commands.places import Place, place_in
-from megarl.config import Config, used_roles
+from megarl.config import Config, names, used_roles
 from megarl.config.schema import Trainer
+from megarl.config.settings import show
 from megarl.config.validate.models import missing_folders
 from megarl.data.readers import missing
 
 OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
+TRAINS = ("train", "sft")
 WITH_SERVERS = ("train", "evaluate", "serve")
 NODE_ADDRESS = "MEGARL_NODE_ADDR"  # the address to use of this machine, if it has several
 
@@ -67,6 +70,16 @@ def missing_files(config: Config) -> Iterator[str]:
     if trainer.num_machines == 1 and not trainer.prepare:
         yield from missing_folders(config, tuple(used_roles(config, "train")))
         yield from missing([*data.train_files, *data.val_files])
+
+
+def missing_packages(config: Config) -> Iterator[str]:
+    """A sentence for each tracker of trainer.logger whose packages are not here; its name is that of its extra."""
+    for name in config.trainer.logger:
+        if lacking := [package for package in names.PACKAGES_OF_LOGGER[name] if find_spec(package) is None]:
+            yield (
+                f"trainer.logger={show(config.trainer.logger)}: {name} needs {', '.join(lacking)}, not installed here; "
+                f"expected `pip install 'megarl[{name}]'`, or no {name} in trainer.logger"
+            )
 
 
 def choose_engine(command: str, reasons: list[str], config: Config) -> str:

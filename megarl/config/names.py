@@ -93,10 +93,17 @@ AGENT_HISTORIES: tuple[str, ...] = constant("agents/conversation.py", "HISTORIES
 _FIELDS = [line.split("|") for line in constant("agents/fields.py", "TABLE").strip().splitlines()]
 AGENT_IGNORED = tuple(name for rule, _, names, *_ in _FIELDS if rule.strip() == "run" for name in names.split())
 AGENT_ADAPTERS: tuple[str, ...] = tuple(constant("agents/load.py", "ADAPTERS"))
-TOOL_PARSERS = ("hermes", "none")
+TOOL_PARSERS = (
+    *("auto", "hermes", "qwen3_coder", "glm", "minimax_m2", "kimi_k2"),
+    *("deepseek_v3", "deepseek_v31", "deepseek_v32", "llama3", "mistral", "harmony", "none"),
+)
 OVERLONG = ("error", "filter", *constant("data/prompts.py", "CUTS"))
 SFT_ANSWERS: tuple[str, ...] = constant("data/fields.py", "ANSWERS")
-LOGGERS = tuple(sorted(declared("register_tracker", "metrics/trackers")))
+_TRACKERS = declared("register_tracker", "metrics/trackers")
+LOGGERS = tuple(sorted(_TRACKERS))
+PACKAGES_OF_LOGGER: dict[str, tuple[str, ...]] = {
+    name: tracker.options.get("packages", ()) for name, tracker in _TRACKERS.items()
+}
 PROFILERS = ("torch", "nvtx")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16")

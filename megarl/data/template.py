@@ -9,6 +9,7 @@ It renders them behind a short stand-in for the conversation whose answer holds 
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ OPEN, CLOSE = "<think>", "</think>"  # around the reasoning in an answer
 CHARS_OF_TOKEN = 16  # a text of so many characters for each token is probably too long
 MARKERS = ("zqmarkerzq", "qxothermarkxq")  # letters only: they merge with no neighbour that a template writes
 _QUESTION: Message = {"role": "user", "content": "x"}
-_PROBE_TOOLS: Tools = (
+PROBE_TOOLS: Tools = (
     {
         "type": "function",
         "function": {
@@ -143,6 +144,18 @@ class ChatTemplate:
         ]
         return next((reason for reason in reasons if reason is not None), None)
 
+    def written_call(self, call_id: str) -> str:
+        """What an answer that calls `look` of PROBE_TOOLS with a marker says; "" if the template does not write it."""
+        call = {"tool_calls": [_call(call_id, "look", {})]}
+        try:
+            said, called = (
+                self.text([_QUESTION, _marked(answer, MARKERS[0])], PROBE_TOOLS, answer_follows=False)
+                for answer in ({}, call)
+            )
+        except ValueError:
+            return ""
+        return called[len(os.path.commonprefix([said, called])) :] if MARKERS[0] in called else ""
+
     # ---- inside
 
     def _what_is_left_out(self, messages: Sequence[Message], tools: Tools) -> str | None:
@@ -193,7 +206,7 @@ class ChatTemplate:
         raise ValueError("no special token ends an answer")
 
     def _probe(self, roles: tuple[str, ...], with_tools: bool) -> str | None:
-        tools = _PROBE_TOOLS if with_tools else ()
+        tools = PROBE_TOOLS if with_tools else ()
         num_calls = next((i for i, role in enumerate(roles) if role != "tool"), len(roles))
         calls = [_call(f"call0000{i}", "look", {"at": "here"}) for i in range(num_calls)]
         answer = {"role": "assistant", "content": "", **({"tool_calls": calls} if calls else {})}
@@ -220,7 +233,7 @@ class ChatTemplate:
         ]
         self._arguments = _as_object
         try:
-            self.text(probe, _PROBE_TOOLS, answer_follows=False)
+            self.text(probe, PROBE_TOOLS, answer_follows=False)
         except ValueError:
             return _as_text
         return _as_object

@@ -265,7 +265,7 @@ class Worker:
         if settings.adapters_kept:
             role.pusher = AdapterPusher(settings, role.hf, base_model=role.source_folder, life=self.life)
         else:
-            served = {**role.hf, TRAINED_MTP: ""} if TRAINED_MTP in role.hf else role.hf  # none drafts with them
+            served = role.hf if settings.drafts or TRAINED_MTP not in role.hf else {**role.hf, TRAINED_MTP: ""}
             role.pusher = Pusher(settings, served, source_folder=role.source_folder)
         return {}, {}
 

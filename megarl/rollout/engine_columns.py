@@ -6,6 +6,9 @@ drawn, and what they answer.
 read, from `routed_experts_start_len` on; the completion's last token is not read.  Our own server sends the column
 itself, also without what the caller knows.
 
+`EngineKeys`: SGLang (on GPUs, with --enable-return-indexer-topk and SGLANG_DSA_FUSE_TOPK=0) reports "indexer_topk" in
+the same way, from the first token on: base64 of int32 [rows, all layers, keys of a token], -1 after the last key.
+
 `EngineSupport`: SGLang (0.5.23; for 0.5.17 see trainer/servers/abilities.py) and our own server report
 "output_token_sampling_mask", for each new token the ids that top-k and top-p left, and
 "output_token_sampling_logprobs", its log-prob among these, which `parse_replies` takes.  Both are kept from when the
@@ -133,7 +136,8 @@ class EngineRoutes:
             )
         if meta.get("num_retractions"):
             raise ColumnsLost(num_new, "the request was retracted, and reports the experts of another pass")
-        sent = _rows(field, self.of, num_asked + num_new - 1 - self._start(num_known))
+        count = num_asked + num_new - 1 - self._start(num_known)
+        sent = _rows("experts", field, self.of, count, self.of.num_experts)
         column = np.zeros((num_asked + num_new, len(self.of.layers), self.of.chosen), dtype=self.of.dtype)
         column[len(column) - len(sent) :] = sent[:, list(self.of.layers)]
         return column
@@ -155,10 +159,7 @@ class EngineRoutes:
 
 @dataclass(frozen=True)
 class EngineKeys:
-    """The keys that indexers chose for each token, which our own server sends with the experts.
-
-    SGLang's `return_indexer_topk` (on GPUs) is not read: it gives no families with indexers here.
-    """
+    """The keys that indexers chose for each token, which our own server sends with the experts."""
 
     of: IndexedKeys
     sampling: tuple[float, float, int] | None = None  # as in EngineRoutes
@@ -170,7 +171,7 @@ class EngineKeys:
     @property
     def most_bytes(self) -> int:
         """Base64 of an int32 for each layer and key."""
-        return 6 * len(self.of.layers) * self.of.chosen
+        return 6 * self.of.num_layers * self.of.chosen
 
     def is_of(self, temperature: float, top_p: float, top_k: int) -> bool:
         return self.sampling in (None, (temperature, top_p, top_k))
@@ -179,9 +180,20 @@ class EngineKeys:
         return {"return_indexer_topk": True}
 
     def read(self, meta: Mapping[str, Any], num_asked: int, num_new: int, num_known: int) -> np.ndarray:  # noqa: ARG002
-        if meta["finish_reason"]["type"] == "abort":
+        """[P + T, layers with an indexer, keys of a token]; zeros where a token attends to all before it."""
+        field = meta.get("indexer_topk")
+        if field is None and meta["finish_reason"]["type"] == "abort":
             raise ColumnsLost(num_new, "the request was ended in the queue, without the keys of its tokens")
-        raise ValueError("actor.router_replay=rollout: the server does not report the keys that indexers choose")
+        if field is None:
+            raise ValueError("actor.router_replay=rollout: the server does not report the keys that indexers choose")
+        if meta.get("num_retractions"):
+            raise ColumnsLost(num_new, "the request was retracted, and reports the keys of another pass")
+        of, length = self.of, num_asked + num_new
+        # SGLang computes short prompts without a choice: the first rows may be those of other requests.
+        sent = _rows("keys", field, of, length - 1, length, start=of.chosen)
+        column = np.zeros((length, len(of.layers), of.chosen), dtype=of.dtype)
+        column[of.chosen + 1 :] = sent[:, list(of.layers)]
+        return column
 
     def check(self, column: np.ndarray, num_known: int) -> None:
         of, at = self.of, np.arange(len(column))[:, None, None]
@@ -190,20 +202,25 @@ class EngineKeys:
                 f"the keys of a completion's tokens are {column.dtype} {list(column.shape)}: expected {of.dtype} of "
                 f"{len(of.layers)} layers with {of.chosen} keys"
             )
-        if (column[max(1, num_known) :] >= at[max(1, num_known) :]).any():
-            raise ValueError("the keys of a completion's tokens are not all before them")
+        first = max(1, num_known)
+        new, many = np.sort(column[first:], axis=-1), at[first:] > of.chosen  # the column says nothing of the others
+        if (new[..., -1:] >= at[first:]).any() or (many & (new[..., :-1] == new[..., 1:])).any():
+            raise ValueError(
+                f"the keys of a completion's tokens are not {of.chosen} different ones before them; expected "
+                "positions, as of a SGLang that was started with SGLANG_DSA_FUSE_TOPK=0"
+            )
 
 
-def _rows(field: Any, of: RoutedExperts, count: int) -> np.ndarray:
-    """[count, all layers, experts of a token] int32."""
+def _rows(what: str, field: Any, of: RoutedExperts | IndexedKeys, count: int, most: int, start: int = 0) -> np.ndarray:
+    """[count - start, all layers, choices of a token] int32 from 0 on and below `most`, without the first `start`."""
     try:
         numbers = np.frombuffer(b64decode(field, validate=True), np.dtype("<i4"))
         rows = numbers.reshape(-1, of.num_layers, of.chosen)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the experts of a completion's tokens cannot be read: {error}") from error
-    if len(rows) != count or rows.min() < 0 or rows.max() >= of.num_experts:
+        raise ValueError(f"the {what} of a completion's tokens cannot be read: {error}") from error
+    read = rows[start:]
+    if len(rows) != count or read.min(initial=0) < 0 or read.max(initial=0) >= most:
         raise ValueError(
-            f"the experts of a completion's tokens have {len(rows)} rows: expected {count}, of numbers below "
-            f"{of.num_experts}"
+            f"the {what} of a completion's tokens have {len(rows)} rows: expected {count}, of numbers below {most}"
         )
-    return rows
+    return read

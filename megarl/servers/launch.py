@@ -17,6 +17,7 @@ from megarl.servers.nccl import VARIABLES
 # The custom weight loader, which receives tensors directly into the model: also a load_format of updates.
 WEIGHT_LOADER = "megarl.weights.push.receiver.load"
 RETURNS_ROUTES = "--enable-return-routed-experts"  # of both engines
+RETURNS_KEYS = "--enable-return-indexer-topk"  # of SGLang; our own server reports keys with the experts
 TOKEN_VARIABLE = SERVER_VARIABLE  # passes the servers' key: every user can read a command line
 REFUSED = 2  # exit code of a server that serves no such model, or not so; the last line of its log is the reason
 REFUSAL = "error: "  # begins that line
@@ -48,6 +49,7 @@ class EngineLaunch:
     # The rest is for sglang only.
     reads_weights: bool = True  # from model_path; False: random ones until the first push
     has_states: bool = False  # some layers carry a state along a sequence in place of keys and values
+    has_indexers: bool = False  # layers choose the keys to which a token attends, and it reports them with the experts
     overrides: str = ""  # what SGLang is told of the model in place of config.json, as JSON
     longest_pause_s: float = 600.0  # for which the trainer may pause it, or keep it busy with one order
     python: str | None = None  # of SGLang's environment; None: MEGARL_SGLANG_PYTHON, else .venv-sglang/bin/python

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from megarl.arch.sglang_config import OVERRIDE
-from megarl.servers.launch import RETURNS_ROUTES, WEIGHT_LOADER, EngineLaunch, ServerCommand, flags
+from megarl.servers.launch import RETURNS_KEYS, RETURNS_ROUTES, WEIGHT_LOADER, EngineLaunch, ServerCommand, flags
 from megarl.servers.sglang_environment import foreign_environment, sglang_python, with_cuda_libraries
 
 _PLUGINS = "[sglang.srt.plugins]\nmegarl = megarl.weights.push.receiver:setup\n"
@@ -65,7 +65,8 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         "--watchdog-timeout": _BATCH_S + launch.longest_pause_s,
     }
     argv = [str(python), "-m", "megarl.servers.sglang_server", str(os.getpid()), "--skip-server-warmup"]
-    argv += [RETURNS_ROUTES] * launch.returns_routes
+    returns_keys = launch.returns_routes and launch.has_indexers
+    argv += [RETURNS_ROUTES] * launch.returns_routes + [RETURNS_KEYS] * returns_keys
     assert not launch.scores, "a reward model runs on our own server"
     argv += (
         flags(options)
@@ -89,6 +90,8 @@ def sglang_command(launch: EngineLaunch, folder: Path) -> ServerCommand:
         environment[f"SGLANG_{dump}_BEFORE_CRASH"] = "0"
     if launch.has_states:  # otherwise the inputs of a convolution that the next token needs are kept in bfloat16
         environment = {"SGLANG_MAMBA_CONV_DTYPE": launch.dtype} | environment
+    if returns_keys:  # otherwise it reports where it has the keys in its memory, not their positions
+        environment["SGLANG_DSA_FUSE_TOPK"] = "0"
     environment |= _cpu_environment(launch) if on_cpu else with_cuda_libraries(python, _ON_GPUS | environment)
     if launch.memory_saver and not on_cpu:  # otherwise CUDA graphs stay on the GPU when the server releases its memory
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"

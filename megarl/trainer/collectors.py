@@ -11,6 +11,7 @@ from functools import partial
 from megarl.agents.episodes import AgentSettings, Episodes
 from megarl.agents.load import absolute_address, load_episode
 from megarl.agents.process import AgentProgram
+from megarl.agents.tool_calls.forms import chosen
 from megarl.config import Config
 from megarl.config.names import REWARDS_OF_CODE
 from megarl.config.settings import show
@@ -107,7 +108,7 @@ def job_of(config: Config) -> AgentProgram:
 
 
 def check_agents(config: Config) -> str:
-    """A sentence on what the chat template does not allow; "" if there is none, or no agent.
+    """What the chat template does not allow, and where it writes calls otherwise than they are read; "" if nothing.
 
     Raises ValueError for an agent that does not load, a program that does not exist, a variable that is not set, or a
     tokenizer without chat template.
@@ -124,9 +125,12 @@ def check_agents(config: Config) -> str:
     template = ChatTemplate(tokenizer, settings=config.data.apply_chat_template_kwargs)
     reasons = (template.check(with_tools=tools) for tools in (False, agent.tool_parser != "none"))
     reason = next(filter(None, reasons), None)
-    if reason is None or agent.history == "rendered":
-        return ""
-    return f"agent.history=generated: {reason}; such prompts are rendered as a whole, and begin rows of their own"
+    sentences = [chosen(agent.tool_parser, template)[1]]
+    if reason is not None and agent.history == "generated":
+        sentences.append(
+            f"agent.history=generated: {reason}; such prompts are rendered as a whole, and begin rows of their own"
+        )
+    return "\n".join(filter(None, sentences))
 
 
 def surroundings(config: Config) -> Surroundings:

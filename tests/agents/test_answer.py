@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.agents.answer import Answer, ToolCall, hermes, read_answer
+from megarl.agents.answer import Answer, read_answer
+from megarl.agents.tool_calls.call import ToolCall
+from megarl.agents.tool_calls.forms import FORMS
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def read(text):
+    return read_answer(text, FORMS["hermes"], opened=False, tools=TOOLS)
 
 
 def call(text):
@@ -41,7 +49,7 @@ GOOD = call('\n{"name": "add", "arguments": {"a":1}}\n')
     ],
 )
 def test_an_answer_is_read(text, answer):
-    assert read_answer(text, opened=False, parser=hermes) == answer
+    assert read(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -53,24 +61,24 @@ def test_an_answer_is_read(text, answer):
     ],
 )
 def test_a_malformed_call_stays_text_and_is_counted(inner):
-    answer = read_answer(GOOD + call(inner), opened=False, parser=hermes)
+    answer = read(GOOD + call(inner))
     assert answer == Answer(call(inner), tool_calls=(ADD,), malformed_calls=1)
 
 
 def test_a_call_that_was_cut_off_is_malformed():
-    assert read_answer('<tool_call>{"na', opened=False, parser=hermes) == Answer('<tool_call>{"na', malformed_calls=1)
+    assert read('<tool_call>{"na') == Answer('<tool_call>{"na', malformed_calls=1)
 
 
 def test_reasoning_that_the_prompt_opened_needs_no_tag():
-    assert read_answer("so\n</think>\n\nYes.", opened=True, parser=None) == Answer("Yes.", "so")
-    assert read_answer("on and on", opened=True, parser=None) == Answer("", "on and on")
+    assert read_answer("so\n</think>\n\nYes.", FORMS["hermes"], opened=True, tools=[]) == Answer("Yes.", "so")
+    assert read_answer("on and on", FORMS["hermes"], opened=True, tools=[]) == Answer("", "on and on")
 
 
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "a"}', "{", "}", " x"]))
 )
 def test_any_text_is_an_answer(pieces):
-    answer = read_answer("".join(pieces), opened=False, parser=hermes)
+    answer = read("".join(pieces))
     for found in answer.tool_calls:
         json.loads(found.arguments)
     assert answer.malformed_calls >= 0

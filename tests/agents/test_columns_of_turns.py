@@ -10,8 +10,8 @@ from fake_servers import Handler, reply_to
 from pools import pool_of
 from routing_server import ROUTES, RoutingServer, entry
 
-from megarl.agents.answer import hermes
 from megarl.agents.session import Policy, Session
+from megarl.agents.tool_calls.forms import FORMS
 from megarl.data.batch import make_batch
 from megarl.rollout.engine_columns import EngineSupport
 from megarl.rollout.protocol import SamplingParams
@@ -27,7 +27,7 @@ async def episode(
 ) -> tuple[Row, ...]:
     """A turn, a second one behind it, and a third one behind the first."""
     async with pool_of(server, columns=[column], **how) as (pool, *_):
-        policy = Policy("policy", tokenizer_of("qwen3"), template_of("qwen3"), pool, params, hermes, 100)
+        policy = Policy("policy", tokenizer_of("qwen3"), template_of("qwen3"), pool, params, FORMS["hermes"], 100)
         session = Session("0-1/0", policy)
         (first,) = await session.continue_ids(prompts[0], 1, None)
         for behind in prompts[1:]:

@@ -529,7 +529,7 @@ async def test_a_refused_request_that_the_agent_catches_is_counted_and_told(capl
     async with stage_of(CATCHES.replace("ASKS", "return float(bool(await chat(chat.messages)))"), "yes") as stage:
         assert len(await stage.group(12)) == 12
         assert stage.episodes.counters()["agent/refused"] == 12 and stage.episodes.counters()["agent/errors"] == 0
-        said = "1 requests were refused, the latest with: messages[0] has the role 'boss'"
+        said = "the endpoint refused 1 of its requests, the latest with: messages[0] has the role 'boss'"
         assert caplog.text.count(said) == 10
         assert stage.episodes.first_errors.keys() == {"refused"} and said in stage.episodes.first_errors["refused"]
 
@@ -537,7 +537,7 @@ async def test_a_refused_request_that_the_agent_catches_is_counted_and_told(capl
 async def test_an_agent_whose_requests_were_all_refused_is_told_so():
     async with stage_of(CATCHES.replace("ASKS", "return None"), "yes") as stage:
         lost = await stage.group()
-        assert "the agent asked for no answer; 1 requests were refused, the latest with: messages[0]" in lost.reason
+        assert "the agent asked for no answer; the endpoint refused 1 of its requests, the latest with: " in lost.reason
         assert stage.episodes.counters()["agent/empty"] == 1
 
 

@@ -168,18 +168,18 @@ async def test_all_else_is_refused_with_one_sentence(path, fields, message):
         assert not seen[0] and session.num_refused == 1
 
 
-async def test_the_runs_own_template_arguments_may_be_sent():
+async def test_the_runs_own_template_arguments_may_be_sent(monkeypatch):
     async with speaking("hi") as (ask, session, _, _):
-        session.policy.template.settings["enable_thinking"] = False
+        monkeypatch.setitem(session.policy.template.settings, "enable_thinking", False)
         for value, status in ((False, 200), (True, 400)):
             fields = {"chat_template_kwargs": {"enable_thinking": value}}
             assert (await ask(CHAT, body_of(CHAT, **fields))).status_code == status
 
 
 async def test_a_thread_is_refused_as_its_client_expects():
-    async with speaking("hi") as (ask, _, _, _):
+    async with speaking("hi") as (ask, session, _, _):
         reply = await ask(MESSAGES, body_of(MESSAGES, thread={"type": "create"}))
-        assert reply.status_code == 400
+        assert reply.status_code == 400 and session.num_refused == 0, "it asks again without"
         assert reply.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
@@ -250,3 +250,10 @@ async def test_bytes_of_tokens_that_are_parts_of_a_character_join_to_it():
         choice = (await ask(CHAT, body_of(CHAT, logprobs=True))).json()["choices"][0]
         parts = [entry["bytes"] for entry in choice["logprobs"]["content"]]
         assert len(parts) == 3 and bytes(byte for part in parts for byte in part).decode() == "é!"
+
+
+async def test_fields_of_requests_for_ids_stand_where_they_are_read():
+    async with speaking("hi") as (ask, session, _, _):
+        for fields in ({"max_tokens": 5}, {"sampling_params": {"token_ids": [5]}}, {"model": "gpt-4o"}):
+            reply = await ask("/inference/v1/generate", {"token_ids": [5], **fields})
+            assert reply.status_code in (400, 404) and not session.conversation.turns

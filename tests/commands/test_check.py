@@ -135,6 +135,24 @@ def test_a_run_that_belongs_to_another_machine_is_laid_out_alone(checked: Checke
     assert told[-1] == "nothing was found that would stop this run; not checked: models, data"
 
 
+def test_a_tracker_without_its_package_is_a_fault_where_the_run_is_to_run(
+    parts: Path, tmp_path: Path, checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.commands.this_machine.find_spec", lambda name: None if name == "wandb" else name)
+    code, told = checked(*settings(parts, tmp_path, "logged"), "trainer.logger=[wandb]")
+    assert code == 2
+    assert told == [
+        "trainer.logger=[wandb]: wandb needs wandb, not installed here; expected `pip install 'megarl[wandb]'`, "
+        "or no wandb in trainer.logger"
+    ]
+    elsewhere = ["model=qwen2_5_7b", "layout=8x80", "data.train_files=[my_data.jsonl]", "trainer.logger=[wandb]"]
+    code, told = checked(*elsewhere)
+    assert (code, told[-1].partition("not checked: ")[2]) == (
+        0,
+        "models, data, trackers, of which packages are not here",
+    )
+
+
 def test_what_is_not_here_stands_in_the_last_line(parts: Path, tmp_path: Path, checked: Checked) -> None:
     code, told = checked(*settings(parts, tmp_path, "named"), "critic.model.path=nobody/nothing")
     assert (code, told[-1]) == (

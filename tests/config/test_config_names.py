@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megarl import algo, rewards
-from megarl.agents.answer import TOOL_PARSERS
 from megarl.agents.conversation import HISTORIES
 from megarl.agents.load import ADAPTERS
+from megarl.agents.tool_calls.forms import AUTO, FORMS
 from megarl.algo import correction
 from megarl.algo.aggregate import StepCounts
 from megarl.algo.hyperparameters import CLIP_KEYS, hyperparameter_names, hyperparameters_of, keyword_names
@@ -26,7 +26,7 @@ def test_the_names_are_those_of_the_tables() -> None:
     assert set(names.KL_PENALTIES) == {*algo.KL_ESTIMATORS, "full"}, "full is a column of the model"
     assert set(names.REWARDS) == set(rewards.REWARDS)
     assert set(names.ENGINES) == set(ENGINES)
-    assert set(names.TOOL_PARSERS) == set(TOOL_PARSERS)
+    assert set(names.TOOL_PARSERS) == {AUTO, *FORMS}
     assert names.AGENT_HISTORIES == HISTORIES
     assert set(names.AGENT_ADAPTERS) == set(ADAPTERS)
 

@@ -175,6 +175,8 @@ with agent.fn=agent.py:episode algorithm.overlong_buffer.len=9
 agent.command=[a] | expected [], because agent.fn=agent.py:episode is the agent
 agent.max_tokens=1024 | expected more than data.max_prompt_length=1024, which an episode begins with
 agent.timeout_s=0 | expected a number above 0
+agent.ignore=[temperature,stop] | expected some of temperature, top_p, top_k, min_p,
+agent.over_limit_reward=maybe | expected a finite number, unscored or reward.fn
 trainer.check_export=true data.val_files=[v] | expected false, because transformers' generation runs no agents
 algorithm.overlong_buffer.enable=true | expected false, because episodes have several answers
 agent.args={b:1} | has no effect, because agent.command=[a]

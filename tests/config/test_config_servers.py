@@ -114,8 +114,16 @@ rollout.router=true | it may send a request to a server that does not hold the a
 with rollout.engine=sglang trainer.device=cpu @dense model.config.model_type=gpt_oss model.config.num_local_experts=8
 rollout.engine=sglang | without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf
 
-with rollout.engine=sglang @dense model.config.model_type=glm_moe_dsa
-rollout.engine=sglang | SGLang's parameters of glm_moe_dsa, by which a push is verified, are not known here yet
+with rollout.engine=sglang trainer.device=cpu @dense model.config.model_type=glm_moe_dsa model.config.index_topk=8
+rollout.engine=sglang | without a GPU SGLang has no indexers, which glm_moe_dsa needs; expected hf
+
+with rollout.engine=sglang trainer.n_gpus_per_node=8 actor.router_replay=rollout rollout.tensor_model_parallel_size=2
+with @experts model.config.model_type=glm_moe_dsa model.config.index_topk=8
+rollout.attention_dp=1 | with actor.router_replay=rollout: SGLang reports the keys .. expected 2
+
+with rollout.engine=sglang trainer.n_gpus_per_node=8 actor.router_replay=rollout data.max_prompt_length=500
+with @experts model.config.model_type=glm_moe_dsa model.config.index_topk=20000
+data.max_response_length=500 | with the keys of 1000 tokens SGLang's .. expected 745 tokens with the prompt's
 
 with rollout.engine=sglang @dense model.config.model_type=qwen3_next
 model.config.tie_word_embeddings=true | rollout.engine=sglang | SGLang gives Qwen3-Next output rows .. expected hf
@@ -140,6 +148,14 @@ def test_servers_that_cannot_be_are_told(block: Block) -> None:
     block.check()
 
 
+# A folder whose MTP layer is trained, and whose servers have GPUs of their own.
+DRAFTED = (
+    "trainer.device=cuda",
+    "model.dtype=bfloat16",
+    "actor.mtp=detached",
+    "model.config={model_type:glm4_moe,num_hidden_layers:4,num_nextn_predict_layers:1}",
+)
+TWO_GROUPS = ("rollout.attention_dp=2", "rollout.tensor_model_parallel_size=2")
 NOT_TRIED = {
     "--pp-size=2": "no push knows which stage holds a layer; expected no such option",
     "--data-parallel-size=2": "no push knows the copies inside a server; expected rollout.num_servers, or rollout.a",
@@ -152,7 +168,11 @@ NOT_TRIED = {
     "--enable-eplb": "experts are then not where a push writes them; expected no such option",
     "--init-expert-location=x.json": "experts are then not where a push writes them; expected no such option",
     "--ep-num-redundant-experts=2": "experts are then not where a push writes them; expected no such option",
-    "--speculative-algorithm=EAGLE": "a push would go to a draft model too, which holds other weights; expected no",
+    "--speculative-algorithm=EAGLE3": "a push has no weights for such a draft model; expected NEXTN, with actor.mtp",
+    "--speculative-token-map=x": "a push would not reach all weights of the draft model; expected no such option",
+    "--enable-multi-layer-eagle": "a push would not reach all weights of the draft model; expected no such option",
+    "--speculative-accept-threshold-single=0.9": "completions are then not drawn from the policy; expected no such",
+    "--speculative-accept-threshold-acc=0.9": "completions are then not drawn from the policy; expected no such",
     "--enforce-shared-experts-fusion": "experts are then not where a push writes them; expected no such option",
     "--enable-dense-mlp-attn-tp": "they are then cut over other ranks than a push writes to; expected no such",
     "--enable-shared-experts-attn-tp": "they are then cut over other ranks than a push writes to; expected no such",
@@ -166,7 +186,7 @@ NOT_TRIED = {
     "--dwdp-size=2": "weights are then not where a push writes them; expected no such option",
     "--enable-symm-mem": "it changes NCCL's variables inside the server, and NCCL then hangs between it and the tr",
     "--enable-nccl-nvls": "it changes NCCL's variables inside the server, and NCCL then hangs between it and the tr",
-    "--speculative-algo=EAGLE": "a push would go to a draft model too, which holds other weights; expected no",
+    "--speculative-algo=STANDALONE": "a push has no weights for such a draft model; expected NEXTN, with actor.mtp",
     "--moe-runner=auto": "other kernels lay experts out anew, so that .*; expected triton",
     "--tensor-par=2": "servers are placed and get their weights by rollout.tensor_model_parallel_size; expected that",
     "--tp-size=2": "servers are placed and get their weights by rollout.tensor_model_parallel_size; expected that key",
@@ -178,11 +198,32 @@ NOT_TRIED = {
 
 def test_options_of_sglang_that_were_not_tried_are_refused_with_the_reason() -> None:
     words = (*SGLANG, f"rollout.sglang.args={list(NOT_TRIED)}")
-    for (given, why), sentence in zip(NOT_TRIED.items(), refusals(*words), strict=True):
+    *found, without = refusals(*words)
+    assert without.startswith("actor.mtp=off: no push brings MTP layers to servers that draft")
+    for (given, why), sentence in zip(NOT_TRIED.items(), found, strict=True):
         assert re.match(f"rollout.sglang.args={re.escape(given)}: {why}", sentence), sentence
     assert all(any(given.split("=")[0] in option.names for given in NOT_TRIED) for option in TRIED.values())
     tried = ["--pp-size", "1", "--moe-runner-backend=triton", "--moe-a2a-backend", "none", "--enable-metrics"]
     load(*SGLANG, f"rollout.sglang.args={tried}")
+
+
+@pytest.mark.megatron_0_19
+def test_mtp_layers_are_drafted_with_only_where_that_is_safe() -> None:
+    args = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps=2", "--speculative-eagle-topk=1"]
+    words = (*SGLANG, *DRAFTED, f"rollout.sglang.args={args}")
+    assert load(*words).drafts
+    refused = {
+        "trainer.device=cpu": "with --speculative-algorithm SGLang takes the likeliest token whatever the temperature",
+        "rollout.placement=shared": "a server that sleeps loses what its draft model computed from its weights",
+        "rollout.push=sharded": "slices do not reach a draft model; expected auto, shared or gathered",
+        "actor.mtp=off": "no push brings MTP layers to servers that draft; expected detached or joint",
+        "rollout.top_p=0.9": "SGLang does not report the tokens that could be drawn",
+        "actor.router_replay=rollout": "what notes experts has no room for the tokens of drafts",
+        "model.config.num_nextn_predict_layers=2": "SGLang drafts with one MTP layer, and config.json says 2",
+    }
+    for word, why in refused.items():
+        assert any(why in sentence for sentence in refusals(*words, word)), word
+    assert any("attention_dp=2: it was not tried" in one for one in refusals(*words, *TWO_GROUPS))
 
 
 def test_without_pushes_only_options_that_keys_set_are_refused() -> None:

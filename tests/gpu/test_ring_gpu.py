@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ring_cases import SHAPE, make_parts, settings, steps
+from tiny_models import add_mtp
 
 from megarl.cli import main
 from megarl.servers.sglang_environment import PYTHON_VARIABLE, sglang_python
@@ -56,3 +57,33 @@ def test_weights_cross_by_nccl(parts: Path, tmp_path: Path, way: str, engine: st
     )
     assert summary["pushes"] == summary["pushes_verified"] == 4
     assert set(steps(tmp_path / way, "push/fallbacks").values()) == {0.0}
+
+
+APART = ["trainer.n_gpus_per_node=1", "rollout.first_gpu=1", "rollout.push=gathered"]
+
+
+@pytest.mark.megatron_0_19
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one GPU")
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_mtp_layers_are_pushed_and_drafted_with(tmp_path: Path, family: str) -> None:
+    """Draws of verified drafts are the policy's: log-probs agree as without drafts, and the digests of both models."""
+    parts = make_parts(tmp_path / "parts", replace(SHAPE, hidden=256, head_dim=64, ffn=512), family=family, tied=False)
+    add_mtp(parts / "model")
+    more = ["actor.mtp=detached", "rollout.sglang.args=[--speculative-algorithm,NEXTN]"]
+    summary = run(parts, tmp_path, "drafts", "sglang", *APART, *more)
+    assert summary["pushes"] == summary["pushes_verified"] == 4
+    assert summary["log_prob_gap_max"] < 0.3, "as without drafts"
+
+
+@pytest.mark.megatron_0_19
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL refuses two ranks on one GPU")
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_is_pushed_and_its_keys_are_reported(tmp_path: Path, family: str) -> None:
+    """Heads, latents and indexers have the published sizes, as kernels take no others."""
+    sizes = replace(SHAPE, hidden=512, heads=64, head_dim=64, ffn=512)
+    latents = {"q_lora_rank": 512, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    indexers = {"v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    parts = make_parts(tmp_path / "parts", sizes, family=family, tied=False, **latents, **indexers)
+    summary = run(parts, tmp_path, "keys", "sglang", *APART, "actor.router_replay=rollout")
+    assert summary["pushes"] == summary["pushes_verified"] == 4
+    assert summary["log_prob_gap_max"] < 0.3, "as of other families"

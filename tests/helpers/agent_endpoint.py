@@ -12,9 +12,9 @@ from chat_templates import template_of, tokenizer_of
 from fake_servers import reply_to
 from pools import pool_of
 
-from megarl.agents.answer import hermes
 from megarl.agents.endpoint import Endpoint
 from megarl.agents.session import Policy
+from megarl.agents.tool_calls.forms import AUTO, chosen
 from megarl.rollout.protocol import SamplingParams
 
 TOKEN = "token-of-the-endpoint"
@@ -60,7 +60,8 @@ async def endpoint_of(
     **options: Any,
 ) -> AsyncIterator[tuple[Endpoint, list[list[Any]]]]:
     """Yields (endpoint, list of bodies of /generate of each server); `num_ids`: the pool's, `options`: the policy's."""
-    settings: dict[str, Any] = {"max_tokens": 4096, "history": "generated", "tool_parser": hermes, **options}
+    settings: dict[str, Any] = {"max_tokens": 4096, "history": "generated", **options}
+    settings["tool_form"], _ = chosen(settings.pop("tool_parser", AUTO), template_of(style))
     params = params or SamplingParams(max_new_tokens=256, sampling_seed=3)
     async with pool_of(*servers, timeout_s=60, rest_s=0.001, retries=1, num_ids=num_ids) as (pool, _, seen):
         policy = Policy("policy", tokenizer_of(style), template_of(style), pool, params, **settings)

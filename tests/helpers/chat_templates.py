@@ -1,4 +1,4 @@
-"""Fifteen chat templates in the styles of well-known models, each with a tiny tokenizer that has its tokens."""
+"""Chat templates in the styles of well-known models, each with a tiny tokenizer that has its tokens."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[1] / "agents" / "templates"
 # Tags that models write and parsers read are single tokens, but not special ones.
 TAGS = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 SPECIAL = re.compile(
-    r"<\|(?:\w|/)+\|>|\[(?:/?INST|/?AVAILABLE_TOOLS|TOOL_CALLS|/?TOOL_RESULTS|gMASK)\]|<sop>|<(?:start|end)_of_turn>"
+    r"<\|(?:\w|/)+\|>|\[(?:/?INST|/?AVAILABLE_TOOLS|TOOL_CALLS|/?TOOL_RESULTS|gMASK)\]|<sop>|<(?:start|end)_of_turn>|<｜(?:\w|▁)+｜>|\]~!?b\[?\]?|\[e~\["
 )
 
 # Words, single digits, signs with the line breaks behind them, spaces: the usual pattern of byte-level tokenizers.
@@ -49,6 +49,13 @@ STYLES = {
     "phi": Style("<|endoftext|>", stops=("<|end|>",)),
     "command_r": Style("<|END_OF_TURN_TOKEN|>"),
     "kimi": Style("<|im_end|>"),
+}
+# Further forms of tool calls, for tests that read them.
+FORMS = {
+    "qwen3_coder": Style("<|im_end|>"),
+    "minimax_m2": Style("[e~["),
+    "deepseek_v31": Style("<｜end▁of▁sentence｜>"),
+    "deepseek_v32": Style("<｜end▁of▁sentence｜>"),
 }
 WITH_TOOLS = [name for name, style in STYLES.items() if style.tools]
 
@@ -99,10 +106,10 @@ def with_bos(tokenizer: PreTrainedTokenizerFast) -> processors.TemplateProcessin
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    return byte_tokenizer(source(name), STYLES[name].eos)
+    return byte_tokenizer(source(name), (STYLES | FORMS)[name].eos)
 
 
 @cache
 def template_of(name: str) -> ChatTemplate:
-    style, tokenizer = STYLES[name], tokenizer_of(name)
+    style, tokenizer = (STYLES | FORMS)[name], tokenizer_of(name)
     return ChatTemplate(tokenizer, stop_ids=tokenizer.convert_tokens_to_ids(list(style.stops)))

@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 
 from megarl.rewards.scorer import Rewards
 from megarl.rollout.collector.collector import CollectorSettings
@@ -22,7 +23,7 @@ if __name__ == "__main__":
     url, model, log = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
     collectors = Collectors(
-        CollectorSettings((url,), "", model, GenerationSettings(timeout_s=200), partial(Rewards, ["exact"]), log),
+        CollectorSettings((url,), "", model, GenerationSettings(timeout_s=200), partial(Rewards, ["exact"]), Path(log)),
         warn=lambda sentence: print(sentence, file=sys.stderr),
     )
     try:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from preset_files import NAMES, cases_of
+from tiny_models import add_mtp
 from tiny_server import CURRENT, OLD, ROOT, sglang_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ARCHITECTURES
 
+from megarl.arch.hf_config import read_hf_config
 from megarl.arch.sglang_config import UNKNOWN
 from megarl.arch.sglang_options import TRIED, refused, untried
 from megarl.config import Config, config_dir, load_config
@@ -22,6 +24,7 @@ from megarl.servers.launch import EngineLaunch
 from megarl.servers.nccl import PAIRED, VARIABLES
 from megarl.servers.sglang import sglang_command
 from megarl.trainer.servers.make_servers import knowing_its_model, server_launch
+from megarl.weights.push.servers import ServerCapabilities
 
 pytestmark = pytest.mark.sglang
 
@@ -80,7 +83,8 @@ def asked(request: pytest.FixtureRequest, version: str, tmp_path_factory: pytest
         folder = root / str(number)
         folder.mkdir()
         launch = launch_of(config, folder, python)
-        if version == OLD and launch.attention_dp > 1:  # it has no --attn-dp-size
+        # It has no --attn-dp-size, and its transformers does not read the words for layers with indexers.
+        if version == OLD and (launch.attention_dp > 1 or launch.has_indexers):
             continue
         command = sglang_command(launch, folder)
         environment = command.environment
@@ -143,6 +147,31 @@ def test_states_without_a_gpu_as_resolved(tmp_path: Path) -> None:
         assert args["max_mamba_cache_size"] >= 3 * args["max_running_requests"], "else fewer would run"
         assert not list(untried(args))
         assert "extra_buffer requires platform support" in untold["error"]
+
+
+@pytest.mark.megatron_0_19
+def test_mtp_layers_are_drafted_with_as_resolved(tmp_path: Path) -> None:
+    """By the folder's own layer, in a chain of drafts, and drawn from the policy: SGLang's own choice on an H100."""
+    cases, environment = list[dict[str, Any]](), dict[str, str]()
+    for family in ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        folder = add_mtp(write_tiny_model(tmp_path / family, TinySizes(layers=4), family=family, tied=False))
+        launch = EngineLaunch("sglang", str(folder), port=5, group_port=6, python=sglang_of(CURRENT), device="cuda")
+        launch = replace(launch, dtype="bfloat16", args=("--speculative-algorithm", "NEXTN"))
+        (tmp_path / f"{family}_server").mkdir()
+        command = sglang_command(knowing_its_model(launch), tmp_path / f"{family}_server")
+        environment = command.environment | {"PYTHONPATH": f"{command.environment['PYTHONPATH']}:{STAND_INS}"}
+        cases.append({"argv": command.argv[4:], "environment": {}})
+    words = [sglang_of(CURRENT), str(SCRIPT), "H100"]
+    done = subprocess.run(words, input=json.dumps(cases), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for case, line in zip(cases, done.stdout.splitlines(), strict=False):
+        args = json.loads(line)["args"]
+        folder = case["argv"][case["argv"].index("--model-path") + 1]
+        assert args["speculative_algorithm"] == "EAGLE"
+        assert args["speculative_draft_model_path"] in (None, folder), "None is the model's folder"
+        assert (args["speculative_num_steps"], args["speculative_eagle_topk"]) == (3, 1)
+        assert not list(untried(args))
+        assert ServerCapabilities.read(args | {"version": CURRENT}, read_hf_config(folder)).drafts
 
 
 def test_options_that_are_refused_are_so_by_every_spelling_as_resolved(asked: Asked) -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from answers import completion
+from chat_templates import tokenizer_of
 from config_helpers import load
 from safetensors.torch import load_file, save_file
 from tiny_server import make_model, make_reward_model
@@ -23,7 +24,7 @@ from megarl.samples.sample import Prompt, Sample
 from megarl.servers.supervisor import ServerDied, State
 from megarl.trainer import collectors
 from megarl.trainer.checks.rewards import check_reward_model, check_rewards
-from megarl.trainer.collectors import make_rewards
+from megarl.trainer.collectors import check_agents, make_rewards
 from megarl.trainer.roles import Roles
 from megarl.trainer.servers import make_servers
 from megarl.trainer.servers.make_servers import look_after, make_reward_server
@@ -172,3 +173,28 @@ def test_a_model_for_ranks_has_one_score_and_the_tokens_of_the_policy(policy: st
     tokens_file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="its tokenizer has other tokens than that of .*; expected a model of "):
         check_judge(policy, judge)
+
+
+@pytest.mark.parametrize(
+    ("style", "parser", "sentence"),
+    [
+        ("glm4", "auto", ""),
+        ("glm4", "glm", ""),
+        ("glm4", "none", ""),
+        ("glm4", "hermes", "agent.tool_parser=hermes: tool calls are read as hermes, but the chat template writes"),
+        (
+            "phi",
+            "auto",
+            "agent.tool_parser=auto: tool calls are read as hermes, but the chat template writes them as '<|",
+        ),
+    ],
+)
+def test_a_sentence_says_where_the_template_writes_calls_otherwise_than_they_are_read(
+    style: str, parser: str, sentence: str, tmp_path: Path
+) -> None:
+    tokenizer_of(style).save_pretrained(tmp_path)
+    config = Config()
+    config.model.tokenizer_path, config.agent.tool_parser = str(tmp_path), parser
+    config.agent.command, config.agent.history = ["true"], "rendered"
+    said = check_agents(config)
+    assert said.startswith(sentence) and bool(said) == bool(sentence)

@@ -99,7 +99,7 @@ def examine(config: Config) -> dict[str, list[Finding]]:
 
 
 def as_json(sections: dict[str, list[Finding]]) -> dict[str, Any]:
-    """{"megarl": "0.1.0", "can_run": true, "findings": {"trainer": [{"subject": "python", ...}, ...], ...}}"""
+    """{"megarl": VERSION, "can_run": true, "findings": {"trainer": [{"subject": "python", ...}, ...], ...}}"""
     can_run = all(finding.verdict != FAIL for rows in sections.values() for finding in rows)
     findings = {section: [row._asdict() for row in rows] for section, rows in sections.items()}
     return {"megarl": __version__, "can_run": can_run, "findings": findings}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.arch.sglang_options import asks_to_draft
 from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL, MEGATRON
 from megarl.config.schema.algorithm import Algorithm
 from megarl.config.schema.data import Data, Reward, Sft
@@ -129,6 +130,11 @@ class Config:
         """Adapters that a server keeps: those of running completions, and the new one; 0: it gets merged weights."""
         lora = self.actor.lora
         return self.rollout.ahead + 2 if lora.rank > 0 and lora.push == "adapter" else 0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether servers draft with the policy's own MTP layers, which pushes bring them."""
+        return self.actor.mtp != "off" and asks_to_draft(self.rollout.sglang.args)
 
     @property
     def compares_servers(self) -> bool:

@@ -155,7 +155,9 @@ class Agent(Processes):
         "generated", "earlier answers as generated, or rendered by the chat template", Choices(names.AGENT_HISTORIES)
     )
     tool_parser: str = key(
-        "hermes", "the model's form of tool calls: hermes (Qwen, Hermes)", Choices(names.TOOL_PARSERS)
+        "auto",
+        "the model's form of tool calls; auto = as the chat template writes them, none = left in the text",
+        Choices(names.TOOL_PARSERS),
     )
     max_turns: Count = key(16, "answers of an episode; a request for more ends it")
     max_tokens: Count | None = key(

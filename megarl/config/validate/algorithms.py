@@ -42,8 +42,9 @@ def advice(config: Config) -> Iterator[str]:
     if actor.use_kl_loss and actor.kl_loss_type in names.KL_WITHOUT_GRADIENT and not actor.kl_importance:
         wanted = f"{actor.kl_loss_type}+ or low_var_kl"
         yield f"actor.kl_loss_type={actor.kl_loss_type}: its expected gradient is zero; expected {wanted}"
-    if actor.mtp != "off":
-        yield f"actor.mtp={actor.mtp}: servers of this run do not draft with the trained layers; exports have them"
+    if actor.mtp != "off" and not config.drafts:
+        how = "with SGLang on GPUs rollout.sglang.args=[--speculative-algorithm,NEXTN] makes them"
+        yield f"actor.mtp={actor.mtp}: servers of this run do not draft with the trained layers; {how}"
     mode = names.AGG_MODE_OF_LOSS.get(loss)
     if mode is not None and actor.loss_agg_mode not in names.AGG_MODES_OF[mode]:
         given = f"actor.loss_agg_mode={actor.loss_agg_mode} with algorithm.policy_loss_fn={loss}"

@@ -11,6 +11,7 @@ from megarl.config.validate import models
 # Of SGLang, which adds what it says to every request: fields that the request has not, such as a penalty.
 PREFERRED = "--preferred-sampling-params"
 WHY_NOT_PREFERRED = "a server would draw from other logits than those of which the trainer computes log-probs"
+LARGEST_REPLY = 1 << 30  # bytes that a client takes (rollout/protocol.py)
 _LIMIT, _DEFAULT_LIMIT = "--sampling-mask-max-tokens", 4096  # of SGLang
 
 # Options of SGLang with which the experts that it keeps for a token need not be those that generated it.  It keeps them
@@ -24,6 +25,7 @@ WITHOUT_ROUTES = {
     "--radix-cache-backend": _FROM_ELSEWHERE,
     "--enable-prefill-cp": "each GPU notes experts of its part of a prompt, and they are taken for those of all of it",
     "--enable-two-batch-overlap": "the experts of one half of a batch are written over those of the other half",
+    "--speculative-algorithm": "what notes experts has no room for the tokens of drafts that are verified at once",
     "--enable-pdmux": "prompts and new tokens are computed at the same time, and their experts written over each other",
 }
 
@@ -75,3 +77,20 @@ def _replay(config: Config) -> Iterator[str]:
         for word in config.rollout.sglang.args:
             if why := WITHOUT_ROUTES.get(word.split("=")[0]):
                 yield f"rollout.sglang.args={word}: {why}; expected actor.router_replay=off or old, or no such option"
+        if numbers.has_indexers:
+            yield from _keys_of_indexers(config)
+
+
+def _keys_of_indexers(config: Config) -> Iterator[str]:
+    """What SGLang needs to report them: it can on GPUs with all heads only, and sends those of all layers."""
+    rollout, data = config.rollout, config.data
+    if rollout.attention_dp != rollout.tensor_model_parallel_size:
+        why = "SGLang reports the keys that indexers choose only where each GPU has all heads"
+        given = f"rollout.attention_dp={rollout.attention_dp} with actor.router_replay=rollout"
+        yield f"{given}: {why}; expected {rollout.tensor_model_parallel_size}, or router_replay=off or old"
+    hf, length = models.model_config(config, "actor"), data.max_prompt_length + data.max_response_length
+    most = LARGEST_REPLY // (6 * hf["num_hidden_layers"] * hf["index_topk"])  # each int32 in base64
+    if length > most:
+        given = f"data.max_response_length={data.max_response_length} with actor.router_replay=rollout"
+        why = f"with the keys of {length} tokens SGLang's answer has more than {LARGEST_REPLY:,} bytes"
+        yield f"{given}: {why}; expected {most} tokens with the prompt's, or router_replay=off or old"

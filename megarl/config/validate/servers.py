@@ -9,7 +9,9 @@ from urllib.parse import urlsplit
 
 from megarl.arch import sglang_options as tried
 from megarl.arch.layout import ModelNumbers
-from megarl.arch.sglang_config import misread
+from megarl.arch.model_types import SPARSE_LATENT
+from megarl.arch.mtp import TRAINED_MTP, trained_mtp
+from megarl.arch.sglang_config import misread, wants_gpus
 from megarl.config.placement import placements
 from megarl.config.schema import Config
 from megarl.config.validate import models
@@ -24,7 +26,7 @@ FP8 = "rollout.quantization=fp8"
 # The families whose loaders in SGLang can quantize again after the first load (supports_quantized_rl_reload).
 FAMILIES_WITH_FP8 = ("qwen2", "qwen3")
 # Their classes in SGLang have a group of ranks for attention; those of other families cut attention over all ranks.
-FAMILIES_WITH_ADP = ("qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss")
+FAMILIES_WITH_ADP = (*("qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "glm4_moe", "gpt_oss"), *SPARSE_LATENT)
 
 
 def contradictions(config: Config, command: str) -> Iterator[str]:
@@ -53,6 +55,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
         yield from _fp8(config)
     yield from _model(config, command)
     yield from tried.refused(rollout.sglang.args, pushes=command != "evaluate")
+    if rollout.engine != "hf" and tried.asks_to_draft(rollout.sglang.args):
+        yield from _drafting(config, command)
     if given := next((word for word in rollout.sglang.args if word.split("=")[0] == "--quantization"), None):
         once = "without another load format SGLang quantizes the first weights only"
         yield f"rollout.sglang.args={given}: {once}; expected {FP8}"
@@ -93,6 +97,29 @@ def _fp8(config: Config) -> Iterator[str]:
         yield f"{FP8}: servers of adapters (actor.lora.push=adapter) are not quantized; expected none, or push=merged"
 
 
+def _drafting(config: Config, command: str) -> Iterator[str]:
+    """What servers that draft with the policy's MTP layers do not go together with, or were not tried with."""
+    actor, rollout, drafts = config.actor, config.rollout, "with servers that draft (--speculative-algorithm)"
+    if config.trainer.device == "cpu":
+        yield f"trainer.device=cpu: {tried.DRAFTS_ON_GPUS}"
+    if config.narrows_sampling:
+        given = f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k}"
+        yield f"{given}: SGLang does not report the tokens that could be drawn {drafts}; expected 1.0 and -1"
+    if command == "evaluate":
+        return
+    if actor.mtp == "off":
+        yield "actor.mtp=off: no push brings MTP layers to servers that draft; expected detached or joint"
+    if (count := trained_mtp({**models.model_config(config, "actor"), TRAINED_MTP: actor.mtp})) > 1:
+        yield f"model.path={config.model.path}: SGLang drafts with one MTP layer, and config.json says {count}"
+    if rollout.attention_dp > 1:
+        yield f"rollout.attention_dp={rollout.attention_dp}: it was not tried {drafts}; expected 1"
+    if rollout.placement == "shared":
+        why = "a server that sleeps loses what its draft model computed from its weights"
+        yield f"rollout.placement=shared: {why}; expected separate"
+    if rollout.push == "sharded":
+        yield "rollout.push=sharded: slices do not reach a draft model; expected auto, shared or gathered"
+
+
 def _model(config: Config, command: str) -> Iterator[str]:
     """What servers need of the policy: weights of the type that is pushed, and for gpt-oss attention with sinks."""
     found = models.model_config(config, "actor")
@@ -106,8 +133,8 @@ def _model(config: Config, command: str) -> Iterator[str]:
         yield from (f"rollout.engine=sglang: {sentence}; expected hf" for sentence in misread(found))
         if models.folder_has_vision(path):
             yield "rollout.engine=sglang: SGLang holds a vision part too, which no push brings; expected hf"
-    if found.get("model_type") == "gpt_oss" and rollout.engine == "sglang" and config.trainer.device == "cpu":
-        yield "rollout.engine=sglang: without a GPU SGLang has no attention sinks, which gpt_oss needs; expected hf"
+        if config.trainer.device == "cpu":
+            yield from (f"rollout.engine=sglang: {sentence}; expected hf" for sentence in wants_gpus(found))
 
 
 def server_misfits(numbers: ModelNumbers, tp: int, ep: int, attention_dp: int = 1) -> Iterator[tuple[str, str]]:

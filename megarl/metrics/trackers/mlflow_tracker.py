@@ -22,7 +22,7 @@ _MOST_PARAMS = 100  # of one call
 _MOST_NAME, _MOST_TEXT = 250, 6000  # characters
 
 
-@register_tracker("mlflow")
+@register_tracker("mlflow", packages=("mlflow", "sqlalchemy", "alembic"))
 class MlflowTracker(Tracker):
     """A run of the experiment `trainer.project_name`; a resumed run goes on with the same one.
 

@@ -44,13 +44,15 @@ class Tracker:
 Class = TypeVar("Class", bound=type[Tracker])
 
 
-def register_tracker(name: str) -> Callable[[Class], Class]:
+def register_tracker(name: str, *, packages: tuple[str, ...] = ()) -> Callable[[Class], Class]:  # noqa: ARG001
     """Decorator: the class in a file of this folder is the tracker `name` of trainer.logger.
+
+    `packages`: what it imports that megarl does not require; setup.py has an extra of its name with them.
 
     Example:
         @register_tracker("csv")
         class CsvTracker(Tracker): ...
 
-    The name is read from the source (plugins.declared), so that only the trackers in use are imported.
+    Both are read from the source (plugins.declared), so that only the trackers in use are imported.
     """
     return lambda tracker: tracker

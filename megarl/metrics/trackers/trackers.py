@@ -77,7 +77,7 @@ class AdviceTracker(Tracker):
             append_lines(self.path, [{"step": step, "advice": sentence} for sentence in sentences])
 
 
-@register_tracker("tensorboard")
+@register_tracker("tensorboard", packages=("tensorboard",))
 class TensorBoardTracker(Tracker):
     """Event files in `tensorboard/` of the run's folder."""
 
@@ -96,7 +96,7 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
 
-@register_tracker("wandb")
+@register_tracker("wandb", packages=("wandb",))
 class WandbTracker(Tracker):
     """Weights & Biases, online or offline as set by WANDB_MODE; a resumed run keeps its id.
 

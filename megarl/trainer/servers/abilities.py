@@ -38,8 +38,9 @@ def fitting(servers: ServerInfoByUrl, config: Config, *, drains: bool) -> list[A
     check_abilities(abilities, config, drains=drains)
     check_tried(servers)
     check_draws_as_asked(servers)
+    check_drafts(servers, wanted=config.drafts)
     if config.actor.router_replay == "rollout":
-        check_reports_routes(servers)
+        check_reports_routes(servers, has_indexers=bool(model_config(config, "actor").get("index_topk")))
     if config.narrows_sampling:
         check_tells_support(servers, config)
     return abilities
@@ -144,13 +145,32 @@ def check_tried(servers: ServerInfoByUrl) -> None:
             )
 
 
-def check_reports_routes(servers: ServerInfoByUrl) -> None:
-    """Raises ValueError for a server that runs already and does not report the experts of tokens, or loses them."""
+def check_drafts(servers: ServerInfoByUrl, *, wanted: bool) -> None:
+    """Raises ValueError for a server with a draft model that no push reaches, or without one that pushes would reach.
+
+    `wanted`: pushes bring the policy's MTP layers too.
+    """
+    for url, info in servers.items():
+        if (found := info.get("speculative_algorithm") is not None) != wanted:
+            told = "rollout.sglang.args=--speculative-algorithm and actor.mtp"
+            raise ValueError(f"{url} {'drafts' if found else 'does not draft'}, unlike {told} say; expected the same")
+
+
+def check_reports_routes(servers: ServerInfoByUrl, *, has_indexers: bool = False) -> None:
+    """Raises ValueError for a server that runs already and does not report the experts of tokens, or loses them.
+
+    `has_indexers`: of the model; then it must report the keys that they choose too.
+    """
     for url, info in servers.items():
         if info.get("enable_return_routed_experts") is False:
             raise ValueError(
                 f"actor.router_replay=rollout: {url} does not report the experts of tokens; expected a server that "
                 "was started with --enable-return-routed-experts"
+            )
+        if info.get("enable_return_indexer_topk") is False and has_indexers:
+            raise ValueError(
+                f"actor.router_replay=rollout: {url} does not report the keys that indexers choose; expected a server "
+                "that was started with --enable-return-indexer-topk and SGLANG_DSA_FUSE_TOPK=0"
             )
         for option, why in WITHOUT_ROUTES.items():
             if info.get(option.removeprefix("--").replace("-", "_")):

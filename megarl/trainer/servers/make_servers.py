@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from megarl.arch.layout import has_states
+from megarl.arch.layout import has_states, numbers_of
 from megarl.arch.projections import chosen, projections_of
-from megarl.arch.sglang_config import overrides
+from megarl.arch.sglang_config import overrides, wants_gpus
+from megarl.arch.sglang_options import DRAFTS_ON_GPUS, asks_to_draft
 from megarl.config import Config, read_yaml
 from megarl.config.names import AUTO, MEGATRON
 from megarl.config.placement import placements
@@ -64,9 +65,13 @@ def server_launch(config: Config) -> EngineLaunch:
 
 
 def knowing_its_model(launch: EngineLaunch) -> EngineLaunch:
-    """With what a server is told of its model beside its config.json."""
+    """With what a server is told of its model beside its config.json.  ValueError if SGLang lacks a GPU for it."""
     hf = config_of_folder(launch.model_path)
-    return replace(launch, has_states=has_states(hf), overrides=overrides(hf))
+    if launch.engine == "sglang" and launch.uses_cpu:
+        for why in (*wants_gpus(hf), *([DRAFTS_ON_GPUS] if asks_to_draft(launch.args) else ())):
+            raise ValueError(f"rollout.engine=sglang: {why}")
+    indexers = numbers_of(hf).has_indexers
+    return replace(launch, has_states=has_states(hf) and not indexers, has_indexers=indexers, overrides=overrides(hf))
 
 
 def _served_targets(lora: Lora, folder: str) -> tuple[str, ...]:

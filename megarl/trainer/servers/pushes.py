@@ -47,6 +47,7 @@ def push_settings(config: Config, urls: Sequence[str], token: str) -> PushSettin
         timeout_s=min(rollout.request_timeout_s, config.trainer.call_timeout_s / 6),
         pause_mode="in_place" if keeps_kv(config) else else_mode,
         adapters_kept=config.adapters_kept,
+        drafts=config.drafts,
         transport=rollout.push,
         check_every=rollout.check_every,
         export_folder=export_folder(config),

@@ -204,6 +204,7 @@ class Family:
     """How a table of models of one `model_type` is made.
 
     `float32_in_sglang`: endings of the HF names of weights that SGLang holds in float32 whatever the model's type.
+    `as_config_in_sglang`: endings of those that it holds in the type that config.json says.
     `without_in_sglang`: a part of HF names that the names of SGLang's parameters lack, from dot to dot.
     `stacks`: tensors outside in place of those of single experts in the table.
     `untrained`: prefixes of names of parts that are not in the table.
@@ -214,6 +215,7 @@ class Family:
 
     layer: Layers
     float32_in_sglang: tuple[str, ...] = ()
+    as_config_in_sglang: tuple[str, ...] = ()
     without_in_sglang: str = ""
     stacks: Callable[[HFConfig], Iterable[Stack]] = _none
     untrained: tuple[str, ...] = ()
@@ -232,15 +234,17 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family(_mixtral),
     "deepseek_v3": Family(_deepseek_v3),
     "kimi_k2": Family(_deepseek_v3),
-    "deepseek_v32": Family(_sparse_latent),
-    "glm_moe_dsa": Family(_sparse_latent),
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        Family(_sparse_latent, (".indexer.k_norm.weight", ".indexer.k_norm.bias")),
+    ),
     "glm4_moe": Family(_glm4_moe, (".mlp.gate.weight",)),
     "minimax_m2": Family(_minimax_m2, (".block_sparse_moe.gate.weight",)),
     "gpt_oss": Family(_gpt_oss, stacks=_stacks_of_gpt_oss),
     "nemotron_h": Family(
         mixed_layer, untrained=(MTP_PREFIX,), around_layers=("backbone.embeddings", "backbone.norm_f")
     ),
-    "qwen3_next": replace(_HYBRID, untrained=(MTP_PREFIX,)),
+    "qwen3_next": replace(_HYBRID, untrained=(MTP_PREFIX,), as_config_in_sglang=(".linear_attn.norm.weight",)),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
         replace(_HYBRID, untrained=(MTP_PREFIX, "model.visual."), beside_vision="model.language_model."),

@@ -32,9 +32,34 @@ def shared_copies(c: HFConfig) -> dict[str, str]:
     own names."""
     if not _follow_the_layers(c):
         return {}
-    embedding = "model.embed_tokens.weight"
-    names = {"embed_tokens": embedding, "shared_head.head": embedding if is_tied(c) else "lm_head.weight"}
+    names = dict(zip(("embed_tokens", "shared_head.head"), _embedding_and_head(c), strict=True))
     return {f"{_prefix(c, i)}.{copy}.weight": own for i in range(trained_mtp(c)) for copy, own in names.items()}
+
+
+def _embedding_and_head(c: HFConfig) -> tuple[str, str]:
+    embedding = "model.embed_tokens.weight"
+    return embedding, embedding if is_tied(c) else "lm_head.weight"
+
+
+def in_draft(c: HFConfig, name: str) -> str | None:
+    """The name in SGLang's draft model, as its checksums have it, of what in the model would be `name`; None: of none.
+
+    Its classes are Qwen3NextForCausalLMMTP and Qwen3_5ForCausalLMMTP, or DeepseekV3ForCausalLMNextN and Glm4Moe's.
+    """
+    prefix = f"{_prefix(c, 0)}." if _follow_the_layers(c) else MTP_PREFIX
+    if not trained_mtp(c) or not name.startswith(prefix):
+        return None
+    own = name.removeprefix(prefix)
+    if not _follow_the_layers(c):
+        return f"draft.{own}" if own.startswith(("fc.", "pre_fc_norm_")) else f"draft.model.{own}"
+    is_of_block = not own.startswith(tuple(numbered for numbered, _ in _OWN.values()))
+    return f"draft.model.decoder.{own}" if is_of_block else f"draft.model.{own}"
+
+
+def shared_in_draft(c: HFConfig) -> dict[str, str]:
+    """Names in the draft model of the embedding and the output rows that it shares -> the model's own names."""
+    names = ("draft.model.embed_tokens.weight", "draft.lm_head.weight")
+    return dict(zip(names, _embedding_and_head(c), strict=True)) if trained_mtp(c) else {}
 
 
 def mtp_layers(c: HFConfig, layer: Callable[[HFConfig, int], list[Op]]) -> Iterator[Op]:

@@ -15,6 +15,7 @@ from megarl.arch.sglang_config import UNKNOWN
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import FAMILIES, stacks_for, table_for
 from megarl.weights.mapping.gated_delta import qkv_heads
+from megarl.weights.mapping.mtp import in_draft
 from megarl.weights.mapping.names import ByHeads, GateUp, HeadRows, Op, Rename, Shape, ShardCoordinate
 from megarl.weights.mapping.sglang_ops import KeyHeads, StackedExperts, StackedQKV, StackedRows, StackedVocab
 from megarl.weights.mapping.stacks import joined_sizes
@@ -29,7 +30,7 @@ _CUT_BY_ROWS = re.compile(r"\.((q_b_proj|kv_b_proj|in_proj_qkvz|in_proj_ba)\.wei
 # --enable-dp-lm-head the head; feed-forward layers and experts are always cut over all ranks of the server.
 _OF_ATTENTION_GROUP = re.compile(r"\.(self|linear)_attn\.|embed_tokens\.weight$|lm_head\.weight$")
 _NORM_OF_HEADS = re.compile(r"^(.*\.self_attn)\.[qk]_norm\.weight$")
-_ZERO_CENTRED = re.compile(r"(layernorm|\.[qk]_norm|^model\.norm)\.weight$")
+_ZERO_CENTRED = re.compile(r"(layernorm|\.[qk]_norm|^(draft\.)?model\.norm|\.pre_fc_norm_\w+)\.weight$")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.weight$")
 # first tensor of a stack of experts -> the parameter, the tensors stacked in it by rows, and the dimension of the cut
 _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
@@ -42,6 +43,8 @@ _STACKS: Mapping[str, tuple[str, tuple[str, ...], int]] = {
 
 def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     """Every parameter of the server's model, under the server's names, in the order of the trainer's export.
+
+    With MTP layers that of its draft model too, but for the embedding and output rows that both share.
 
     Raises: ValueError for a family whose parameters in SGLang are not known here.
     """
@@ -56,9 +59,12 @@ def server_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
     ops = [op for name in shapes if (op := _sglang(name, shapes, hf_config)) is not None]
     family = FAMILIES[hf_config["model_type"]]
     ops = [replace(op, own_dtype="float32") if op.param.endswith(family.float32_in_sglang) else op for op in ops]
+    said = hf_config.get("dtype")
+    ops = [replace(op, own_dtype=said) if op.param.endswith(family.as_config_in_sglang) else op for op in ops]
     ops = [replace(op, axis="attn") if _OF_ATTENTION_GROUP.search(op.param) else op for op in ops]
-    without = family.without_in_sglang
-    return [replace(op, param=op.param.replace(without, ".")) for op in ops] if without else ops
+    if without := family.without_in_sglang:
+        ops = [replace(op, param=op.param.replace(without, ".")) for op in ops]
+    return [replace(op, param=in_draft(hf_config, op.param) or op.param) for op in ops]
 
 
 def derived_table(engine: EngineKind, hf_config: HFConfig) -> list[Op]:
@@ -180,11 +186,27 @@ def _experts(prefix: str, kind: str, shapes: Shapes) -> Op | None:
     return StackedExperts(f"{prefix}.{param}", names, count, (rows, columns), cut)
 
 
-_FUSED: Mapping[str, Callable[[str, Shapes, HFConfig], Op]] = {
+def _keys_of_indexer(wk: str, shapes: Shapes, config: HFConfig) -> Op:
+    """SGLang fuses what an indexer reads, on GPUs, if its rope turns pairs (`use_dsa_indexer_fusion`)."""
+    if not config.get("indexer_rope_interleave"):
+        return Rename(wk, wk, shapes[wk])
+    gates = wk.replace(".wk.", ".weights_proj.")
+    rows = tuple((name, shapes[name][0]) for name in (wk, gates))
+    return StackedRows(wk.replace(".wk.", ".wk_weights_proj."), rows, shapes[wk][1], own_dtype="bfloat16")
+
+
+def _gates_of_indexer(name: str, shapes: Shapes, config: HFConfig) -> Op | None:
+    is_fused = config.get("indexer_rope_interleave")
+    return None if is_fused else Rename(name, name, shapes[name], own_dtype="bfloat16")
+
+
+_FUSED: Mapping[str, Callable[[str, Shapes, HFConfig], Op | None]] = {
     "q_proj": _qkv,
     "gate_proj": _gate_up,
     "q_a_proj": _latents,
     "in_proj_qkv": _delta_inputs,
     "in_proj_b": _delta_gates,
     "conv1d": _convolution,
+    "wk": _keys_of_indexer,
+    "weights_proj": _gates_of_indexer,
 }

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.families import tied
+from megarl.weights.mapping.mtp import shared_in_draft
 from megarl.weights.mapping.names import Sizes, some_names
 from megarl.weights.mapping.server_map import derived_table, server_table
 from megarl.weights.push.buckets import Bucket
@@ -35,7 +36,8 @@ class ExpectedDigests:
 
     def __init__(self, layouts: Iterable[ServerLayout], hf_config: HFConfig, sizes: Sizes) -> None:
         dtypes = {name: dtype for name, (_, dtype) in sizes.items()}
-        self.tied = tied(hf_config)  # names that a server may hold in addition -> the tensors that these must equal
+        # Names that a server may hold in addition -> the tensors that these must equal.
+        self.tied = tied(hf_config) | shared_in_draft(hf_config)
         self._ranks = {}
         for layout in dict.fromkeys(layouts):
             table = [*server_table(layout.engine, hf_config), *derived_table(layout.engine, hf_config)]

@@ -64,6 +64,7 @@ class ServerCapabilities:
     has_receiver: bool
     is_stacked: bool  # its experts are stacked in tensors of which the trainer's parameters are no slices
     started: str  # differs after a restart
+    drafts: bool = False  # it has a draft model, whose weights a push brings too
     disk_format: str | None = None  # SGLang's name of the way in which it reads a folder; None: its own
 
     @classmethod
@@ -94,6 +95,7 @@ class ServerCapabilities:
             has_receiver=WEIGHT_LOADER in (info.get("custom_weight_loader") or ()),
             is_stacked=is_stacked,
             started=json.dumps(info.get("startup_time"), sort_keys=True),
+            drafts=info.get("speculative_algorithm") is not None,
             disk_format=_OTHER_FORMATS.get(str(info.get("load_format"))),
         )
 

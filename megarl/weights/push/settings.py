@@ -26,6 +26,7 @@ class PushSettings:
     # weights and their old KV cache.
     pause_mode: str = "retract"
     adapters_kept: int = 0  # adapters that a server keeps; 0: servers get whole weights with merged adapters
+    drafts: bool = False  # servers draft with the policy's MTP layers, and get these too
     transport: str = "auto"  # of the weights to a server: shared | sharded | gathered | auto
     check_every: int = 0
     export_folder: str | None = None

@@ -198,6 +198,8 @@ def _obstacle(server: Server, transport: str, wanted: str, on_gpu: bool, gpus: C
     if transport == "sharded":
         if able.is_stacked:
             return "a model that does not stack its experts in one tensor"
+        if able.drafts:  # SGLang gives both models what it receives, and each has one model's parameters
+            return "a server without a draft model"
         if not able.has_receiver:
             return "a server that was started with our custom weight loader"
         if not able.is_plain:

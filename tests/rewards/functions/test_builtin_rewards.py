@@ -14,7 +14,7 @@ import pytest
 from answers import completion
 from math_verify import parse
 
-from megarl.agents.answer import hermes
+from megarl.agents.tool_calls.forms import FORMS
 from megarl.rewards import REWARDS, load_reward
 from megarl.rewards.functions.code import last_block
 from megarl.rewards.functions.math_limits import ProcessorTimeError, final_part, is_small, processor_time
@@ -239,9 +239,9 @@ def test_a_reward_that_does_not_is_found(tmp_path: Path) -> None:
         lambda: reader("json:score")('{"a":' * (SIZE // 5)),
         lambda: reader("json:score")('{"a":[{},' * (SIZE // 5)),
         lambda: reader("json:score")('{"' * SIZE),
-        lambda: hermes("<tool_call>" * SIZE),
-        lambda: hermes("</tool_call>" + "<tool_call>" * SIZE),
-        lambda: hermes("<tool_call>" + "[" * SIZE + "</tool_call>"),
+        lambda: FORMS["hermes"].read("<tool_call>" * SIZE),
+        lambda: FORMS["hermes"].read("</tool_call>" + "<tool_call>" * SIZE),
+        lambda: FORMS["hermes"].read("<tool_call>" + "[" * SIZE + "</tool_call>"),
     ],
 )
 def test_programs_judgements_and_tool_calls_are_found_in_linear_time(read: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,14 +15,17 @@ from fake_servers import Telling, serving_in_a_thread
 from megarl import cli
 from megarl.arch.sglang_options import TRIED
 from megarl.config import Config, load_config, to_yaml
+from megarl.data.examples.tiny import write_tiny_model
 from megarl.rollout.protocol import Abilities, Route
 from megarl.rollout.settings import GenerationSettings
+from megarl.servers.launch import EngineLaunch
 from megarl.servers.server_process import free_ports
 from megarl.servers.sglang_environment import PYTHON_VARIABLE
 from megarl.trainer.checkpoint.checkpoint import write_manifest
 from megarl.trainer.servers.abilities import (
     ask_servers,
     check_abilities,
+    check_drafts,
     check_draws_as_asked,
     check_newcomer,
     check_reports_routes,
@@ -29,7 +33,7 @@ from megarl.trainer.servers.abilities import (
     check_tried,
     dp_ranks_of,
 )
-from megarl.trainer.servers.make_servers import chosen_engine
+from megarl.trainer.servers.make_servers import chosen_engine, knowing_its_model
 from megarl.trainer.servers.pushes import CANARY_TOLERANCE, canary, export_folder, push_settings
 
 FP8 = ("rollout.quantization=fp8", "algorithm.rollout_correction.level=token")
@@ -92,6 +96,13 @@ def test_a_server_that_does_not_report_experts_or_loses_them_is_found_at_the_sta
         check_reports_routes({GOOD: ROUTES, BAD: ROUTES | info})
 
 
+def test_sparse_attention_without_its_keys_is_found_at_the_start() -> None:
+    info = ROUTES | {"enable_return_indexer_topk": False}
+    check_reports_routes({GOOD: info})
+    with pytest.raises(ValueError, match=f"^actor.router_replay=rollout: {BAD} does not report the keys that indexers"):
+        check_reports_routes({GOOD: ROUTES | {"enable_return_indexer_topk": True}, BAD: info}, has_indexers=True)
+
+
 @pytest.mark.parametrize(
     ("top_k", "info", "words"),
     [
@@ -119,7 +130,7 @@ USUAL = {field: option.tried[0] for field, option in TRIED.items()} | {"version"
 
 def test_a_server_with_an_option_that_was_not_tried_is_found_at_the_start() -> None:
     """Whoever gave it, and where SGLang chose it, as it does for experts on Blackwell."""
-    other = {"moe_runner_backend": "flashinfer_trtllm", "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE"}
+    other = {"moe_runner_backend": "flashinfer_trtllm", "moe_a2a_backend": "deepep", "speculative_algorithm": "EAGLE3"}
     check_tried({GOOD: USUAL, "http://ours": {"version": "megarl-hf"}})
     check_tried({GOOD: USUAL | {"quantization": "fp8", "load_format": "flash_rl"}})
     for field, option in TRIED.items():
@@ -135,6 +146,32 @@ def test_a_server_with_an_option_that_was_not_tried_is_found_at_the_start() -> N
             check_tried({GOOD: unsaid})
     with pytest.raises(ValueError, match=f"^{BAD} holds weights in fp8, and would quantize the first"):
         check_tried({BAD: USUAL | {"quantization": "fp8", "load_format": "auto"}})
+
+
+def test_mtp_servers_that_draft_otherwise_than_said_are_found_at_the_start() -> None:
+    """A push would miss the one's draft model, and bring the other what it has no place for."""
+    drafts, plain = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": None}
+    check_drafts({GOOD: drafts}, wanted=True)
+    check_drafts({GOOD: plain, "http://ours": {}}, wanted=False)
+    for info, wanted, said in ((drafts, False, "drafts"), (plain, True, "does not draft")):
+        with pytest.raises(ValueError, match=f"^{BAD} {said}, unlike rollout.sglang.args=--speculative-algorithm and"):
+            check_drafts({BAD: info}, wanted=wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "args", "said"),
+    [
+        ("gpt_oss", (), "without a GPU SGLang has no attention sinks, which gpt_oss needs"),
+        ("qwen3", ("--speculative-algorithm", "NEXTN"), "SGLang takes the likeliest token whatever the temperature"),
+    ],
+)
+def test_what_sglang_does_on_gpus_only_is_refused_at_the_start(
+    tmp_path: Path, family: str, args: tuple[str, ...], said: str
+) -> None:
+    launch = EngineLaunch("sglang", str(write_tiny_model(tmp_path / "model", family=family)), device="cpu", args=args)
+    with pytest.raises(ValueError, match=f"^rollout.engine=sglang: .*{said}"):
+        knowing_its_model(launch)
+    assert knowing_its_model(replace(launch, device="cuda")).args == args
 
 
 def test_a_server_that_adds_to_how_tokens_are_drawn_is_found_at_the_start() -> None:

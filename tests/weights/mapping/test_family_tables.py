@@ -201,6 +201,7 @@ FLOAT32 = {"glm4_moe": "1.mlp.gate.weight", "minimax_m2": "1.block_sparse_moe.ga
 FLOAT32 |= dict.fromkeys(
     ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "0.linear_attn.A_log"
 )  # the second layer is not linear
+FLOAT32 |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "1.self_attn.indexer.k_norm.bias")
 
 
 @pytest.mark.parametrize(
@@ -209,10 +210,10 @@ FLOAT32 |= dict.fromkeys(
 )
 def test_sglang_holds_some_weights_in_float32_whatever_the_others_are(family: str) -> None:
     config = config_of(family, num_hidden_layers=2)
-    table = [op for op in server_table("sglang", config) if op.own_dtype]
+    table = [op for op in server_table("sglang", config) if op.own_dtype == "float32"]
     name = f"model.layers.{FLOAT32[family]}"
     assert [op.param for op in table][-1] == name
-    assert all(op.param.endswith(FLOAT32[family][1:]) for op in table)
+    assert all(op.param.endswith(FAMILIES[family].float32_in_sglang) for op in table)
     assert not [op for op in server_table("hf", config) if op.own_dtype]
     weight = torch.randn(table[-1].shape_at(ShardCoordinate())).bfloat16()
     held = RankDigests([table[-1]], ShardCoordinate(1, 2), {name: torch.bfloat16}, "sha256")

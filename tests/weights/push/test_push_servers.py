@@ -71,7 +71,7 @@ def test_attention_groups_are_read_from_the_server() -> None:
         {"moe_dense_tp_size": 1},
         {"moe_a2a_backend": "deepep"},
         {"moe_runner_backend": "flashinfer_trtllm"},
-        {"speculative_algorithm": "EAGLE"},
+        {"speculative_algorithm": "EAGLE3"},
         {"enable_eplb": True},
         {"attn_dp_size": 2},  # without enable_dp_lm_head the head is cut over all ranks
         {"device": "cpu", "tp_size": 4},

@@ -21,7 +21,7 @@ HERE, THERE = "http://127.0.0.1:1", "http://192.0.2.1:1"
 
 def server(url: str, *, there: bool = True, gpus: tuple[str, ...] = (), **capabilities: Any) -> Any:
     defaults = {"layout": ServerLayout("sglang", 1, 1, 1, "sha256")}
-    defaults |= {"has_receiver": True, "is_plain": True, "is_stacked": False, "first_gpu": None}
+    defaults |= {"has_receiver": True, "is_plain": True, "is_stacked": False, "first_gpu": None, "drafts": False}
     able = defaults | capabilities
     return SimpleNamespace(
         url=url, capabilities=SimpleNamespace(**able), is_there=lambda: there, fits_slices=None, gpus=gpus
@@ -45,6 +45,7 @@ def refuse(_: Any) -> None:
         (server(THERE), "auto", False, "sharded", []),
         (server(THERE, has_receiver=False), "auto", False, "gathered", []),
         (server(THERE, is_plain=False), "auto", False, "gathered", []),
+        (server(THERE, drafts=True), "auto", False, "gathered", []),
         (server(THERE, is_stacked=True), "auto", False, "gathered", []),
         (server(HERE, first_gpu=0), "auto", False, "sharded", []),  # the trainer has no GPU to share
         (server(HERE, first_gpu=0), "auto", True, "sharded", []),  # of GPUs only when asked for
