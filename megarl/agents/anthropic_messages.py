@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.agents.chat_completions import read_stop, read_tools, sse
-from megarl.agents.refusals import Refused, expect, expect_count, text_of
+from megarl.agents.refusals import Refused, expect, expect_count, shown, text_of
 from megarl.agents.session import ChatReply, ChatRequest, Policy
 
 _ERRORS = {
@@ -34,10 +34,10 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
         elif role in ("user", "assistant"):
             messages += (_user if role == "user" else _assistant)(blocks, f"messages[{at}]")
         else:
-            raise Refused(400, f"messages[{at}] has the role {role!r}: expected user, assistant or system")
+            raise Refused(400, f"messages[{at}] has the role {shown(role)}: expected user, assistant or system")
     choice = expect(body, "tool_choice", Mapping, "an object with a type", {"type": "auto"})
     if choice.get("type") not in ("auto", "any", "tool", "none"):
-        raise Refused(400, f"tool_choice={choice!r}: expected the type auto, any, tool or none")
+        raise Refused(400, f"tool_choice={shown(choice)}: expected the type auto, any, tool or none")
     tools, said = read_tools(body, "custom", lambda tool: "input_schema" in tool)
     return ChatRequest(
         messages,

@@ -12,11 +12,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from megarl.agents.refusals import Refused, expect, expect_count, text_of
+from megarl.agents.refusals import Refused, expect, expect_count, shown, text_of
 from megarl.agents.session import ChatReply, ChatRequest, Policy, versions_json, without_stop
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MAX_ANSWERS = 64
+_MAX_STOPS = 64
 _OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
 
 
@@ -51,8 +52,15 @@ def read_stop(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     stop = expect(body, name, (str, list), "a text, or a list of texts", [])
     texts = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(text, str) for text in texts):
-        raise Refused(400, f"{name}={stop!r}: expected a text, or a list of texts")
+        raise Refused(400, f"{name}={shown(stop)}: expected a text, or a list of texts")
+    check_stops(texts, name)
     return tuple(filter(None, texts))
+
+
+def check_stops(stops: Sequence[Any], name: str) -> None:
+    """Each is looked for in each answer."""
+    if len(stops) > _MAX_STOPS:
+        raise Refused(400, f"{name} has {len(stops)} entries: expected at most {_MAX_STOPS}")
 
 
 def read_tools(
@@ -64,7 +72,7 @@ def read_tools(
     for tool in expect(body, "tools", list, "a list of tools", []):
         kind = (tool.get("type") or own) if isinstance(tool, Mapping) else None
         if not isinstance(kind, str) or (kind == own and not (has_form(tool) and isinstance(name_of(tool), str))):
-            raise Refused(400, f"tools has {tool!r}: expected a tool of the type {own!r} with a name")
+            raise Refused(400, f"tools has {shown(tool)}: expected a tool of the type {own!r} with a name")
         if kind == own:
             tools.append(tool)
         else:
@@ -81,7 +89,7 @@ def read_tool_choice(choice: Any) -> bool:
     """Whether calls are read; that there is one is not enforced, because a grammar changes what is sampled."""
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     if not (choice in (None, "auto", "none", "required") or (isinstance(choice, Mapping) and isinstance(kind, str))):
-        raise Refused(400, f"tool_choice={choice!r}: expected 'auto', 'none', 'required', or a tool")
+        raise Refused(400, f"tool_choice={shown(choice)}: expected 'auto', 'none', 'required', or a tool")
     return bool(kind != "none")
 
 
@@ -89,7 +97,7 @@ def _message(message: Any, at: int) -> dict[str, Any]:
     where = f"messages[{at}]"
     if not isinstance(message, Mapping) or message.get("role") not in list(_ROLES):  # a list has no hash
         role = message.get("role") if isinstance(message, Mapping) else message
-        raise Refused(400, f"{where} has the role {role!r}: expected one of {sorted(_ROLES)}")
+        raise Refused(400, f"{where} has the role {shown(role)}: expected one of {sorted(_ROLES)}")
     out: dict[str, Any] = {"role": _ROLES[message["role"]], "content": text_of(message.get("content"), where)}
     if calls := expect(message, "tool_calls", list, "a list of tool calls", None):
         out["tool_calls"] = [_call(call, where) for call in calls]
@@ -102,7 +110,7 @@ def _message(message: Any, at: int) -> dict[str, Any]:
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not {"name", "arguments"} <= function.keys():
-        raise Refused(400, f"{where} has the tool call {call!r}: expected a function with name and arguments")
+        raise Refused(400, f"{where} has the tool call {shown(call)}: expected a function with name and arguments")
     return {"id": call.get("id") or "", "type": "function", "function": {k: function[k] for k in ("name", "arguments")}}
 
 

@@ -8,9 +8,10 @@ tokens begin its prompt, so a row is always a sequence that the server saw.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from megarl.samples.sample import Completion, Row, TurnSpan, VersionSpan
 # rendered: the template decides on every turn what of them is shown; where it changes them, a new row begins.
 HISTORIES = ("generated", "rendered")
 
-Key = tuple[str, ...]  # the tools, then each message, in the form by which they are recognised
+Key = tuple[bytes, ...]  # a digest of the tools, and of all up to each message, in the form that recognises them
 
 
 class RenderedPrompt(NamedTuple):
@@ -51,15 +52,16 @@ class Turn:
 class Conversation:
     """Example: asked = c.prompt(messages); turn = c.add(asked, completion, answer={"role": "assistant", ...}).
 
+    `enough`: tokens; of a prompt that has many more, only the first are there, more than these.
     `counts`: appended, rendered: prompts of messages that went on from an answer, or were rendered as a whole.
     """
 
-    def __init__(self, template: ChatTemplate, *, history: str = "generated") -> None:
+    def __init__(self, template: ChatTemplate, *, history: str = "generated", enough: int | None = None) -> None:
         assert history in HISTORIES, f"history is one of {HISTORIES}, not {history!r}"
-        self._template, self._history = template, history
+        self._template, self._history, self._enough = template, history, enough
         self.turns: list[Turn] = []
         self.counts: Counter[str] = Counter({"appended": 0, "rendered": 0})
-        self._by_key: dict[Key, int] = {}  # the latest turn that ended so
+        self._by_key: dict[bytes, int] = {}  # the latest turn that ended so
         self._children: dict[int | None, list[int]] = {None: []}
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> RenderedPrompt:
@@ -67,11 +69,11 @@ class Conversation:
 
         Raises ValueError if the template refuses the messages.
         """
-        key = (json.dumps(list(tools), sort_keys=True), *map(_canonical, messages))
+        key = tuple(_digests([json.dumps(list(tools), sort_keys=True), *map(_canonical, messages)]))
         if self._history == "generated" and (ids := self._appended(messages, tools, key)) is not None:
             self.counts["appended"] += 1
             return RenderedPrompt(ids, key)
-        ids = self._template.whole(self._with_reasoning(messages, key), tools)
+        ids = self._template.whole(self._with_reasoning(messages, key), tools, self._enough)
         self.counts["rendered"] += 1
         return RenderedPrompt(ids, key)
 
@@ -84,7 +86,8 @@ class Conversation:
         self._children[parent].append(number)
         self._children[number] = []
         if asked.key and answer is not None:
-            self._by_key[(*asked.key, _canonical(answer))] = number
+            (ends,) = _digests([_canonical(answer)], asked.key[-1])
+            self._by_key[ends] = number
         return number
 
     def rows(self) -> tuple[Row, ...]:
@@ -129,14 +132,14 @@ class Conversation:
 
     def _appended(self, messages: Sequence[Message], tools: Tools, key: Key) -> list[int] | None:
         """The deepest turn that these messages begin with, and what follows it; None if there is none."""
-        ends = (end for end in range(len(key) - 1, 1, -1) if key[:end] in self._by_key)
+        ends = (end for end in range(len(key) - 1, 1, -1) if key[end - 1] in self._by_key)
         if (end := next(ends, None)) is None:
             return None
-        number, tail = self._by_key[key[:end]], messages[end - 1 :]  # key[0] is the tools
+        number, tail = self._by_key[key[end - 1]], messages[end - 1 :]  # key[0] is the tools
         turn = self.turns[number]
         if any(message["role"] == "assistant" for message in tail):  # an answer of which no ids are known
             return None
-        bridge = self._template.bridge(messages[end - 2], tail, tools)
+        bridge = self._template.bridge(messages[end - 2], tail, tools, self._enough)
         if bridge is None:
             return None
         completion = turn.completion
@@ -147,7 +150,7 @@ class Conversation:
         """The messages with the reasoning of recognised answers, which clients do not send back."""
         out = list(messages)
         for at, message in enumerate(messages):
-            number = self._by_key.get(key[: at + 2]) if message["role"] == "assistant" else None
+            number = self._by_key.get(key[at + 1]) if message["role"] == "assistant" else None
             answer = None if number is None else self.turns[number].answer
             if answer is not None and "reasoning_content" in answer:
                 out[at] = {**message, "reasoning_content": answer["reasoning_content"]}
@@ -212,6 +215,13 @@ def _canonical(message: Message) -> str:
         (call["function"]["name"], _parsed(call["function"]["arguments"])) for call in message.get("tool_calls") or []
     ]
     return json.dumps([message["role"], (message.get("content") or "").strip(), calls], sort_keys=True)
+
+
+def _digests(parts: Iterable[str], digest: bytes = b"") -> Iterator[bytes]:
+    """Of each part and all before it; `digest`: of what comes before the first."""
+    for part in parts:
+        digest = hashlib.sha256(digest + part.encode()).digest()
+        yield digest
 
 
 def _parsed(arguments: Any) -> Any:

@@ -13,16 +13,17 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
 from megarl.agents import anthropic_messages, chat_completions, responses
 from megarl.agents.fields import CHAT, IDS, MESSAGES, RESPONSES, SAMPLING, TEXT, RunValues, check_fields
-from megarl.agents.refusals import Refused, expect, expect_count
-from megarl.agents.session import ChatReply, ChatRequest, Policy, Session, closed, versions_json
-from megarl.data.chat import encode
-from megarl.io.http_limits import json_object, let_in, served
+from megarl.agents.refusals import OverLimit, Refused, expect, expect_count, shown
+from megarl.agents.session import TOKEN_BYTES, ChatReply, ChatRequest, Policy, Session, closed, versions_json
+from megarl.data.chat import encode_many
+from megarl.io.http_limits import body_of, json_object, json_of, let_in, served
 from megarl.rollout.pool.pool_server import RolloutFailed
 from megarl.samples.float32 import EXPECTED, is_finite
 
@@ -33,7 +34,7 @@ _MAX_CLOSED = 10_000  # sessions that are remembered; older ones are as unknown 
 _SESSIONS = "/sessions"
 _ANTHROPIC = "/v1/messages"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_Route = Callable[[web.Request, Session, dict[str, Any]], Awaitable[web.StreamResponse]]
+_Route = Callable[[web.Request, Session, dict[str, Any], int], Awaitable[web.StreamResponse]]
 
 
 class ChatApi(Protocol):
@@ -148,8 +149,9 @@ class Endpoint:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._session(request)  # before a byte of the body is read
             with session.noted():
-                body = await json_object(request)
-                return await route(request, self._session(request), body)
+                raw = await body_of(request)
+                body = await session.aside(len(raw), partial(json_of, raw))
+                return await route(request, self._session(request), body, len(raw))
 
         return handler
 
@@ -177,37 +179,53 @@ class Endpoint:
     def _chat(self, name: str, api: ChatApi) -> _Route:
         """A conversation in the form of one of the APIs."""
 
-        async def route(request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        async def route(request: web.Request, session: Session, body: dict[str, Any], size: int) -> web.StreamResponse:
             self._check(session, body, name)
-            asked = api.read(body, session.items)
+            asked = await session.aside(size, partial(api.read, body, session.items))
             self._say(asked.said)
-            reply = api.write(session.policy, body, await session.chat(asked), session.items)
+            replies = await session.chat(asked, size)
+            written = TOKEN_BYTES * sum(len(each.completion.token_ids) for each in replies)
+            reply = await session.aside(written, partial(api.write, session.policy, body, replies, session.items))
             return await _send(request, body, reply, api.events(reply, body))
 
         return route
 
-    async def _text(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+    async def _text(
+        self, request: web.Request, session: Session, body: dict[str, Any], size: int
+    ) -> web.StreamResponse:
         self._check(session, body, TEXT)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt
         if isinstance(prompt, str):
-            prompt = encode(self._policy.tokenizer, prompt)
+            read = partial(encode_many, self._policy.tokenizer, [prompt], enough=session.policy.max_tokens)
+            (prompt,) = await session.aside(size, read)
         limit = expect_count(body, "max_tokens")
         num = chat_completions.read_num(body)
-        if not isinstance(prompt, list) or any(isinstance(each, str) for each in prompt):
-            raise Refused(400, f"prompt={prompt!r}: expected one text, or one list of token ids")
+        if not isinstance(prompt, list) or any(isinstance(each, str) for each in prompt[:1]):
+            raise Refused(400, f"prompt={shown(prompt)}: expected one text, or one list of token ids")
         stop = chat_completions.read_stop(body, "stop")
         replies = await session.continue_ids(prompt, num, limit, stop=stop)
         reply = chat_completions.text_reply(session.policy, body, replies)
         return await _send(request, body, reply, chat_completions.text_events(reply, body))
 
-    async def _count_tokens(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+    async def _count_tokens(
+        self, request: web.Request, session: Session, body: dict[str, Any], size: int
+    ) -> web.StreamResponse:
         self._check(session, body, MESSAGES)
-        asked = anthropic_messages.read(body)
-        return web.json_response({"input_tokens": len(self._policy.template.whole(asked.messages, asked.tools))})
+        most = session.policy.max_tokens
 
-    async def _generate(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+        def count() -> int:
+            asked = anthropic_messages.read(body)
+            return len(self._policy.template.whole(asked.messages, asked.tools, most))
+
+        if (num := await session.aside(size, count)) > most:
+            raise OverLimit(f"the prompt has {session.policy.shown(num)} tokens, and an episode may have {most}")
+        return web.json_response({"input_tokens": num})
+
+    async def _generate(
+        self, request: web.Request, session: Session, body: dict[str, Any], _: int
+    ) -> web.StreamResponse:
         """Ids in, ids out, as trainers' own clients ask for them."""
         self._check(session, body, IDS)
         sampling = expect(body, "sampling_params", dict, "an object", {})
@@ -217,6 +235,7 @@ class Endpoint:
         num = chat_completions.read_num(sampling)
         choices = []
         stop_ids = expect(sampling, "stop_token_ids", list, "a list of token ids", [])
+        chat_completions.check_stops(stop_ids, "stop_token_ids")
         for index, reply in enumerate(await session.continue_ids(prompt_ids, num, limit, stop_ids)):
             completion = reply.completion
             pairs = zip(completion.token_ids, completion.log_probs, strict=True)
@@ -232,10 +251,10 @@ class Endpoint:
             )
         return web.json_response({"request_id": secrets.token_hex(12), "choices": choices})
 
-    async def _reward(self, request: web.Request, session: Session, body: dict[str, Any]) -> web.StreamResponse:
+    async def _reward(self, request: web.Request, session: Session, body: dict[str, Any], _: int) -> web.StreamResponse:
         reward = body.get("reward")
         if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not is_finite(reward):
-            raise Refused(400, f"reward={reward!r}: {EXPECTED}")
+            raise Refused(400, f"reward={shown(reward)}: {EXPECTED}")
         turn = expect(body, "turn", int, "the number of a turn, from 1 on", None)
         if turn is None:
             session.reward = float(reward)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.agents.refusals import GOES_ON, Refused
+from megarl.agents.refusals import GOES_ON, Refused, shown
 
 # The APIs; `sampling` is the object `sampling_params` of requests for ids.
 CHAT, RESPONSES, MESSAGES, TEXT = "chat", "responses", "messages", "text"
@@ -116,11 +116,11 @@ def check_fields(body: Mapping[str, Any], api: str, run: RunValues, ignore: Coll
             continue
         if field is None or not _is_of(field, api):
             known = sorted(name for name, each in FIELDS.items() if each.rule == READ and _is_of(each, api))
-            raise Refused(400, f"{name}={value!r}: this endpoint does not serve it; expected one of {known}")
+            raise Refused(400, f"{name}={shown(value)}: this endpoint does not serve it; expected one of {known}")
         taken = (*run.get(name, ()), *field.taken)
         if _with_effect(name, value, taken) in taken:
             continue
-        sentence = f"{name}={value!r}: {field.does.format(name=name, run=repr(taken[0]) if taken else '')}"
+        sentence = f"{name}={shown(value)}: {field.does.format(name=name, run=repr(taken[0]) if taken else '')}"
         if field.rule == AFTER:
             said[name] = sentence
         elif field.rule == RUN and name in ignore:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import Repr
 from typing import Any
 
 GOES_ON = "thread_unsupported_request"  # the code on which Anthropic's client asks again without a thread
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxstring, _REPR.maxother = 4, 20, 20, 200, 200
+shown = _REPR.repr  # of a value in a sentence; a large one is not written as a whole
 
 
 class Refused(Exception):
@@ -31,7 +35,7 @@ def expect(body: Mapping[str, Any], name: str, kind: Any, wanted: str, default: 
     if value is None and default is not ...:
         return default
     if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
-        raise Refused(400, f"{name}={value!r}: expected {wanted}")
+        raise Refused(400, f"{name}={shown(value)}: expected {wanted}")
     return value
 
 

@@ -8,15 +8,16 @@ import contextvars
 import itertools
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.answer import Answer, cut, read_answer
 from megarl.agents.conversation import Conversation, RenderedPrompt, Turn
-from megarl.agents.refusals import GOES_ON, OverLimit, Refused
+from megarl.agents.refusals import GOES_ON, OverLimit, Refused, shown
 from megarl.agents.tool_calls.call import Form
 from megarl.data.template import OPEN, ChatTemplate
 from megarl.rollout.collect import for_completion
@@ -28,7 +29,13 @@ from megarl.rollout.protocol import SamplingParams
 from megarl.samples.sample import Completion
 
 MAX_IDS = 1 << 31  # of a vocabulary whose size is not known
+LARGE = 1 << 13  # bytes of a request; what a smaller one needs is done within some ms
+TOKEN_BYTES = 4  # of an answer that is written as JSON, at least
+_THREADS = ThreadPoolExecutor(4, thread_name_prefix="large_request")
 MAX_REFUSED = 32  # requests over the limit, one after the other; then the agent does not read the refusals
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Policy:
     history: str = "generated"  # see conversation.HISTORIES
     urgent: bool = False  # see generate_completion
     ignore: tuple[str, ...] = ()  # fields of requests that the run's values replace
+
+    def shown(self, num: int) -> str:
+        """The number of tokens of a prompt; of one that is much too long not all are counted."""
+        return f"more than {self.max_tokens}" if num > self.max_tokens else str(num)
 
     def text(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -100,7 +111,7 @@ class Session:
         self.name = name
         self.policy = policy
         self.key = secrets.token_urlsafe(32)
-        self.conversation = Conversation(policy.template, history=policy.history)
+        self.conversation = Conversation(policy.template, history=policy.history, enough=policy.max_tokens)
         self.reward: float | None = None
         self.turn_rewards: defaultdict[int, float] = defaultdict(float)
         self.closed = self.over_limit = self.truncated = False
@@ -116,6 +127,7 @@ class Session:
         self._running: set[asyncio.Future[Any]] = set()
         self._pending: Counter[PendingRequest] = Counter()  # under way
         self._context = contextvars.copy_context()  # of the episode: requests of its agent may come by HTTP
+        self._one_large = asyncio.Lock()
         self._left = contextlib.ExitStack()
         self._affinity = self._left.enter_context(policy.pool.session(1))
 
@@ -138,13 +150,26 @@ class Session:
                 self.refused, self.num_refused = str(error), self.num_refused + 1
             raise
 
-    async def chat(self, request: ChatRequest) -> list[ChatReply]:
-        """Answers to messages.  Raises ValueError if the template refuses them, Refused, RolloutFailed."""
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns; where the size [bytes] is LARGE in a thread, which does one of a session at a time.
+
+        So the loop goes on, and an agent with many large requests waits for itself alone.
+        """
+        if size < LARGE:
+            return work()
+        async with self._one_large:
+            return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+    async def chat(self, request: ChatRequest, size: int = 0) -> list[ChatReply]:
+        """Answers to messages; `size`: of the request [bytes].
+
+        Raises ValueError if the template refuses them, Refused, RolloutFailed.
+        """
         if not request.messages or request.messages[-1]["role"] == "assistant":
             raise Refused(
                 400, "messages: the last one is the assistant's or there is none; expected a question behind it"
             )
-        prompt = self.conversation.prompt(request.messages, request.tools)
+        prompt = await self.aside(size, lambda: self.conversation.prompt(request.messages, request.tools))
         form, tools = self.policy.tool_form, request.tools if request.read_calls else []
         opened = self.policy.text(prompt.prompt_ids[-4:]).rstrip().endswith(OPEN)
         replies = []
@@ -172,9 +197,9 @@ class Session:
     ) -> list[ChatReply]:
         """The same for a prompt of ids.  `stop_ids`: tokens that end these answers too; `stop`: see ChatRequest."""
         most = (self.policy.pool.settings.num_ids or MAX_IDS) - 1
-        for token in (*prompt_ids, *stop_ids):
+        for token in (*prompt_ids[: self.policy.max_tokens + 1], *stop_ids):  # with more it is refused anyway
             if type(token) is not int or not 0 <= token <= most:
-                raise Refused(400, f"{token!r} is no token id: expected 0 to {most}")
+                raise Refused(400, f"{shown(token)} is no token id: expected 0 to {most}")
         if not prompt_ids:
             raise Refused(400, "the prompt has no token ids: expected one or more")
         replies = []
@@ -255,8 +280,8 @@ class Session:
         room = (left + held) // num - len(prompt_ids)
         if room < 1:
             raise OverLimit(
-                f"the prompt has {len(prompt_ids)} tokens, and the episode {max(0, left + held)} of its "
-                f"{policy.max_tokens} left: it is over"
+                f"the prompt has {policy.shown(len(prompt_ids))} tokens, and the episode {max(0, left + held)} of "
+                f"its {policy.max_tokens} left: it is over"
             )
         room = min(room, policy.params.max_new_tokens, max_tokens or room)
         return PendingRequest(row, num, num * (len(prompt_ids) + room)), room

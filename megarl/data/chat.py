@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megarl.data.template import ChatTemplate, Tools
+from megarl.data.template import ChatTemplate, Tools, front
 
 Text = str | list[dict[str, Any]]
 BLOCK = 256  # texts that are encoded together: what a tokenizer needs meanwhile is a hundred times as large
-CHARS_OF_TOKEN = 16  # a text of so many characters for each token is probably too long
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -59,7 +58,7 @@ def encode_many(
     # A chat template adds its own special tokens; for plain text the tokenizer adds them.
     if enough is not None:
         unsure = max(map(len, tokenizer.get_vocab()))
-        rendered = [_front(tokenizer, text, enough, unsure) for text in rendered]
+        rendered = [front(tokenizer, text, enough, unsure) for text in rendered]
     ids: list[list[int]] = [[] for _ in texts]
     for is_chat in (False, True):
         where = [i for i, text in enumerate(texts) if isinstance(text, list) == is_chat]
@@ -111,18 +110,6 @@ def encode_strings(
     num = next((at for at in starts if ids[at : at + len(bare)] == bare), 0)  # special tokens at the front
     doubled = ids[:num] * 2
     return [ids[num:] if num and ids[: 2 * num] == doubled else ids for ids in encoded]
-
-
-def _front(tokenizer: PreTrainedTokenizerBase, text: str, enough: int, unsure: int) -> str:
-    """A text, or so much of it that has certainly more than `enough` tokens.
-
-    `unsure`: the last characters of a part, which may be within a longer token of the whole text.
-    """
-    front = text[: CHARS_OF_TOKEN * enough + unsure]
-    if len(front) == len(text):
-        return text
-    (ids,) = encode_strings(tokenizer, [front], add_special_tokens=False)
-    return front if len(ids) > enough + unsure else text
 
 
 def check_ids(texts: Iterable[tuple[str, np.ndarray]], tokenizer: PreTrainedTokenizerBase, num_ids: int | None) -> None:

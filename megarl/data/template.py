@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,7 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 OPEN, CLOSE = "<think>", "</think>"  # around the reasoning in an answer
+CHARS_OF_TOKEN = 16  # a text of so many characters for each token is probably too long
 MARKERS = ("zqmarkerzq", "qxothermarkxq")  # letters only: they merge with no neighbour that a template writes
 _QUESTION: Message = {"role": "user", "content": "x"}
 PROBE_TOOLS: Tools = (
@@ -75,9 +77,12 @@ class ChatTemplate:
 
     # ---- rendering
 
-    def whole(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Ids of all messages and the header of the next answer.  Raises ValueError if the template refuses them."""
-        return self.ids(self.text(messages, tools, answer_follows=True))
+    def whole(self, messages: Sequence[Message], tools: Tools = (), enough: int | None = None) -> list[int]:
+        """Ids of all messages and the header of the next answer; `enough`: see `ids`.
+
+        Raises ValueError if the template refuses them.
+        """
+        return self.ids(self.text(messages, tools, answer_follows=True), enough)
 
     def text(self, messages: Sequence[Message], tools: Tools = (), *, answer_follows: bool) -> str:
         """The messages as the template writes them, and with `answer_follows` the header of the next answer.
@@ -111,15 +116,17 @@ class ChatTemplate:
                 f"the chat template leaves out {what}; expected a template that writes it, or rows without"
             )
 
-    def bridge(self, answer: Message, tail: Sequence[Message], tools: Tools = ()) -> Bridge | None:
+    def bridge(
+        self, answer: Message, tail: Sequence[Message], tools: Tools = (), enough: int | None = None
+    ) -> Bridge | None:
         """What follows `answer`, of which only the tool calls count: the messages `tail` and the next answer's header.
 
-        None if the template does not allow it; `why_no_bridge` then has the reason.
+        `enough`: see `ids`.  None if the template does not allow it; `why_no_bridge` then has the reason.
         """
         if self.why_no_bridge(tail, with_tools=bool(tools)) is not None:
             return None
         try:
-            return self._bridge(answer, tail, tools, MARKERS[0])
+            return self._bridge(answer, tail, tools, MARKERS[0], enough)
         except ValueError:
             return None
 
@@ -174,7 +181,9 @@ class ChatTemplate:
         text = self.text(marked, tools, answer_follows=False)
         return next((what for mark, what in given.items() if mark not in text), None)
 
-    def _bridge(self, answer: Message, tail: Sequence[Message], tools: Tools, marker: str) -> Bridge:
+    def _bridge(
+        self, answer: Message, tail: Sequence[Message], tools: Tools, marker: str, enough: int | None = None
+    ) -> Bridge:
         """Raises ValueError if the end of the answer is not where a marker ends, at a special token."""
         stand_in = [_QUESTION, _marked(answer, marker)]
         alone = self.text(stand_in, tools, answer_follows=False)
@@ -184,7 +193,7 @@ class ChatTemplate:
             raise ValueError("the template leaves out an answer, or a part of it")
         # Special tokens are atomic: behind one, this text has the same tokens as in the whole conversation.
         end = self.ids(alone.split(marker, num_markers)[-1])
-        behind = self.ids(followed.split(marker, num_markers)[-1])
+        behind = self.ids(followed.split(marker, num_markers)[-1], enough)
         at = _common(end, behind)
         for kind in (self.stop_ids, self.special_ids):
             inside = [i for i in range(at) if behind[i] in kind]
@@ -239,9 +248,27 @@ class ChatTemplate:
             ]
         return out
 
-    def ids(self, text: str) -> list[int]:
-        """Ids of a text that was rendered."""
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def ids(self, text: str, enough: int | None = None) -> list[int]:
+        """Ids of a text that was rendered; `enough`: of one that has many more, only the first, more than these."""
+        if enough is not None:
+            text = front(self._tokenizer, text, enough, self._longest_token)
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def front(tokenizer: PreTrainedTokenizerBase, text: str, enough: int, unsure: int) -> str:
+    """A text, or so much of it that has certainly more than `enough` tokens.
+
+    `unsure`: the last characters of a part, which may be within a longer token of the whole text.
+    """
+    part = text[: CHARS_OF_TOKEN * enough + unsure]
+    if len(part) == len(text):
+        return text
+    ids = tokenizer.encode(part, add_special_tokens=False, verbose=False)
+    return part if len(ids) > enough + unsure else text
 
 
 def _marked(answer: Message, marker: str) -> dict[str, Any]:

@@ -222,7 +222,7 @@ REFUSED = [
     ({"messages": [{"role": "assistant", "content": "I"}]}, "messages: the last one is the assistant's"),
     ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0] has the role 'boss'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] has a part of type 'image_ur"),
-    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: the prompt has 50"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "prompt is too long: the prompt has more than 4096"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "the body is no JSON"),
 ]
 
