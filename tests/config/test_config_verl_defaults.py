@@ -44,6 +44,7 @@ MAY_CHANGE = {
     *("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high", "actor.clip_ratio_c"),
     *(f"{role}.megatron.expert_model_parallel_size" for role in ("actor", "critic", "ref")),
     *("algorithm.policy_loss_fn", "algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+    "agent.tool_parser",  # verl always reads Hermes' form; ours, the one that the chat template writes
     *("rollout.bucket_bytes", "reward.num_workers", "trainer.async_save", "trainer.share_prefixes"),
     *("actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu", "ref.ppo_max_token_len_per_gpu"),
 }
