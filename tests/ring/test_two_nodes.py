@@ -23,7 +23,7 @@ from megarl.rollout.client import ServerClient
 from megarl.servers.server_process import free_ports
 
 pytestmark = [pytest.mark.dist, pytest.mark.full]
-COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=7", "trainer.save_freq=2"]
+COMMON = [*PPO, "rollout.num_servers=2", "trainer.total_training_steps=10", "trainer.save_freq=2"]
 STARTED: list[subprocess.Popen[bytes]] = []
 TOKEN = "the secret of these tests"
 
