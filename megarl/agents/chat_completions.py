@@ -27,8 +27,7 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
         _message(message, at) for at, message in enumerate(expect(body, "messages", list, "a list of messages"))
     ]
     tools, said = read_tools(body, "function", lambda tool: isinstance(tool.get("function"), Mapping))
-    # `strict` asks for a grammar; a request that only describes the tool keeps its meaning without it.
-    functions = [{name: value for name, value in tool["function"].items() if name != "strict"} for tool in tools]
+    functions = [_function(tool["function"]) for tool in tools]
     return ChatRequest(
         messages,
         [{"type": "function", "function": function} for function in functions],
@@ -39,6 +38,12 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
         stop=read_stop(body, "stop"),
         said=said,
     )
+
+
+def _function(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys in one order, as clients have several and the prompt shows it.  `strict`, which asks for a grammar, goes."""
+    order = ("name", "description", "parameters", *given)
+    return {key: given[key] for key in order if key in given and key != "strict"}
 
 
 def read_num(body: Mapping[str, Any]) -> int:

@@ -233,6 +233,16 @@ async def opened(ask):
     return (await ask("/sessions", {"name": "other"}, key=TOKEN)).json()["key"]
 
 
+async def test_the_order_in_which_a_client_writes_a_tool_changes_no_prompt():
+    async with speaking("hi") as (ask, _, _, seen):
+        for path, tools in TOOLS_OF.items():
+            functions = [tool.get("function", tool) | {"description": "Adds."} for tool in tools]
+            for given in (functions[0], dict(reversed(functions[0].items()))):
+                tool = {"function": given, "type": "function"} if path == CHAT else given
+                assert (await ask(path, body_of(path, tools=[tool]))).status_code == 200
+        assert len(seen[0]) == 6 and len({tuple(body["input_ids"]) for body in seen[0]}) == 1
+
+
 async def test_models_are_shown_in_the_forms_of_both_clients():
     async with speaking("hi") as (ask, _, _, _):
         listed = await ask("/v1/models", method="GET")

@@ -1,0 +1,78 @@
+"""Stock clients and programs from npm, unchanged: equal conversations leave equal rows, and every token is recorded."""
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from agent_endpoint import CALL, THOUGHT, Scripted, chat, check_exact, endpoint_of, speaking
+
+pytestmark = pytest.mark.agents
+
+CLIENTS = Path(__file__).parent / "clients"
+PACKAGES = Path(os.environ["MEGARL_NPM_AGENTS"]) / "node_modules"
+TEXTS = [THOUGHT + CALL, THOUGHT + "And 4." + CALL.replace('12, "b": 3', '15, "b": 4'), THOUGHT + "It is 19."]
+FUNCTION = {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+}
+WAYS = [
+    ("with_ai", "anthropic"),
+    ("with_ai", "anthropic_streamed"),
+    ("with_ai", "openai"),
+    ("with_ai", "openai_chat"),
+    ("with_ai", "openai_chat_streamed"),
+    ("with_ai", "openai_compatible"),
+    ("with_ai", "openai_compatible_streamed"),
+    ("with_ai", "openai_streamed"),
+    ("with_anthropic", "streamed"),
+    ("with_anthropic", "whole"),
+    ("with_openai", "chat"),
+    ("with_openai", "chat_streamed"),
+    ("with_openai", "responses"),
+    ("with_openai", "responses_streamed"),
+]
+
+
+async def ended(program, *words, **options):
+    """What a program printed."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(program, *words, stdout=pipe, stderr=pipe, **options)
+    said, errors = await asyncio.wait_for(process.communicate(), 240)
+    assert process.returncode == 0, (said + errors).decode()
+    return said.decode()
+
+
+async def rows_by_hand():
+    """Of the same conversation in requests that no client wrote."""
+    async with speaking(*TEXTS) as (ask, session, _, seen):
+        messages = [{"role": "user", "content": "12 + 3 + 4?"}]
+        for result in ("15", "19", None):
+            reply = await ask("/v1/chat/completions", chat(messages, tools=[{"type": "function", "function": FUNCTION}]))
+            (choice,) = reply.json()["choices"]
+            messages.append(choice["message"])
+            for call in choice["message"].get("tool_calls", ()):
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        return check_exact(session, seen)
+
+
+@pytest.mark.parametrize(("client", "way"), WAYS)
+async def test_a_loop_with_a_tool_leaves_the_rows_of_plain_requests(client, way, tmp_path):
+    for script in CLIENTS.glob("*.mjs"):
+        shutil.copy(script, tmp_path)
+    (tmp_path / "node_modules").symlink_to(PACKAGES)  # where Node.js looks for packages
+    async with endpoint_of(Scripted("qwen3", TEXTS)) as (endpoint, seen):
+        session = endpoint.open("0-17/0")
+        said = await ended(PACKAGES / ".bin/node", tmp_path / f"{client}.mjs", endpoint.url, session.key, way)
+        assert said == "It is 19.\n"
+        rows = check_exact(session, seen)
+        assert session.num_refused == 0 and session.conversation.counts == {"appended": 2, "rendered": 1}
+    assert rows == await rows_by_hand()
