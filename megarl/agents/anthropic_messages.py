@@ -22,6 +22,10 @@ _ERRORS = {
 
 def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
     """Raises Refused for a request of another form."""
+    tools, said = read_tools(body, "custom", lambda tool: "input_schema" in tool)
+    shown_now = [_function(tool) for tool in tools if not tool.get("defer_loading")]
+    deferred = [_function(tool) for tool in tools if tool.get("defer_loading")]
+    functions = {each["function"]["name"]: each for each in [*shown_now, *deferred]}
     messages: list[dict[str, Any]] = []
     if system := text_of(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
@@ -31,17 +35,19 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if role == "system":
             messages.append({"role": "system", "content": text_of(content, f"messages[{at}]")})
-        elif role in ("user", "assistant"):
-            messages += (_user if role == "user" else _assistant)(blocks, f"messages[{at}]")
+        elif role == "user":
+            messages += _user(blocks, f"messages[{at}]", functions)
+        elif role == "assistant":
+            messages += _assistant(blocks, f"messages[{at}]")
         else:
             raise Refused(400, f"messages[{at}] has the role {shown(role)}: expected user, assistant or system")
     choice = expect(body, "tool_choice", Mapping, "an object with a type", {"type": "auto"})
     if choice.get("type") not in ("auto", "any", "tool", "none"):
         raise Refused(400, f"tool_choice={shown(choice)}: expected the type auto, any, tool or none")
-    tools, said = read_tools(body, "custom", lambda tool: "input_schema" in tool)
     return ChatRequest(
         messages,
-        [{"type": "function", "function": _function(tool)} for tool in tools],
+        shown_now,
+        deferred=deferred,
         max_tokens=expect_count(body, "max_tokens"),
         read_calls=choice["type"] != "none",
         one_call=bool(choice.get("disable_parallel_tool_use")),
@@ -52,19 +58,30 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
     described = {"description": tool["description"]} if tool.get("description") else {}
-    return {"name": tool["name"], **described, "parameters": tool["input_schema"]}
+    return {"type": "function", "function": {"name": tool["name"], **described, "parameters": tool["input_schema"]}}
 
 
-def _user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
+def _user(blocks: list[Any], where: str, functions: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Results of tools first, as Anthropic's API wants them; then the text."""
     results, texts = [], []
     for block in blocks:
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            content = text_of(block.get("content"), where)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            content = block.get("content")
+            parts = [_found(part, where, functions) for part in content] if isinstance(content, list) else content
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text_of(parts, where)})
         else:
             texts.append(text_of(block, where))
     return results + ([{"role": "user", "content": "".join(texts)}] if texts else [])
+
+
+def _found(part: Any, where: str, functions: Mapping[str, Any]) -> Any:
+    """The tool that a part of a result names, from where on the model knows it; other parts as they are."""
+    if not isinstance(part, Mapping) or part.get("type") != "tool_reference":
+        return part
+    name = part.get("tool_name")
+    if not isinstance(name, str) or name not in functions:
+        raise Refused(400, f"{where} refers to the tool {shown(name)}: expected one of {sorted(functions)}")
+    return {"text": json.dumps(functions[name], ensure_ascii=False) + "\n"}
 
 
 def _assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:

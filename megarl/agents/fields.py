@@ -29,7 +29,8 @@ read | messages | system | | a system message
 read | text | prompt | | text, or token ids
 read | ids | token_ids | | the prompt
 read | ids | sampling_params | | an object with further fields of this table
-read | chat responses messages | tools | | functions; other kinds, such as web_search, are left out, which is said once
+read | chat responses messages | tools | | functions, those of a namespace as `NAMESPACE__NAME`; with `defer_loading` \
+a tool stands in the result that names it; other kinds, such as web_search, are left out, which is said once
 read | chat messages text sampling | max_tokens | | tokens of this answer
 read | chat | max_completion_tokens | | tokens of this answer
 read | responses | max_output_tokens | | tokens of this answer

@@ -46,11 +46,12 @@ OPENAI_MODEL OPENAI_DEFAULT_MODEL ANTHROPIC_MODEL ANTHROPIC_DEFAULT_OPUS_MODEL A
 ANTHROPIC_DEFAULT_HAIKU_MODEL ANTHROPIC_SMALL_FAST_MODEL CLAUDE_CODE_SUBAGENT_MODEL
 """
 _STATUS = ("status", "status_code", "code")  # where clients keep it
-# And what their messages contain: the code and the words of OverLimit, or the status as clients write it.
+# And what their messages contain: the code and the words of OverLimit, the status as clients write it, or the words of
+# Claude Code and Codex.
 _SENTENCES = re.compile(
     r"context_length_exceeded|prompt is too long: the "
     r"|\b(?:Error code: 400|HTTP Error 400: |returned error: 400|400, message=|400 Client Error: )"
-    r"|Client error '400 "
+    r"|Client error '400 |Prompt is too long$|Codex ran out of room in the model's context window"
 )
 
 

@@ -19,7 +19,7 @@ def read(body: Mapping[str, Any], known: Mapping[str, Sequence[Any]] = {}) -> Ch
         messages.append({"role": "system", "content": instructions})
     for at, item in enumerate(_input(body, known)):
         _add(messages, item, f"input[{at}]")
-    tools, said = read_tools(body, "function", lambda tool: "name" in tool)
+    tools, said = read_tools({"tools": _unfolded(body)[0]}, "function", lambda tool: "name" in tool)
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)} for tool in tools
     ]
@@ -31,6 +31,28 @@ def read(body: Mapping[str, Any], known: Mapping[str, Sequence[Any]] = {}) -> Ch
         one_call=not expect(body, "parallel_tool_calls", bool, "true or false", True),
         said=said,
     )
+
+
+def _unfolded(body: Mapping[str, Any]) -> tuple[list[Any], dict[str, dict[str, str]]]:
+    """The tools of a request, those of a namespace (Codex: of MCP) as NAMESPACE__NAME, and how calls name these."""
+    tools: list[Any] = []
+    names = {}
+    for tool in expect(body, "tools", list, "a list of tools", []):
+        space = tool.get("name") if isinstance(tool, Mapping) and tool.get("type") == "namespace" else None
+        if not isinstance(space, str):
+            tools.append(tool)
+            continue
+        for each in expect(tool, "tools", list, "a list of tools", []):
+            unfolded = each
+            if isinstance(each, Mapping) and isinstance(each.get("name"), str):
+                unfolded = {**each, "name": _long_name(each["name"], space)}
+                names[unfolded["name"]] = {"name": each["name"], "namespace": space}
+            tools.append(unfolded)
+    return tools, names
+
+
+def _long_name(name: Any, space: Any) -> Any:
+    return f"{space}__{name}" if isinstance(space, str) else name
 
 
 def _input(body: Mapping[str, Any], known: Mapping[str, Sequence[Any]]) -> list[Any]:
@@ -65,7 +87,8 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     elif kind == "message" and item.get("role") == "assistant":
         answer(messages)["content"] += text_of(item.get("content"), where)
     elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        name = _long_name(item.get("name"), item.get("namespace"))
+        function = {"name": name, "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         answer(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
@@ -89,7 +112,7 @@ def write(
     (reply,) = replies
     cut = reply.completion.finish_reason == "length"
     num_prompt, num_generated = len(reply.prompt_ids), len(reply.completion.token_ids)
-    response_id, items = _new("resp"), _items(reply, "incomplete" if cut else "completed")
+    response_id, items = _new("resp"), _items(reply, body, "incomplete" if cut else "completed")
     known |= {response_id: [*_input(body, known), *items], **{item["id"]: [item] for item in items}}
     return {
         "id": response_id,
@@ -118,7 +141,7 @@ def write(
     }
 
 
-def _items(reply: ChatReply, status: str) -> list[dict[str, Any]]:
+def _items(reply: ChatReply, body: Mapping[str, Any], status: str) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reply.answer.reasoning:
         thought = [{"type": "reasoning_text", "text": reply.answer.reasoning}]
@@ -127,8 +150,9 @@ def _items(reply: ChatReply, status: str) -> list[dict[str, Any]]:
         part = {"type": "output_text", "text": reply.answer.content, "annotations": [], "logprobs": []}
         item = {"id": _new("msg"), "type": "message", "role": "assistant", "content": [part], "status": status}
         items.append(item)
+    names = _unfolded(body)[1]
     for call in reply.message.get("tool_calls", ()):
-        function = {"call_id": call["id"], **call["function"]}
+        function = {"call_id": call["id"], **call["function"], **names.get(call["function"]["name"], {})}
         items.append({"id": _new("fc"), "type": "function_call", "status": status, **function})
     return items
 

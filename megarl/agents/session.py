@@ -68,6 +68,7 @@ class ChatRequest:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
+    deferred: list[dict[str, Any]] = field(default_factory=list)  # tools that stand in results alone
     num: int = 1  # answers
     max_tokens: int | None = None  # of each answer; None: as many as the run allows
     read_calls: bool = True  # False: tool_choice is "none"
@@ -170,7 +171,7 @@ class Session:
                 400, "messages: the last one is the assistant's or there is none; expected a question behind it"
             )
         prompt = await self.aside(size, lambda: self.conversation.prompt(request.messages, request.tools))
-        form, tools = self.policy.tool_form, request.tools if request.read_calls else []
+        form, tools = self.policy.tool_form, [*request.tools, *request.deferred] if request.read_calls else []
         opened = self.policy.text(prompt.prompt_ids[-4:]).rstrip().endswith(OPEN)
         replies = []
         for completion in await self._generate(prompt.prompt_ids, request.num, request.max_tokens):

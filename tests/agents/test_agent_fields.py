@@ -121,14 +121,56 @@ async def test_a_form_that_is_wanted_is_not_enforced_which_is_said_once(path, fi
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 async def test_tools_of_a_provider_are_left_out_which_is_said_once(path, caplog):
-    others = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "namespace", "name": "x", "tools": []}]
+    others = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "code_interpreter"}]
     async with speaking(CALL, "hi") as (ask, session, _, seen):
         reply = await ask(path, body_of(path, tools=[*others, *TOOLS_OF[path]]))
         assert parts_of(path, reply.json())[1] == ["add"]
         assert parts_of(path, (await ask(path, body_of(path, tools=others))).json())[0] == "hi"
-        assert caplog.text.count("['namespace', 'web_search_20250305']: they run at a provider") == 1
+        assert caplog.text.count("['code_interpreter', 'web_search_20250305']: they run at a provider") == 1
         asked = [session.policy.text(body["input_ids"]) for body in seen[0]]
         assert "web_search" not in asked[0] and "add" in asked[0] and "<tools>" not in asked[1]
+
+
+async def test_functions_of_a_namespace_are_called_by_a_longer_name_in_the_prompt_alone():
+    """As Codex sends the tools of MCP."""
+    one, two = CALL.replace("add", "sums__add"), CALL.replace("add", "sub")
+    async with speaking(one + two, "It is 15.") as (ask, session, _, seen):
+        functions = [{"type": "function", **FUNCTION}, {"type": "web_search"}]
+        spaces = [{"type": "namespace", "name": "sums", "tools": functions}, {"type": "namespace"}]
+        body = body_of(RESPONSES, tools=[*spaces, {"type": "function", **FUNCTION, "name": "sub"}])
+        items = (await ask(RESPONSES, body)).json()["output"]
+        assert [(item["name"], item.get("namespace")) for item in items] == [("add", "sums"), ("sub", None)]
+        results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "15"} for item in items]
+        body["input"] = [{"role": "user", "content": body["input"]}, *items, *results]
+        assert (await ask(RESPONSES, body)).json()["output"][0]["content"][0]["text"] == "It is 15."
+        assert session.conversation.counts == {"appended": 1, "rendered": 1}
+        (row,) = check_exact(session, seen)
+        assert '"name": "sums__add"' in session.policy.text(row.token_ids)
+        body["tools"] = [{"type": "namespace", "name": "sums", "tools": ["add"]}]
+        assert "tools has 'add'" in (await ask(RESPONSES, body)).json()["error"]["message"]
+
+
+async def test_a_tool_that_is_loaded_later_stands_in_the_result_that_names_it():
+    """As Claude Code sends most of its tools: it searches for them with another one."""
+    find = {"name": "find", "input_schema": {"type": "object"}}
+    late = {"name": "add", "description": "Adds late.", "input_schema": FUNCTION["parameters"], "defer_loading": True}
+    search = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
+    async with speaking(search, CALL, "It is 15.") as (ask, session, _, seen):
+        body = body_of(MESSAGES, tools=[find, late])
+        messages = body["messages"] = [*body["messages"]]
+        for result in ([{"type": "tool_reference", "tool_name": "add"}], "15"):
+            reply = (await ask(MESSAGES, body)).json()
+            (call,) = [block for block in reply["content"] if block["type"] == "tool_use"]
+            block = {"type": "tool_result", "tool_use_id": call["id"], "content": result}
+            messages += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": [block]}]
+        assert parts_of(MESSAGES, (await ask(MESSAGES, body)).json())[0] == "It is 15."
+        assert session.conversation.counts == {"appended": 2, "rendered": 1}
+        check_exact(session, seen)
+        first, second, _ = [session.policy.text(sent["input_ids"]) for sent in seen[0]]
+        assert "Adds late." not in first and "Adds late." in second.removeprefix(first)
+        body["tools"] = [find]
+        refused = (await ask(MESSAGES, body)).json()["error"]["message"]
+        assert refused == "messages[2] refers to the tool 'add': expected one of ['find']"
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])

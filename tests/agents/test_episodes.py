@@ -216,6 +216,8 @@ def test_an_error_of_a_client_or_one_raised_from_it_is_told_from_a_fault_behind_
         RuntimeError("400 Client Error: Bad Request for url: http://x/v1/chat/completions"),
         RuntimeError("Client error '400 Bad Request' for url 'http://x/v1/chat/completions'"),
         RuntimeError("prompt is too long: the prompt has 9 tokens, and the episode 4 of its 20 left: it is over"),
+        RuntimeError("claude ended with exit code 1; the last that it said: Prompt is too long"),
+        RuntimeError('{"error":{"message":"Codex ran out of room in the model\'s context window."}}'),
     ):
         assert is_refusal(error), error
     for sentence in ("expected 400 rows, got 3", "HTTP 400 from search tool", "the game? it is over", "line 400: x"):

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from agent_endpoint import CALL, THOUGHT, Scripted, chat, check_exact, endpoint_of, speaking
 
+from megarl.agents.process import variables
+from megarl.rollout.protocol import SamplingParams
+
 pytestmark = pytest.mark.agents
 
 CLIENTS = Path(__file__).parent / "clients"
@@ -24,6 +27,7 @@ FUNCTION = {
         "additionalProperties": False,
     },
 }
+TOOLS = [{"type": "function", "function": FUNCTION}]
 WAYS = [
     ("with_ai", "anthropic"),
     ("with_ai", "anthropic_streamed"),
@@ -42,11 +46,11 @@ WAYS = [
 ]
 
 
-async def ended(program, *words, **options):
-    """What a program printed."""
+async def ended(program, *words, given=b"", **options):
+    """What a program printed that got `given` as its input."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(program, *words, stdout=pipe, stderr=pipe, **options)
-    said, errors = await asyncio.wait_for(process.communicate(), 240)
+    process = await asyncio.create_subprocess_exec(program, *words, stdin=pipe, stdout=pipe, stderr=pipe, **options)
+    said, errors = await asyncio.wait_for(process.communicate(given), 240)
     assert process.returncode == 0, (said + errors).decode()
     return said.decode()
 
@@ -56,7 +60,7 @@ async def rows_by_hand():
     async with speaking(*TEXTS) as (ask, session, _, seen):
         messages = [{"role": "user", "content": "12 + 3 + 4?"}]
         for result in ("15", "19", None):
-            reply = await ask("/v1/chat/completions", chat(messages, tools=[{"type": "function", "function": FUNCTION}]))
+            reply = await ask("/v1/chat/completions", chat(messages, tools=TOOLS))
             (choice,) = reply.json()["choices"]
             messages.append(choice["message"])
             for call in choice["message"].get("tool_calls", ()):
@@ -76,3 +80,46 @@ async def test_a_loop_with_a_tool_leaves_the_rows_of_plain_requests(client, way,
         rows = check_exact(session, seen)
         assert session.num_refused == 0 and session.conversation.counts == {"appended": 2, "rendered": 1}
     assert rows == await rows_by_hand()
+
+
+# ---- programs, with the variables that an agent's process has
+
+
+CLAUDE = ["claude", "-p", "--allowedTools", "Bash"]
+PROVIDER = 'model_providers.megarl={name="megarl",base_url="URL/v1",env_key="OPENAI_API_KEY",wire_api="responses"}'
+CODEX = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "policy"]
+CODEX += ["--config", "model_provider=megarl", "--config", PROVIDER]
+
+
+def call_of(name, **arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+PROGRAMS = [
+    pytest.param(CLAUDE, call_of("Bash", command="cat note.txt"), id="claude"),
+    pytest.param(CODEX, call_of("exec_command", cmd="cat note.txt"), id="codex"),
+]
+
+
+@pytest.mark.parametrize(("command", "call"), PROGRAMS)
+async def test_a_program_reads_a_file_in_two_turns_of_one_row(command, call, tmp_path):
+    (tmp_path / "note.txt").write_text("the word is plum\n")
+    (tmp_path / "home").mkdir()
+    texts = [THOUGHT + "I look." + call, THOUGHT + "It is plum."]
+    params = SamplingParams(max_new_tokens=1000, sampling_seed=3)
+    async with endpoint_of(Scripted("qwen3", texts), params=params, max_tokens=200_000) as (endpoint, seen):
+        session = endpoint.open("0-17/0")
+        environment = {
+            **variables(endpoint.url_of(session), session.key, "policy"),
+            "PATH": f"{PACKAGES / '.bin'}:{os.environ['PATH']}",
+            "HOME": str(tmp_path / "home"),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+        words = [word.replace("URL", endpoint.url_of(session)) for word in command]
+        said = await ended(*words, given=b"Which word is in note.txt?", cwd=tmp_path, env=environment)
+        assert said.strip().endswith("It is plum.")
+        (row,) = check_exact(session, seen)
+        assert session.num_refused == 0 and session.conversation.counts == {"appended": 1, "rendered": 1}
+        assert session.counts == {"tool_calls": 1, "malformed_tool_calls": 0}
+        text = session.policy.text(row.token_ids)
+        assert "Which word is in note.txt?" in text and "the word is plum" in text.partition(call)[2]
