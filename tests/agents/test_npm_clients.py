@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from agent_endpoint import CALL, THOUGHT, Scripted, chat, check_exact, endpoint_of, speaking
+from readme_blocks import files
 
 from megarl.agents.process import variables
 from megarl.rollout.protocol import SamplingParams
@@ -82,44 +83,29 @@ async def test_a_loop_with_a_tool_leaves_the_rows_of_plain_requests(client, way,
     assert rows == await rows_by_hand()
 
 
-# ---- programs, with the variables that an agent's process has
+# ---- programs, by the scripts of the documentation, with the variables that an agent's process has
+
+SCRIPTS = files()
+PROGRAMS = [("claude.sh", "Bash", "command"), ("codex.sh", "exec_command", "cmd")]
 
 
-CLAUDE = ["claude", "-p", "--allowedTools", "Bash"]
-PROVIDER = 'model_providers.megarl={name="megarl",base_url="URL/v1",env_key="OPENAI_API_KEY",wire_api="responses"}'
-CODEX = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "--model", "policy"]
-CODEX += ["--config", "model_provider=megarl", "--config", PROVIDER]
-
-
-def call_of(name, **arguments):
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-
-
-PROGRAMS = [
-    pytest.param(CLAUDE, call_of("Bash", command="cat note.txt"), id="claude"),
-    pytest.param(CODEX, call_of("exec_command", cmd="cat note.txt"), id="codex"),
-]
-
-
-@pytest.mark.parametrize(("command", "call"), PROGRAMS)
-async def test_a_program_reads_a_file_in_two_turns_of_one_row(command, call, tmp_path):
+@pytest.mark.parametrize(("script", "tool", "argument"), PROGRAMS)
+async def test_a_program_reads_a_file_in_two_turns_of_one_row(script, tool, argument, tmp_path):
     (tmp_path / "note.txt").write_text("the word is plum\n")
-    (tmp_path / "home").mkdir()
-    texts = [THOUGHT + "I look." + call, THOUGHT + "It is plum."]
+    (tmp_path / script).write_text(SCRIPTS[script])
+    call = {"name": tool, "arguments": {argument: f"cat {tmp_path}/note.txt"}}
+    texts = [f"{THOUGHT}I look.<tool_call>\n{json.dumps(call)}\n</tool_call>", THOUGHT + "It is plum."]
     params = SamplingParams(max_new_tokens=1000, sampling_seed=3)
     async with endpoint_of(Scripted("qwen3", texts), params=params, max_tokens=200_000) as (endpoint, seen):
         session = endpoint.open("0-17/0")
-        environment = {
-            **variables(endpoint.url_of(session), session.key, "policy"),
-            "PATH": f"{PACKAGES / '.bin'}:{os.environ['PATH']}",
-            "HOME": str(tmp_path / "home"),
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        }
-        words = [word.replace("URL", endpoint.url_of(session)) for word in command]
-        said = await ended(*words, given=b"Which word is in note.txt?", cwd=tmp_path, env=environment)
-        assert said.strip().endswith("It is plum.")
+        own = {"PATH": f"{PACKAGES / '.bin'}:{os.environ['PATH']}", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+        environment = own | variables(endpoint.url_of(session), session.key, "policy")
+        question = b"Which word is in the note?"
+        said = await ended("bash", script, given=question, cwd=tmp_path, env=environment)
+        assert "It is plum." in said
         (row,) = check_exact(session, seen)
         assert session.num_refused == 0 and session.conversation.counts == {"appended": 1, "rendered": 1}
         assert session.counts == {"tool_calls": 1, "malformed_tool_calls": 0}
-        text = session.policy.text(row.token_ids)
-        assert "Which word is in note.txt?" in text and "the word is plum" in text.partition(call)[2]
+        first, second = [session.policy.text(body["input_ids"]) for body in seen[0]]
+        assert first.count(question.decode()) == 1 and "the word is plum" in second.removeprefix(first)
+        assert {path.name for path in tmp_path.iterdir()} == {"note.txt", script}
