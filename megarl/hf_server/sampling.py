@@ -139,10 +139,11 @@ def support(
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """probs [R, V], uniform [R] float64 -> [R] int64: the first index whose cumulative probability exceeds uniform * total.
+    """The first index whose cumulative probability exceeds uniform * total; so its own probability is above 0.
 
-    So its own probability is above 0.  A vocabulary is searched in two levels, the block and the index in it, as float64
-    sums up to each of its tokens take ten times as long.
+    A vocabulary is searched in two levels, the block and the index in it: float64 sums up to each token take longer.
+
+    Args: probs [R, V]; uniform [R] float64.  Returns: [R] int64.
     """
     rows, vocab = probs.shape
     if vocab <= _BLOCK:
@@ -160,5 +161,5 @@ def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(sums: Tensor, target: Tensor) -> Tensor:
-    """sums [R, N] ascending, target [R, 1] -> [R, 1] int64; a target that was rounded up to the last sum is below it."""
+    """sums [R, N] ascending, target [R, 1] -> [R, 1] int64.  Never none: a target may round up to the last sum."""
     return torch.searchsorted(sums, torch.minimum(target, sums[:, -1:] * (1 - 2.0**-52)), right=True)
