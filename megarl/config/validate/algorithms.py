@@ -54,8 +54,8 @@ def advice(config: Config) -> Iterator[str]:
 
 
 def idle(config: Config) -> Iterator[str]:
-    """A line for clips whose ratio is always 1, for a learning rate that destroys a trained model, for a critic that learns
-    more slowly than the policy, and for one that computes other parts of its layers again."""
+    """A line for clips whose ratio is always 1, for a rate that destroys a trained model, for a critic that learns more
+    slowly than the policy, and for one that computes other parts of its layers again."""
     actor, algorithm = config.actor, config.algorithm
     is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
     has_ratio = algorithm.policy_loss_fn not in names.LOSSES_WITHOUT_RATIO
@@ -71,8 +71,8 @@ def idle(config: Config) -> Iterator[str]:
     usual = (supervised_lr(config) or math.inf) * (10 if actor.lora.rank else 1)
     if actor.optim.lr > 2 * usual:
         yield (
-            f"actor.optim.lr={actor.optim.lr:g}: for a model of this width even supervised training takes {usual:.1g}; a "
-            "model that was trained before is soon destroyed (docs/troubleshooting.md has a table of rates)"
+            f"actor.optim.lr={actor.optim.lr:g}: for a model of this width even supervised training takes {usual:.1g}; "
+            "one that was trained before is soon destroyed (docs/troubleshooting.md has a table of rates)"
         )
     if config.uses_critic and config.critic.optim.lr < actor.optim.lr:
         yield (
