@@ -25,7 +25,7 @@ from megarl.agents.transcript import transcript
 from megarl.data.chat import as_messages
 from megarl.data.template import ChatTemplate
 from megarl.io.traces import span
-from megarl.plugins.load import describe
+from megarl.plugins.load import describe, place_of
 from megarl.rewards.load import CONVERSATION
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings
@@ -235,7 +235,7 @@ class Episodes:
             return _EpisodeEnd(session, result)
         if isinstance(error, _TimeIsUp):
             self._counts[TIMEOUTS] += 1
-            return self._failed(session, f"no end within {self._settings.timeout_s:g} s")
+            return self._failed(session, f"no end within {self._settings.timeout_s:g} s{error}")
         self._counts[ERRORS] += 1
         return self._failed(session, str(error) if isinstance(error, EpisodeFailed) else describe(error))
 
@@ -264,7 +264,7 @@ class Episodes:
     async def _limited(self, session: Session, call: Awaitable[RewardResult | None]) -> RewardResult | None:
         """Raises _TimeIsUp if the call takes too long, the time that it waits for servers not counted, or is exhausted.
 
-        A call that does not let itself be cancelled is left behind.
+        Its text is where the call was, if that is known.  A call that does not let itself be cancelled is left behind.
         """
         task, exhausted = asyncio.ensure_future(call), asyncio.ensure_future(session.exhausted.wait())
         deadline = time.monotonic() + self._settings.timeout_s
@@ -272,15 +272,13 @@ class Episodes:
             while not task.done():
                 left = deadline + session.waiting.read() - time.monotonic()
                 if left <= 0 or exhausted.done():
-                    raise _TimeIsUp
+                    raise _TimeIsUp(await _stopped(task))
                 both = (task, exhausted)
                 await asyncio.wait(both, timeout=max(left, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
             return await _result(task)
         finally:
             exhausted.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task], timeout=_GRACE_S)
+            await _stopped(task)
 
     def _failed(self, session: Session, sentence: str) -> _EpisodeEnd:
         sentence = f"episode {session.name}: {sentence}"
@@ -362,6 +360,21 @@ def _refusals(session: Session) -> str:
 
 def _num_generated(rows: Sequence[Row]) -> int:
     return sum(len(row.log_probs) for row in rows)
+
+
+async def _stopped(task: asyncio.Future[RewardResult | None]) -> str:
+    """Cancel the task if it still runs; where the agent was, as far as the task has ended and this is known."""
+    if task.done():
+        return ""
+    task.cancel()
+    await asyncio.wait([task], timeout=_GRACE_S)
+    try:
+        task.result()
+    except asyncio.InvalidStateError:  # it goes on
+        return ""
+    except BaseException as error:
+        return place_of(error)
+    return ""
 
 
 async def _result(task: asyncio.Future[RewardResult | None]) -> RewardResult | None:

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import traceback
@@ -28,7 +29,7 @@ from typing import IO, Any
 from megarl.agents.load import load_episode
 from megarl.io.environment import start_fork_server
 from megarl.io.job_signals import leave_to_driver
-from megarl.plugins.load import describe
+from megarl.plugins.load import describe, place_of
 from megarl.rewards.result import RewardResult, to_result
 from megarl.rewards.surroundings import Surroundings, end_children
 from megarl.rollout.pool.slots import Slots
@@ -265,8 +266,9 @@ def _main(
             outcome = json.dumps(_outcome(program, prompt, where, is_shown)).encode()
         finally:  # also if the signal comes just now: after this line no signal can keep the children
             signal.signal(_END, signal.SIG_IGN)
-    except _EndedByCollector:
-        pass
+    except _EndedByCollector as end:
+        if place := place_of(end):
+            print(f"episode {prompt.uid}: here the collector ended it{place}", file=sys.stderr, flush=True)
     except Exception:
         traceback.print_exc()
         code = 1

@@ -7,9 +7,15 @@ from reprlib import Repr
 from typing import Any
 
 GOES_ON = "thread_unsupported_request"  # the code on which Anthropic's client asks again without a thread
+_MAX_SHOWN = 300  # characters
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxstring, _REPR.maxother = 4, 20, 20, 200, 200
-shown = _REPR.repr  # of a value in a sentence; a large one is not written as a whole
+
+
+def shown(value: Any) -> str:
+    """A value in a sentence; a large one is not written as a whole."""
+    text = _REPR.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class Refused(Exception):

@@ -31,7 +31,7 @@ from megarl.config.validate.algorithms import advice
 from megarl.config.validate.combinations import contradictions
 from megarl.config.validate.generation import advice as advice_on_generation
 from megarl.config.validate.layouts import failing_roles, layout_faults
-from megarl.config.validate.models import is_here, may_be_hub_name, model_config
+from megarl.config.validate.models import is_here, may_be_hub_name, supervised_lr
 from megarl.config.validate.rewards import advice as advice_on_rewards
 from megarl.config.validate.servers import advice as advice_on_servers
 from megarl.config.validate.strategies import with_local_layers, without_shards
@@ -68,7 +68,7 @@ def load_config(
     if "trainer.recipe" not in given:  # the configuration of a run, which is a recipe too, has that of the run
         config.trainer.recipe = typed.words.get("recipe")
     if command == "sft" and LR not in given:
-        config.actor.optim.lr = _supervised_lr(config)
+        config.actor.optim.lr = supervised_lr(config) or 2e-5
 
     def failing(words: list[str]) -> set[str]:
         """The roles whose layout would be invalid if these words were added to the command line."""
@@ -88,15 +88,6 @@ def load_config(
     _stop_if_any(wrong, given)
     warnings += [*advice(config), *advice_on_rewards(config), *advice_on_servers(config), *advice_on_generation(config)]
     return config, list(dict.fromkeys(warnings))
-
-
-def _supervised_lr(config: Config) -> float:
-    """The peak learning rate of supervised training: 1.4e-5 for 7B, 8e-4 for a model of width 64.
-
-    The best rate of Adam falls as 1 / width (https://arxiv.org/abs/2203.03466); one for RL would hardly move a model.
-    """
-    width = model_config(config, "actor").get("hidden_size")
-    return round(0.05 / width, 7) if isinstance(width, int) and width > 0 else 2e-5
 
 
 def _verl_defaults(typed: Layer, layers: list[Layer]) -> list[Layer]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # the increment of splitmix64 (Steele, Lea, Flood 2014), 2^64 / golden ratio
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_BLOCK = 256  # tokens
 _MAX_ELEMENTS = 1 << 23  # float64 scratch of one chunk of rows: 64 MiB
 
 
@@ -75,11 +77,11 @@ def _draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uni
     if greedy.all():
         tokens = logits.argmax(-1)
     else:
-        probs = all_log_probs.double().exp()
-        tokens = _invert(probs, uniform)
+        tokens = _invert(all_log_probs.exp(), uniform)
         narrowed = ((top_p < 1) | (top_k < logits.shape[1])) & ~greedy
         if narrowed.any():
-            tokens[narrowed] = _draw_narrowed(probs[narrowed], top_p[narrowed], top_k[narrowed], uniform[narrowed])
+            probs = all_log_probs[narrowed].double().exp()
+            tokens[narrowed] = _draw_narrowed(probs, top_p[narrowed], top_k[narrowed], uniform[narrowed])
         if greedy.any():
             tokens[greedy] = logits[greedy].argmax(-1)
     return tokens, all_log_probs.gather(1, tokens[:, None])[:, 0]
@@ -137,9 +139,27 @@ def support(
 
 
 def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """First index whose cumulative probability exceeds uniform * total; so its own probability is above 0."""
-    cumulated = probs.cumsum(-1)
-    total = cumulated[:, -1]
-    # uniform * total may round up to total, which no cumulative probability exceeds
-    target = torch.minimum(uniform * total, total * (1 - 2.0**-52))
-    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]
+    """The first index whose cumulative probability exceeds uniform * total; so its own probability is above 0.
+
+    A vocabulary is searched in two levels, the block and the index in it: float64 sums up to each token take longer.
+
+    Args: probs [R, V]; uniform [R] float64.  Returns: [R] int64.
+    """
+    rows, vocab = probs.shape
+    if vocab <= _BLOCK:
+        sums = probs.double().cumsum(-1)
+        return _first_above(sums, uniform[:, None] * sums[:, -1:])[:, 0]
+    blocks = F.pad(probs, (0, -vocab % _BLOCK)) if vocab % _BLOCK else probs
+    blocks = blocks.view(rows, -1, _BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)
+    target = uniform[:, None] * sums[:, -1:]
+    block = _first_above(sums, target)
+    begin = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    share = (target - begin) / (sums.gather(1, block) - begin)  # of the block, whose own sums round otherwise
+    sums = blocks[torch.arange(rows, device=probs.device), block[:, 0]].double().cumsum(-1)
+    return (block * _BLOCK + _first_above(sums, share * sums[:, -1:]))[:, 0]
+
+
+def _first_above(sums: Tensor, target: Tensor) -> Tensor:
+    """sums [R, N] ascending, target [R, 1] -> [R, 1] int64.  Never none: a target may round up to the last sum."""
+    return torch.searchsorted(sums, torch.minimum(target, sums[:, -1:] * (1 - 2.0**-52)), right=True)

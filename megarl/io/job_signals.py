@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from multiprocessing import resource_tracker
 
 ASKS = (signal.SIGUSR1, signal.SIGTERM)
@@ -32,7 +33,7 @@ def leave_to_driver(*, runs_users_code: bool = False) -> None:
         signal.signal(number, _note if runs_users_code else signal.SIG_IGN)
     if runs_users_code:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
-        os.register_at_fork(after_in_child=_usual_effect)
+        os.register_at_fork(before=_hold_back, after_in_parent=_let_through, after_in_child=_usual_effect)
 
 
 def num_received() -> int:
@@ -45,6 +46,19 @@ def _note(*_: object) -> None:
     _num_received += 1
 
 
+_forking = threading.local()
+
+
+def _hold_back() -> None:
+    """Until the new process has set the usual effect: else one that comes before would be noted there, and lost."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, ASKS)
+
+
+def _let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _usual_effect() -> None:
     for number in ASKS:
         signal.signal(number, signal.SIG_DFL)
+    _let_through()

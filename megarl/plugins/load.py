@@ -106,10 +106,14 @@ def describe(error: BaseException, function: Callable[..., Any] | None = None) -
     The place is the last one in the user's own code, not in packages that it calls; without any of it, the last one in
     packages.  If only code of ours is part of it, the place is that of `function`, whose value was wrong.
     """
+    return f"{type(error).__name__}: {_line(error)}{place_of(error, in_packages=True) or _place_of(function)}"
+
+
+def place_of(error: BaseException, *, in_packages: bool = False) -> str:
+    """The last place in the user's own code: " (mine.py:12)"; else in packages, or nothing."""
     others = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
-    frames = [each for each in others if not each.filename.startswith(_INSTALLED)] or others
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else _place_of(function)
-    return f"{type(error).__name__}: {_line(error)}{place}"
+    frames = [each for each in others if not each.filename.startswith(_INSTALLED)] or others * in_packages
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _place_of(function: Callable[..., Any] | None) -> str:

@@ -36,6 +36,8 @@ from megarl.processes.lifetime import die_with_parent, name_this_process
 
 # glibc asks the kernel for huge pages (madvise): tensors in pages of 2 MiB cause fewer TLB misses than in 4 KiB.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
+# Idle threads of OpenMP wait for the next region in a loop; a short one, as others may want the core meanwhile.
+_SPINS = "1000"
 IMPORTS = "MEGARL_FORK_SERVER_IMPORTS"  # modules, for megarl.processes.fork_server
 _IMPORT_S = 120.0  # after its start the fork server may import for so long until it forks
 _ANSWER_S = 10.0  # later it may take so long: a fork takes milliseconds, and one that is stopped never answers
@@ -62,6 +64,7 @@ def preload(programs: Sequence[str], imports: Sequence[str]) -> None:
             **allowed_variables(),
             "CUDA_VISIBLE_DEVICES": "",  # a process that has used a GPU cannot be forked; imports may use one
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", _HUGE_PAGES),
+            **({} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", _SPINS)}),
             IMPORTS: " ".join(imports),
         }
     ):

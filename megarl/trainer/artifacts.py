@@ -30,30 +30,24 @@ from megarl.trainer.evaluation.transformers_score import Task, TransformersScore
 from megarl.trainer.run import Run
 
 NUM_ANSWERS = 12
-PAGE = """# {name}
-
-| file | what it is |
-| --- | --- |
-| `summary.json` | the result in numbers |
-| `report.html` | the run as a page for a browser: curves, times, answers, settings |
-| `answers.md` | held-out prompts with the answers before and after |
-| `hf/` | the trained model, a folder that `transformers` and servers load |
-{more}| `config.yaml` | every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run |
-| `metrics.jsonl` | every number of every step, one JSON object a line |
-| `samples.jsonl` | some completions of every step, with their rewards and the weights that generated them |
-| `tokens.jsonl` | a few of them token by token, with log-probs, advantages and versions |
-| `timeline.jsonl` | of every step: its stages in time, and the seconds of every rank |
-| `visits.jsonl` | of every step: which visits of prompts were trained, filtered by dynamic sampling, lost, skipped |
-| `checkpoints/` | what `trainer.resume_mode=auto` goes on from |
-| `logs/` | the output of ranks, servers and the collector |
-
-{answers}"""
-
-MORE = {  # files that only some runs have
-    "adapter": "| `adapter/` | what was trained of it, a folder that `peft` loads on the model it began with |\n",
-    "evaluations.jsonl": "| `evaluations.jsonl` | of every evaluation: the version of its weights, all rewards |\n",
-    "advice.jsonl": "| `advice.jsonl` | what the curves called for while the run went on |\n",
+FILES = {  # what a run's folder may have
+    "summary.json": "the result in numbers",
+    "report.html": "the run as a page for a browser: curves, times, answers, settings",
+    "answers.md": "held-out prompts with the answers before and after",
+    "hf": "the trained model, a folder that `transformers` and servers load",
+    "adapter": "what was trained of it, a folder that `peft` loads on the model it began with",
+    "config.yaml": "every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run",
+    "metrics.jsonl": "every number of every step, one JSON object a line",
+    "evaluations.jsonl": "of every evaluation: the version of its weights, all rewards",
+    "advice.jsonl": "what the curves called for while the run went on",
+    "samples.jsonl": "some completions of every step, with their rewards and the weights that generated them",
+    "tokens.jsonl": "a few of them token by token, with log-probs, advantages and versions",
+    "timeline.jsonl": "of every step: its stages in time, and the seconds of every rank",
+    "visits.jsonl": "of every step: which visits of prompts were trained, filtered by dynamic sampling, lost, skipped",
+    "checkpoints": "what `trainer.resume_mode=auto` goes on from",
+    "logs": "the output of ranks, servers and the collector",
 }
+WRITTEN_LATER = ("summary.json", "report.html")  # than the page
 
 
 def finish(run: Run, after: Evaluation) -> dict[str, Any]:
@@ -106,9 +100,11 @@ def finish(run: Run, after: Evaluation) -> dict[str, Any]:
             if not console.is_terminal:  # logs of several machines are shown line by line, by who knows what
                 table.box = box.ASCII
             console.print(table)
-    more = "".join(row for name, row in MORE.items() if (folder / name).exists())
-    page = PAGE.format(name=config.trainer.experiment_name, answers=markdown, more=more)
-    kept_text(folder / "README.md", page)
+    page = f"# {config.trainer.experiment_name}\n\n| file | what it is |\n| --- | --- |\n"
+    for name, what in FILES.items():
+        if name in WRITTEN_LATER or (folder / name).exists():
+            page += f"| `{name}{'/' * (folder / name).is_dir()}` | {what} |\n"
+    kept_text(folder / "README.md", f"{page}\n{markdown}")
     summary |= run.log.totals.state_dict() | {"servers_died": run.server_manager.counts["servers_died"]}
     kept(folder, lambda: write_summary(folder / "summary.json", summary))
     console.print_json(data=summary)

@@ -336,7 +336,7 @@ async def test_a_fault_costs_its_own_episode_only(monkeypatch, caplog):
         "SystemExit: 3",
         "of an odd package",
         "cancelled, by the agent itself",
-        "no end within",
+        "no end within 1.5 s (",  # and the place
     ):
         assert words in caplog.text
 

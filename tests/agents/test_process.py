@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -97,11 +98,12 @@ async def test_a_process_at_its_limit_is_told_from_one_with_a_fault_behind_it(ca
     assert "its own" in caplog.text and stage.scored.seen == []
 
 
-async def test_a_process_that_takes_too_long_ends_with_what_it_started(tmp_path):
+async def test_a_process_that_takes_too_long_ends_with_what_it_started_and_says_where_it_was(tmp_path):
     code = f"""
-        import subprocess, time
+        import subprocess, sys, time
 
         def episode(base_url, prompt):
+            sys.stderr = open("{tmp_path}/said", "w")
             away = subprocess.Popen(["sleep", "600"], start_new_session=True)
             with open("{tmp_path}/pids", "w") as file:
                 print(away.pid, file=file)
@@ -113,6 +115,7 @@ async def test_a_process_that_takes_too_long_ends_with_what_it_started(tmp_path)
         assert stage.episodes.counters()["agent/timeouts"] == 1
     (away,) = pids_of(tmp_path / "pids")
     wait_until_gone([away])
+    assert re.search(r"episode \S+: here the collector ended it \(\S+agent\.py:\d+\)", (tmp_path / "said").read_text())
 
 
 async def test_signal_tree_an_episode_goes_on_and_its_programs_have_the_usual_effects(tmp_path):

@@ -34,3 +34,18 @@ def test_a_critic_that_learns_more_slowly_than_the_policy_is_told() -> None:
     assert found.startswith("critic.optim.lr=1e-05 is below actor.optim.lr=0.0001")
     assert not lines(*words, "critic.optim.lr=1e-3")
     assert not lines(*words, *GRPO), "there is no critic"
+
+
+@pytest.mark.parametrize(
+    ("width", "words", "is_told"),
+    [
+        (64, ["actor.optim.lr=1e-3"], False),
+        (576, ["actor.optim.lr=1e-4"], False),
+        (576, ["actor.optim.lr=0.0003"], True),
+        (576, ["actor.optim.lr=3e-4", "actor.lora.rank=8"], False),
+        (3584, ["actor.optim.lr=3e-05"], True),
+    ],
+)
+def test_a_rate_that_destroys_a_model_of_this_width_is_told(width: int, words: list[str], is_told: bool) -> None:
+    found = lines(f"+model.config.hidden_size={width}", *GRPO, *words, "actor.ppo_mini_batch_size=4")
+    assert [line.partition(": for a model of this width")[0] for line in found] == words[:1] * is_told

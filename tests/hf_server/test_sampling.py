@@ -84,6 +84,21 @@ def test_the_ends_of_the_unit_interval_draw_a_possible_token(uniform, narrow):
     assert tokens.item() in (1, 2) and log_probs.isfinite().all()
 
 
+@given(st.integers(0, 10_000), st.sampled_from([257, 512, 700]))
+def test_a_large_vocabulary_is_searched_in_blocks_with_the_same_result(seed, vocab):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(32, vocab, generator=generator) * 4
+    logits[:, ::3] = -torch.inf
+    uniform = torch.rand(32, dtype=torch.float64, generator=generator)
+    uniform[:3] = torch.tensor([0.0, 1 - 2.0**-53, 0.5])
+    ones = torch.ones(32)
+    tokens, _ = draw(logits, ones, ones.double(), torch.full((32,), vocab), uniform)
+    probs = logits.double().softmax(-1)
+    own, end = (x.gather(1, tokens[:, None])[:, 0] for x in (probs, probs.cumsum(-1)))
+    assert (own > 0).all()
+    assert (end - own <= uniform + 1e-6).all() and (uniform <= end + 1e-6).all()  # sums of float32 probabilities
+
+
 def test_large_vocabularies_are_drawn_in_chunks_with_the_same_result(monkeypatch):
     torch.manual_seed(0)
     logits, ones = torch.randn(7, 10), torch.ones(7)

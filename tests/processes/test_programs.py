@@ -284,21 +284,28 @@ os.setsid = late
 """
 
 
+OURS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": None}
+THEIRS = {"GLIBC_TUNABLES": "glibc.malloc.perturb=0", "GOMP_SPINCOUNT": "5"}
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
 @pytest.mark.parametrize(
-    ("set_by_user", "expected"), [({}, "glibc.malloc.hugetlb=1"), ({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"},) * 2]
+    ("set_by_user", "expected"),
+    [({}, OURS), (THEIRS, {**THEIRS, "OMP_WAIT_POLICY": None}), (PASSIVE, {**OURS, **PASSIVE, "GOMP_SPINCOUNT": None})],
 )
-def test_memory_comes_in_huge_pages_unless_the_user_sets_the_c_library(
-    set_by_user: dict[str, str], expected: str | dict[str, str], tmp_path: Path
+def test_memory_comes_in_huge_pages_and_idle_threads_wait_shortly_unless_the_user_sets_it(
+    set_by_user: dict[str, str], expected: dict[str, str | None], tmp_path: Path
 ) -> None:
     found = printed(
         tmp_path,
-        """
+        f"""
 import psutil
 program = start("a")
-print(json.dumps(psutil.Process(program.pid).environ()["GLIBC_TUNABLES"]))
+variables = psutil.Process(program.pid).environ()
+print(json.dumps({{name: variables.get(name) for name in {sorted(expected)}}}))
 program.wait(60)
 """,
         **set_by_user,
     )
-    assert found == (expected if isinstance(expected, str) else expected["GLIBC_TUNABLES"])
+    assert found == expected
     assert "GLIBC_TUNABLES" not in said(tmp_path / "log")["variables"], "what a program starts has its own"

@@ -51,7 +51,9 @@ def test_a_check_of_the_export_that_fails_is_one_warning_and_the_rest_is_written
     assert story == ["servers release", "hf"], "a model is written when the servers have given their memory back"
     assert summary["accuracy_after"] == 1.0 and summary["accuracy_transformers"] is None
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert (tmp_path / "README.md").exists() and "1+1=" in (tmp_path / "answers.md").read_text()
+    page = (tmp_path / "README.md").read_text()
+    assert "| `answers.md` |" in page and "1+1=" in (tmp_path / "answers.md").read_text()
+    assert "checkpoints" not in page, "it lists what is there"
     err = capsys.readouterr().err
     assert err.count("warning: ") == 1
     said = r"warning: trainer.check_export=true: hf/ is written, and its check failed: the answers of transformers' "

@@ -9,6 +9,7 @@ recipe's value and a typed one look the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megarl.arch.layout import KEYS
@@ -16,6 +17,7 @@ from megarl.arch.megatron_fields import RECOMPUTED
 from megarl.config import names
 from megarl.config.schema import Config
 from megarl.config.settings import show
+from megarl.config.validate.models import supervised_lr
 from megarl.plugins.declared import argument_faults
 
 
@@ -52,8 +54,8 @@ def advice(config: Config) -> Iterator[str]:
 
 
 def idle(config: Config) -> Iterator[str]:
-    """A line for clips whose ratio is always 1, for a critic that learns more slowly than the policy, and for one that
-    computes other parts of its layers again."""
+    """A line for clips whose ratio is always 1, for a rate that destroys a trained model, for a critic that learns more
+    slowly than the policy, and for one that computes other parts of its layers again."""
     actor, algorithm = config.actor, config.algorithm
     is_one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == config.data.train_batch_size
     has_ratio = algorithm.policy_loss_fn not in names.LOSSES_WITHOUT_RATIO
@@ -65,6 +67,12 @@ def idle(config: Config) -> Iterator[str]:
             f"{actor.ppo_mini_batch_size} as data.train_batch_size): the ratio of new to old probabilities is 1, so no "
             "clip acts, and losses of the ratio have one gradient; actor.ppo_epochs=2 or a smaller "
             "actor.ppo_mini_batch_size gives them work"
+        )
+    usual = (supervised_lr(config) or math.inf) * (10 if actor.lora.rank else 1)
+    if actor.optim.lr > 2 * usual:
+        yield (
+            f"actor.optim.lr={actor.optim.lr:g}: for a model of this width even supervised training takes {usual:.1g}; "
+            "one that was trained before is soon destroyed (docs/troubleshooting.md has a table of rates)"
         )
     if config.uses_critic and config.critic.optim.lr < actor.optim.lr:
         yield (

@@ -47,6 +47,15 @@ def model_config(config: Config, role: str) -> dict[str, Any]:
     return _numbers_in(file, f"{group_of(role)}.path={node.path}")
 
 
+def supervised_lr(config: Config) -> float | None:
+    """The peak learning rate of supervised training: 1.4e-5 for 7B, 8e-4 for a model of width 64; None: width unknown.
+
+    The best rate of Adam falls as 1 / width (https://arxiv.org/abs/2203.03466); one for RL would hardly move a model.
+    """
+    width = model_config(config, "actor").get("hidden_size")
+    return round(0.05 / width, 7) if isinstance(width, int) and width > 0 else None
+
+
 def config_of_folder(path: str) -> dict[str, Any]:
     """The config.json of a folder, as `model_config` reads it; {} if there is none."""
     return _numbers_in(file, path) if (file := _file(path)) else {}
