@@ -54,6 +54,23 @@ once_in() {
     echo "$wanted" >"$mark"
 }
 
+# once_for_all FOLDER NAME WANTED DURATION INSTALL: as once_in, but the environment is in the user's cache, as NAME with a
+# hash of WANTED and the Python, and FOLDER is a link to it: every clone finds it there.  Of two at once one waits.
+once_for_all() {
+    local folder=$1 name=$2 wanted=$3 duration=$4 install=$5 python hash kept
+    python=$(find_python) || return
+    hash=$({ echo "$wanted" && "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; } | sha256sum)
+    kept=${XDG_CACHE_HOME:-$HOME/.cache}/megarl/environments/$name-${hash:0:16}
+    mkdir -p "${kept%/*}" || return
+    (
+        flock 9
+        once_in "$kept" "$wanted" "$duration" "$install"
+    ) 9>"$kept.lock" || return
+    if [ ! -L "$folder" ]; then rm -rf "$folder"; fi # one that an earlier version of these scripts made
+    ln -sfn "$kept" "$folder"
+    say "environment: $folder is a link to $kept"
+}
+
 # pip_install PYTHON WORDS: what pip and the packages say goes to install.log of PYTHON's environment, with the versions
 # that were chosen; the screen gets the log's end if pip fails.
 pip_install() {
@@ -62,7 +79,7 @@ pip_install() {
     echo "== pip install $*" >>"$log"
     "$python" -m pip install --no-input --progress-bar off "$@" >>"$log" 2>&1 && return
     tail -n 20 "$log" >&2
-    echo "launch: pip install $* failed; all that it said is in $PWD/$log" >&2
+    echo "launch: pip install $* failed; all that it said is in $(realpath "$log")" >&2
     return 1
 }
 

@@ -1,4 +1,4 @@
-"""The pages that are made of runs: of distillation, of the quickstart's losses, of faults, and of the tests."""
+"""The pages that are made of runs: of distillation, the quickstart's losses, faults, agents and tests."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from benchmarks.common import page
 from benchmarks.quickstart import bench_distill, bench_losses
 from benchmarks.quickstart.bench_distill import first_near, near_for_good
 from benchmarks.quickstart.bench_losses import RUNS, result
-from benchmarks.test_pages import chaos_page, tests_page
+from benchmarks.test_pages import agents_page, chaos_page, tests_page
 from megarl.config import load_config, to_yaml
 from megarl.trainer.algorithm import make_algorithm
 
@@ -110,6 +110,32 @@ def test_the_page_of_faults_has_a_row_for_each_and_counts_what_was_lost(tmp_path
     failed = report_of(tmp_path, '<testcase name="test_a_run"><failure>lost</failure></testcase>')
     with pytest.raises(ValueError, match="test_a_run: the test failed; expected one that passed"):
         chaos_page.result([failed])
+
+
+def test_the_page_of_agents_has_a_row_for_each_way_of_a_client_and_says_what_failed(tmp_path: Path) -> None:
+    def case(name: str, inside: str = "", **cells: object) -> str:
+        told = (f'<property name="client.{key}" value={quoteattr(json.dumps(cells[key]))}/>' for key in cells)
+        return f'<testcase name="{name}">{inside}<properties>{"".join(told)}</properties></testcase>'
+
+    failure = '<failure message="AssertionError: no answer&#10;assert 1 == 0"/>'
+    found = agents_page.result(
+        [
+            report_of(
+                tmp_path,
+                case("test_b", client="openai", version="3.1", way="chat", turns=3, rows=1, same="yes"),
+                case("test_a", failure, client="ag2", version="1.2", way="chat"),
+                case("test_that_tells_nothing"),
+                case("test_other", failure),
+            )
+        ]
+    )
+    failed = {"version": "1.2", "way": "chat", "remarks": "failed: AssertionError: no answer"}
+    assert [{key: value for key, value in row.items() if value} for row in found.rows] == [
+        {"client": "ag2", **failed},
+        {"client": "openai", "version": "3.1", "way": "chat", "turns": 3, "rows": 1, "same": "yes"},
+        {"client": "test_other", "remarks": failed["remarks"]},
+    ]
+    assert found.ratios == {"ways": 3, "failed": 2}
 
 
 @pytest.fixture

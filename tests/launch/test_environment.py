@@ -26,17 +26,33 @@ esac
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    shutil.copy(ROOT / "setup.py", tmp_path)
-    python = tmp_path / "python"
+    return clone(tmp_path / "clone")
+
+
+def clone(folder: Path) -> Path:
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    shutil.copy(ROOT / "setup.py", folder)
+    python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    return tmp_path
+    return folder
 
 
 def make(repository: Path, command: str, fails: str = "") -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHON": str(repository / "python"), "FAILS": fails}
-    return subprocess.run(["bash", "-c", command], cwd=repository, env=env, capture_output=True, text=True, timeout=60)
+    return finished(begun(repository, command, fails))
+
+
+def begun(repository: Path, command: str, fails: str = "") -> subprocess.Popen[str]:
+    own = {"PYTHON": str(repository / "python"), "FAILS": fails, "XDG_CACHE_HOME": str(repository.parent / "cache")}
+    out = subprocess.PIPE
+    return subprocess.Popen(
+        ["bash", "-c", command], cwd=repository, env=os.environ | own, stdout=out, stderr=out, text=True
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    said, complained = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, said, complained)
 
 
 COMMANDS = {
@@ -45,7 +61,6 @@ COMMANDS = {
     ".venv-te": ". launch/environment.sh; make_te_python",
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
-    ".venv-agents": "bash launch/agents.sh",
     ".venv-verifiers": "bash launch/verifiers.sh",
     # as on a machine with GPUs
     ".venv ": "bash launch/gpu/install.sh trainer",
@@ -87,6 +102,35 @@ def test_one_that_fails_shows_the_end_of_its_log_and_is_done_again(repository: P
     again = make(repository, COMMANDS[folder])
     assert again.returncode == 0
     assert "installing" in again.stdout
+
+
+AGENTS = "bash launch/agents.sh"
+LINKS = (".venv-agents", ".venv-agents-instructor")
+
+
+def test_agents_are_installed_once_for_all_clones(repository: Path) -> None:
+    (repository / LINKS[0]).mkdir()  # as earlier versions made it
+    failed = make(repository, AGENTS, fails="launch/agents_instructor.txt")
+    assert failed.returncode == 1
+    assert "all that it said is in " in failed.stderr.splitlines()[-1]
+    assert make(repository, AGENTS, fails="launch/agents.txt").returncode == 0, "the first was finished"
+    other = clone(repository.parent / "other")
+    done = make(other, AGENTS, fails="install")
+    assert (done.returncode, done.stderr, done.stdout.count("is ready")) == (0, "", 2)
+    for name in LINKS:
+        assert (repository / name).readlink() == (other / name).readlink()
+        assert (repository / name).resolve().parent == repository.parent / "cache/megarl/environments"
+    with (other / "launch/agents.txt").open("a") as pins:
+        pins.write("another==1\n")
+    make(other, AGENTS)
+    assert [(repository / name).resolve() == (other / name).resolve() for name in LINKS] == [False, True]
+
+
+def test_of_two_installations_at_once_one_waits(repository: Path) -> None:
+    for process in [begun(repository, AGENTS), begun(repository, AGENTS)]:
+        assert finished(process).returncode == 0
+    for name in LINKS:
+        assert len(said_to_pip(repository, name)) == 1
 
 
 def said_to_pip(repository: Path, folder: str) -> list[str]:

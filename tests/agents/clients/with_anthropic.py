@@ -1,8 +1,7 @@
-"""Drives the endpoint with the stock package anthropic: `with_anthropic.py ROOT_URL KEY`; prints JSON."""
+"""Drives the endpoint with the stock package anthropic; prints JSON."""
 
 import asyncio
 import json
-import sys
 
 from anthropic import APIStatusError, AsyncAnthropic
 
@@ -16,7 +15,7 @@ TOOLS = [
 
 
 async def main():
-    async with AsyncAnthropic(base_url=sys.argv[1], api_key=sys.argv[2], max_retries=0) as client:
+    async with AsyncAnthropic(max_retries=0) as client:
         common = {"model": "policy", "max_tokens": 200, "system": "You add.", "tools": TOOLS}
         messages = [{"role": "user", "content": "12 + 3?"}]
         counted = await client.messages.count_tokens(model="policy", system="You add.", tools=TOOLS, messages=messages)

@@ -1,8 +1,7 @@
-"""Drives the endpoint with the stock package openai: `with_openai.py BASE_URL KEY`; prints what it got as JSON."""
+"""Drives the endpoint with the stock package openai; prints what it got as JSON."""
 
 import asyncio
 import json
-import sys
 
 from openai import APIStatusError, AsyncOpenAI
 
@@ -74,7 +73,7 @@ async def others(client):
 
 
 async def main():
-    async with AsyncOpenAI(base_url=sys.argv[1], api_key=sys.argv[2], max_retries=0) as client:
+    async with AsyncOpenAI(max_retries=0) as client:
         print(json.dumps(await chats(client) | await others(client)))
 
 

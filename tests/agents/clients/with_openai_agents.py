@@ -1,8 +1,7 @@
-"""Drives the endpoint with the stock package openai-agents: `with_openai_agents.py BASE_URL KEY`; prints JSON."""
+"""Drives the endpoint with the stock package openai-agents; prints JSON."""
 
 import asyncio
 import json
-import sys
 
 from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
@@ -17,7 +16,7 @@ def add(a: int, b: int) -> str:
 
 
 async def main():
-    client = AsyncOpenAI(base_url=sys.argv[1], api_key=sys.argv[2], max_retries=0)
+    client = AsyncOpenAI(max_retries=0)
     out = []
     for model in (OpenAIChatCompletionsModel("policy", client), OpenAIResponsesModel("policy", client)):
         agent = Agent(name="sums", instructions=f"You add with {type(model).__name__}.", tools=[add], model=model)
