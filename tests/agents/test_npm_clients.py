@@ -47,6 +47,14 @@ WAYS = [
 ]
 
 
+PACKAGE_OF = {"with_ai": "ai", "with_anthropic": "@anthropic-ai/sdk", "with_openai": "openai"}
+
+
+def of_package(name):
+    version = json.loads((PACKAGES / name / "package.json").read_text())["version"]
+    return {"client": f"npm {name}", "version": version}
+
+
 async def ended(program, *words, given=b"", **options):
     """What a program printed that got `given` as its input."""
     pipe = asyncio.subprocess.PIPE
@@ -70,7 +78,8 @@ async def rows_by_hand():
 
 
 @pytest.mark.parametrize(("client", "way"), WAYS)
-async def test_a_loop_with_a_tool_leaves_the_rows_of_plain_requests(client, way, tmp_path):
+async def test_a_loop_with_a_tool_leaves_the_rows_of_plain_requests(client, way, tmp_path, tell):
+    tell(**of_package(PACKAGE_OF[client]), way=way)
     for script in CLIENTS.glob("*.mjs"):
         shutil.copy(script, tmp_path)
     (tmp_path / "node_modules").symlink_to(PACKAGES)  # where Node.js looks for packages
@@ -80,17 +89,23 @@ async def test_a_loop_with_a_tool_leaves_the_rows_of_plain_requests(client, way,
         assert said == "It is 19.\n"
         rows = check_exact(session, seen)
         assert session.num_refused == 0 and session.conversation.counts == {"appended": 2, "rendered": 1}
+        tell(turns=3, rows=len(rows))
     assert rows == await rows_by_hand()
+    tell(same="yes")
 
 
 # ---- programs, by the scripts of the documentation, with the variables that an agent's process has
 
 SCRIPTS = files()
-PROGRAMS = [("claude.sh", "Bash", "command"), ("codex.sh", "exec_command", "cmd")]
+PROGRAMS = [
+    ("claude.sh", "@anthropic-ai/claude-code", "Bash", "command"),
+    ("codex.sh", "@openai/codex", "exec_command", "cmd"),
+]
 
 
-@pytest.mark.parametrize(("script", "tool", "argument"), PROGRAMS)
-async def test_a_program_reads_a_file_in_two_turns_of_one_row(script, tool, argument, tmp_path):
+@pytest.mark.parametrize(("script", "package", "tool", "argument"), PROGRAMS)
+async def test_a_program_reads_a_file_in_two_turns_of_one_row(script, package, tool, argument, tmp_path, tell):
+    tell(**of_package(package), way=script)
     (tmp_path / "note.txt").write_text("the word is plum\n")
     (tmp_path / script).write_text(SCRIPTS[script])
     call = {"name": tool, "arguments": {argument: f"cat {tmp_path}/note.txt"}}
@@ -104,6 +119,7 @@ async def test_a_program_reads_a_file_in_two_turns_of_one_row(script, tool, argu
         said = await ended("bash", script, given=question, cwd=tmp_path, env=environment)
         assert "It is plum." in said
         (row,) = check_exact(session, seen)
+        tell(turns=2, rows=1, same="own words", remarks=f"{len(row.token_ids):,} tokens")
         assert session.num_refused == 0 and session.conversation.counts == {"appended": 1, "rendered": 1}
         assert session.counts == {"tool_calls": 1, "malformed_tool_calls": 0}
         first, second = [session.policy.text(body["input_ids"]) for body in seen[0]]
