@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MEGARL_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" / "python"))
 # Tests alone read these.
 os.environ.setdefault("MEGARL_AGENTS_PYTHON", str(ROOT / ".venv-agents" / "bin" / "python"))
+os.environ.setdefault("MEGARL_ENVIRONMENTS_PYTHON", str(ROOT / ".venv-environments" / "bin" / "python"))
 os.environ.setdefault("MEGARL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
 
 import bad_input  # noqa: E402

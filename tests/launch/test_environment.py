@@ -46,6 +46,7 @@ COMMANDS = {
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
     ".venv-agents": "bash launch/agents.sh",
+    ".venv-environments": "bash launch/environments.sh",
     ".venv-verifiers": "bash launch/verifiers.sh",
     # as on a machine with GPUs
     ".venv ": "bash launch/gpu/install.sh trainer",
