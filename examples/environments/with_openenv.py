@@ -1,4 +1,4 @@
-"""A game on a server of OpenEnv that you started before: `uvicorn my_game.server.app:app --port 8000`.  Rows have a seed.
+"""A game on a server of OpenEnv that runs already: `uvicorn my_game.server.app:app --port 8000`.  Rows have a seed.
 
 agent.command=[.venv-environments/bin/python,examples/environments/with_openenv.py,"http://127.0.0.1:8000","{seed}"]
 """
