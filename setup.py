@@ -37,7 +37,7 @@ setup(
         "megarl.metrics.report": ["page.*"],
         "megarl.commands.launch": ["files/*"],
         "megarl.metrics.trackers": ["grafana.json"],
-        "megarl.commands.tasks": ["project/*"],
+        "megarl.commands.tasks": ["project/*", "agent/*"],
         "megarl.servers": ["sglang_cpu/*.py", "sglang_cpu/*/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

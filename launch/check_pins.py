@@ -74,7 +74,8 @@ def installations() -> Iterator[Installation]:
     yield Installation("launch/constraints.txt", "megarl[dev]", trainer, (CONSTRAINTS,))
     peer = ROOT / "benchmarks/peer/peer.txt"
     yield Installation("benchmarks/peer/peer.txt", "TRL and what it needs", pins_of(peer), (CONSTRAINTS,))
-    for name in ("launch/agents.txt", "launch/agents_instructor.txt", "launch/verifiers.txt"):
+    for agents in ("agents", "agents_instructor", "environments", "verifiers"):
+        name = f"launch/{agents}.txt"
         yield Installation(name, "the packages of agents and what they need", pins_of(ROOT / name))
     ray = ROOT / "launch/ray.txt"
     yield Installation(

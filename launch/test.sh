@@ -7,7 +7,7 @@
 #   bash launch/test.sh -m full           those that show the same in other ways, or take longer
 #
 # Tests marked sglang, agents, browser, slurm or ray run where -m names their mark. They need `bash launch/sglang_cpu.sh`
-# and `bash launch/sglang_cpu.sh 0.5.17`; `bash launch/agents.sh`, `bash launch/agents_npm.sh` (which wants npm) and
+# and `bash launch/sglang_cpu.sh 0.5.17`; `bash launch/agents.sh` (which wants npm), `bash launch/environments.sh` and
 # `bash launch/verifiers.sh`; the program chromium; Slurm and munge (as root: apt-get install slurm-wlm munge); or
 # `bash launch/ray.sh`.
 set -euo pipefail

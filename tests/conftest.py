@@ -19,6 +19,7 @@ os.environ.setdefault("MEGARL_SGLANG_PYTHON", str(ROOT / ".venv-sglang" / "bin" 
 os.environ.setdefault("MEGARL_AGENTS_PYTHON", str(ROOT / ".venv-agents" / "bin" / "python"))
 os.environ.setdefault("MEGARL_NPM_AGENTS", str(ROOT / ".npm-agents"))
 os.environ.setdefault("MEGARL_INSTRUCTOR_PYTHON", str(ROOT / ".venv-agents-instructor" / "bin" / "python"))
+os.environ.setdefault("MEGARL_ENVIRONMENTS_PYTHON", str(ROOT / ".venv-environments" / "bin" / "python"))
 os.environ.setdefault("MEGARL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers" / "bin" / "python"))
 
 import bad_input  # noqa: E402

@@ -1,6 +1,7 @@
 """Files and commands of the README, of the book and of the loss layer's page, saved and run as a reader would."""
 
 import asyncio
+import os
 import shlex
 import subprocess
 import sys
@@ -272,6 +273,19 @@ def test_the_environment_runs_as_in_a_run(texts: list[str], score: float) -> Non
     assert found == pytest.approx(score)
     assert "Count! Bring the counter to 12." in seen and "Adds a number to the counter." in seen
     assert ("a number from 1 to 9, please" in seen) == (call(12) in texts)
+
+
+def test_a_program_of_the_page_posts_its_reward() -> None:
+    async def posted() -> float | None:
+        async with endpoint_of(Scripted("qwen2_5", ["yes"]), style="qwen2_5") as (endpoint, _):
+            session = endpoint.open("0-0/0")
+            where = {"OPENAI_BASE_URL": endpoint.url_of(session) + "/v1", "OPENAI_API_KEY": session.key}
+            command = [sys.executable, "-c", "from post_reward import post_reward; post_reward(0.75)"]
+            process = await asyncio.create_subprocess_exec(*command, env=os.environ | where)
+            assert await process.wait() == 0
+            return session.reward
+
+    assert asyncio.run(posted()) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 # Of 0.19.2, which Python 3.11 has not.
 NEWER = tuple(f"megarl/mcore/models/{name}.py" for name in ("hybrid/gated_delta", "hybrid/mamba", "sparse_latent"))
 OF_A_NEWER_MEGATRON = () if sys.version_info >= (3, 12) else NEWER
-NOT_OURS = ("sglang_cpu", "verifiers_worker", "fork_server")  # modules of other environments, or of a fork server
+# Modules of other environments, of a fork server, or of the project that `megarl new --agent` writes.
+NOT_OURS = ("sglang_cpu", "verifiers_worker", "fork_server", "tasks/agent/task")
 # Of Triton, which a build of torch for CUDA requires; where it is not, they are not imported.
 KERNELS = ("megarl/mcore/logprobs/fused_triton.py", "megarl/weights/verify/weight_hash_triton.py")
 PACKAGES = ("megarl/", "megarl_sandbox/", "configs/")

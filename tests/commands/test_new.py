@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.commands.new import COPIES, TASKS
+from megarl.commands.new import AGENT_COPIES, COPIES, TASKS
 from megarl.config import load_config
+from megarl.data.chat import encode, load_tokenizer
 
 
 def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -30,14 +31,39 @@ def test_a_project_is_whole_and_its_own_tests_pass(task: str, tmp_path: Path) ->
     assert "5 passed" in done.stdout
 
 
-def test_the_settings_of_a_project_compose_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["new", "mine", "--task=sorting"]) == 0
+def test_the_project_of_an_agent_is_whole_and_its_own_tests_pass(tmp_path: Path) -> None:
+    assert main(["new", str(tmp_path / "mine"), "--agent"]) == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == AGENT_COPIES.keys()
+    done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=tmp_path / "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+def test_an_agent_s_preparation_writes_conversations_and_a_model_that_has_their_marks(tmp_path: Path) -> None:
+    main(["new", str(tmp_path / "mine"), "--agent"])
+    done = run(sys.executable, "task.py", folder=tmp_path / "mine")
+    assert done.stdout == "data: 3000 rows for the cold start, 1000 to learn from, 256 held out\n", done.stderr
+    shown = [json.loads(line) for line in (tmp_path / "mine/data/sft.jsonl").read_text().splitlines()]
+    assert {message["role"] for row in shown for message in row["messages"]} == {"user", "assistant", "tool"}
+    tokenizer = load_tokenizer(str(tmp_path / "mine/data/model"))
+    call = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 3}}</tool_call>'
+    assert len(encode(tokenizer, call)) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "reward", "agent"),
+    [("--agent", "exact", "agent.py:episode"), ("--task=sorting", "reward.py:score", None)],
+)
+def test_the_settings_of_a_project_compose_without_a_warning(
+    words: str, reward: str, agent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["new", "mine", words]) == 0
     monkeypatch.chdir("mine")
     cold_start, warnings = load_config(["recipe=cold_start.yaml"], command="sft")
     training, more = load_config(["recipe=train.yaml"])
     assert not warnings and not more
     assert training.model.path == str(cold_start.trainer.run_dir / "hf")
-    assert training.reward.fn == ["reward.py:score"]
+    assert (training.reward.fn, training.agent.fn) == ([reward], agent)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +71,8 @@ def test_the_settings_of_a_project_compose_without_a_warning(tmp_path: Path, mon
     [
         (["full", "--task", "sorting"], "megarl new full: the folder is not empty; expected a new folder"),
         (["full/file", "--task", "sorting"], "megarl new full/file: it is a file; expected a new folder"),
+        (["other"], "megarl new: one of the arguments --task --agent is required; expected megarl new"),
+        (["other", "--agent", "--task=sorting"], "megarl new: argument --task: not allowed with argument --agent"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_writes_nothing(
@@ -94,3 +122,15 @@ def test_the_run_of_a_project_goes_through_the_whole_ring(tmp_path: Path) -> Non
     assert 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
     assert '"accuracy_after"' in done.stdout
     assert (folder / "runs/own_task/report.html").exists()
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_the_agent_of_a_project_learns_to_call_its_tools(tmp_path: Path) -> None:
+    """The whole run, as its reader starts it."""
+    main(["new", str(tmp_path / "mine"), "--agent"])
+    done = run("bash", str(tmp_path / "mine/run.sh"), folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((tmp_path / "mine/runs/own_task/summary.json").read_text())
+    assert summary["accuracy_before"] < 0.3 and summary["accuracy_after"] >= 0.9
+    assert summary["pushes_verified"] == summary["pushes"] == 16

@@ -32,6 +32,7 @@ def repository(tmp_path: Path) -> Path:
 def clone(folder: Path) -> Path:
     shutil.copytree(ROOT / "launch", folder / "launch")
     shutil.copy(ROOT / "setup.py", folder)
+    (folder / "launch/agents_npm.sh").write_text("")  # test_agents_npm.py is of it
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -61,6 +62,7 @@ COMMANDS = {
     ".venv-te": ". launch/environment.sh; make_te_python",
     ".venv-sglang": "bash launch/sglang_cpu.sh",
     ".venv-sglang-0.5.17": "bash launch/sglang_cpu.sh 0.5.17",
+    ".venv-environments": "bash launch/environments.sh",
     ".venv-verifiers": "bash launch/verifiers.sh",
     # as on a machine with GPUs
     ".venv ": "bash launch/gpu/install.sh trainer",
