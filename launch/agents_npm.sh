@@ -55,5 +55,4 @@ say "check"
 for program in node claude codex; do
     echo "$program $("$link/node_modules/.bin/$program" --version)"
 done
-npm ls --prefix "$link"
 say "done: $link is $folder"
