@@ -1,11 +1,13 @@
 """Episodes in this process, over a server that writes given texts."""
 
+import os
 import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from agent_endpoint import Scripted
 from chat_templates import tokenizer_of
@@ -78,8 +80,9 @@ async def stage_of(
     else:
         job = AgentProgram(None, tuple(agent))
     writer = server or Scripted("qwen3", texts)
-    async with (
-        pool_of(writer, timeout_s=60, rest_s=0.001, retries=1) as (pool, (url,), (bodies,)),
-        Episodes(AgentSettings(job, **settings), pool, tokenizer_of("qwen3"), scored) as episodes,
-    ):
-        yield Stage(episodes, pool, writer, url, bodies, scored)
+    with patch.dict(os.environ):  # a collector keeps what episodes put there
+        async with (
+            pool_of(writer, timeout_s=60, rest_s=0.001, retries=1) as (pool, (url,), (bodies,)),
+            Episodes(AgentSettings(job, **settings), pool, tokenizer_of("qwen3"), scored) as episodes,
+        ):
+            yield Stage(episodes, pool, writer, url, bodies, scored)

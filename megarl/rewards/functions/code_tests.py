@@ -144,8 +144,9 @@ def run_outputs(program: str, inputs: Sequence[str], outputs: Sequence[str], lim
     passed: list[bool] = []
     left, timed_out = limits.seconds, False
     for given, wanted in zip(inputs, outputs, strict=True):
-        if left <= 0:
+        if left <= 0:  # runs that ended by themselves may have taken it all
             passed.append(False)
+            timed_out = True
             continue
         result = megarl_sandbox.run(program, stdin=given, limits=replace(limits, seconds=left))
         left -= result.seconds
