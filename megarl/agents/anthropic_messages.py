@@ -22,7 +22,7 @@ _ERRORS = {
 
 def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
     """Raises Refused for a request of another form."""
-    tools, said = read_tools(body, "custom", lambda tool: "input_schema" in tool)
+    tools, said = read_tools(body, "custom", lambda tool: tool.get("name") if "input_schema" in tool else None)
     shown_now = [_function(tool) for tool in tools if not tool.get("defer_loading")]
     deferred = [_function(tool) for tool in tools if tool.get("defer_loading")]
     functions = {each["function"]["name"]: each for each in [*shown_now, *deferred]}
@@ -32,7 +32,7 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
     for at, message in enumerate(expect(body, "messages", list, "a list of messages")):
         role = message.get("role") if isinstance(message, Mapping) else message
         content = message.get("content") if isinstance(message, Mapping) else None
-        blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        blocks = content if isinstance(content, list) else [content]
         if role == "system":
             messages.append({"role": "system", "content": text_of(content, f"messages[{at}]")})
         elif role == "user":

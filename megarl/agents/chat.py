@@ -108,7 +108,8 @@ class Chat:
             request = read(body)
             if request.said:
                 raise Refused(400, request.said["tools"])
-            (reply,) = await self._session.chat(request)
+            size = sum(len(message["content"]) for message in request.messages)
+            (reply,) = await self._session.chat(request, size)
         calls = tuple(
             ToolRequest(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
             for call in reply.message.get("tool_calls", ())

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.agents.refusals import Refused, expect, expect_count, shown, text_of
@@ -26,7 +25,7 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
     messages = [
         _message(message, at) for at, message in enumerate(expect(body, "messages", list, "a list of messages"))
     ]
-    tools, said = read_tools(body, "function", lambda tool: isinstance(tool.get("function"), Mapping))
+    tools, said = read_tools(body, "function", _chat_name)
     functions = [_function(tool["function"]) for tool in tools]
     return ChatRequest(
         messages,
@@ -38,6 +37,11 @@ def read(body: Mapping[str, Any], _: Mapping[str, Any] = {}) -> ChatRequest:
         stop=read_stop(body, "stop"),
         said=said,
     )
+
+
+def _chat_name(tool: Mapping[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _function(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,25 +73,24 @@ def check_stops(stops: Sequence[Any], name: str) -> None:
 
 
 def read_tools(
-    body: Mapping[str, Any], own: str, has_form: Callable[[Mapping[str, Any]], bool]
+    body: Mapping[str, Any], own: str, name_of: Callable[[Mapping[str, Any]], Any]
 ) -> tuple[list[Mapping[str, Any]], dict[str, str]]:
-    """The tools of the agent, which are of the type `own`, and what is to be said of others: they run at a provider."""
+    """The tools of the agent, which are of the type `own`, and what is to be said of others: they run at a provider.
+
+    `name_of`: the name of a tool of this type; no text for one of another form.
+    """
     tools: list[Mapping[str, Any]] = []
     others = set()
     for tool in expect(body, "tools", list, "a list of tools", []):
         kind = (tool.get("type") or own) if isinstance(tool, Mapping) else None
-        if not isinstance(kind, str) or (kind == own and not (has_form(tool) and isinstance(name_of(tool), str))):
+        if not isinstance(kind, str) or (kind == own and not isinstance(name_of(tool), str)):
             raise Refused(400, f"tools has {shown(tool)}: expected a tool of the type {own!r} with a name")
         if kind == own:
             tools.append(tool)
         else:
             others.add(kind)
-    left_out = f"tools has the types {sorted(others)}: they run at a provider, and are left out"
+    left_out = f"tools of the types {sorted(others)}: they run at a provider, and are left out"
     return tools, {"tools": left_out} if others else {}
-
-
-def name_of(tool: Mapping[str, Any]) -> Any:
-    return tool.get("function", tool).get("name")
 
 
 def read_tool_choice(choice: Any) -> bool:
@@ -177,16 +180,20 @@ def _ids(body: Mapping[str, Any], reply: ChatReply) -> dict[str, Any]:
 def _log_probs(policy: Policy, reply: ChatReply) -> list[dict[str, Any]]:
     """Log-probs of the text's tokens, without the stop token."""
     out = []
-    for token_id, value in zip(without_stop(reply.completion), reply.completion.log_probs, strict=False):
-        token = policy.text([token_id])
-        written = list(_bytes(policy.tokenizer, token_id, token))
+    for at, (token_id, value) in enumerate(
+        zip(without_stop(reply.completion), reply.completion.log_probs, strict=False)
+    ):
+        token, piece = policy.text([token_id]), str(policy.tokenizer.convert_ids_to_tokens(token_id))
+        spaces = len(piece) - len(piece.lstrip("\u2581"))  # SentencePiece's
+        if at and spaces:  # decoded alone, it has one less
+            token = " " * spaces + token.lstrip(" ")
+        written = list(_bytes(piece, token))
         out.append({"token": token, "logprob": value, "bytes": written, "top_logprobs": []})
     return out
 
 
-def _bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> bytes:
-    """The bytes of a token, also of one that is a part of a character."""
-    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+def _bytes(piece: str, text: str) -> bytes:
+    """The bytes of a token, also of one that is a part of a character; `piece`: as its tokenizer writes it."""
     if "\ufffd" not in text:
         return text.encode()
     if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
@@ -210,14 +217,20 @@ def events(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]
             piece = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
             yield _chunk(reply, "chat.completion.chunk", [piece])
         last = {**rest, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
-        yield _chunk(reply, "chat.completion.chunk", [last])
+        yield _chunk(reply, "chat.completion.chunk", [last], **_prompt_ids(reply, choice))
     yield from _ending(reply, body, "chat.completion.chunk")
 
 
 def text_events(reply: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
     for choice in reply["choices"]:
-        yield _chunk(reply, "text_completion", [choice])
+        yield _chunk(reply, "text_completion", [choice], **_prompt_ids(reply, choice))
     yield from _ending(reply, body, "text_completion")
+
+
+def _prompt_ids(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """They are the same for all answers, and come with the ids of the first one."""
+    name = "prompt_token_ids"
+    return {name: reply[name]} if name in reply and choice["index"] == 0 else {}
 
 
 def _ending(reply: Mapping[str, Any], body: Mapping[str, Any], kind: str) -> Iterator[bytes]:

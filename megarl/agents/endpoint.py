@@ -167,6 +167,7 @@ class Endpoint:
     def _check(self, session: Session, body: Mapping[str, Any], api: str) -> None:
         if api not in (IDS, SAMPLING):
             expect(body, "model", str, "the name of the model")
+            expect(body, "stream", bool, "true or false", False)
         self._say(check_fields(body, api, _run_values(session.policy, self._policy), self._policy.ignore))
 
     def _say(self, said: Mapping[str, str]) -> None:
@@ -185,7 +186,9 @@ class Endpoint:
             self._say(asked.said)
             replies = await session.chat(asked, size)
             written = TOKEN_BYTES * sum(len(each.completion.token_ids) for each in replies)
-            reply = await session.aside(written, partial(api.write, session.policy, body, replies, session.items))
+            reply = await session.aside(
+                max(size, written), partial(api.write, session.policy, body, replies, session.items)
+            )
             return await _send(request, body, reply, api.events(reply, body))
 
         return route

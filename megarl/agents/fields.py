@@ -50,7 +50,7 @@ after | chat text | stop | [[], ""] | the agent reads the answer up to it; all t
 after | messages | stop_sequences | [[]] | the agent reads the answer up to it; all that was sampled is recorded
 after | chat responses | parallel_tool_calls | [true] | the agent reads the first call; all that was sampled is recorded
 after | chat responses messages | tool_choice | ["auto", "none", {"type": "auto"}, {"type": "none"}] | \
-a call is not enforced: the model has to learn it
+a call is not enforced: the model has to learn it; with `disable_parallel_tool_use` the agent reads the first call
 after | chat | response_format | [{"type": "text"}] | the form is not enforced: the model has to learn it
 after | responses | text | [{}, {"format": {"type": "text"}}] | the form is not enforced: the model has to learn it
 after | messages | output_config output_format | [{}] | the form is not enforced: the model has to learn it
@@ -65,7 +65,7 @@ run | | seed | | the run draws a seed for each answer itself
 run | chat responses messages text ids | model | | this endpoint serves {run} alone
 run | chat responses messages | chat_template_kwargs | [{}] | the variables of the run's template are {run}
 run | messages | context_management | [{}, {"edits": []}] | the history stays as the agent sends it
-run | chat | top_logprobs | [0] | there are log-probs of sampled tokens alone
+run | chat responses | top_logprobs | [0] | there are log-probs of sampled tokens alone
 none | responses | include | [[]] | this endpoint does not serve it
 none | responses | background | [false] | this endpoint does not serve it
 none | chat | modalities | [["text"]] | the model writes text alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ def read(body: Mapping[str, Any], known: Mapping[str, Sequence[Any]] = {}) -> Ch
         messages.append({"role": "system", "content": instructions})
     for at, item in enumerate(_input(body, known)):
         _add(messages, item, f"input[{at}]")
-    tools, said = read_tools({"tools": _unfolded(body)[0]}, "function", lambda tool: "name" in tool)
+    tools, said = read_tools({"tools": _unfolded(body)[0]}, "function", lambda tool: tool.get("name"))
     functions = [
         {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name)} for tool in tools
     ]
@@ -113,7 +115,8 @@ def write(
     cut = reply.completion.finish_reason == "length"
     num_prompt, num_generated = len(reply.prompt_ids), len(reply.completion.token_ids)
     response_id, items = _new("resp"), _items(reply, body, "incomplete" if cut else "completed")
-    known |= {response_id: [*_input(body, known), *items], **{item["id"]: [item] for item in items}}
+    said = [_once(known, item) for item in (*_input(body, known), *items)]
+    known |= {response_id: said, **{item["id"]: [item] for item in items}}
     return {
         "id": response_id,
         "object": "response",
@@ -139,6 +142,11 @@ def write(
             "total_tokens": num_prompt + num_generated,
         },
     }
+
+
+def _once(known: dict[str, list[Any]], item: Any) -> Any:
+    """The item as it is known: most agents send all of a conversation again in each request, and it is kept once."""
+    return known.setdefault(hashlib.sha256(json.dumps(item, sort_keys=True).encode()).hexdigest(), [item])[0]
 
 
 def _items(reply: ChatReply, body: Mapping[str, Any], status: str) -> list[dict[str, Any]]:

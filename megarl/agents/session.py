@@ -104,7 +104,8 @@ class Session:
     None if they did, or if a later request got one.  `waiting`: how long requests waited for the servers.
     `truncated`: whether a limit of the run cut the latest answer.
     `messages`: of the latest turn, its answer included; empty if there were only turns of ids.
-    `items`: items of the API of responses by the id of each, and by that of a response all up to its end.
+    `items`: items of the API of responses by the id of each, and by that of a response all up to its end.  Each is
+    kept once: it is also there by its digest.
     `refused`: sentences to requests that were not served, but for those over the limit; the latest.  `num_refused`.
     """
 

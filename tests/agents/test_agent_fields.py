@@ -1,9 +1,17 @@
 """What requests carry beside a conversation, in all APIs: served, served after sampling, replaced, or refused."""
 
+from types import SimpleNamespace
+
 import pytest
 from agent_endpoint import CALL, FUNCTION, QUESTION, THOUGHT, TOKEN, TOOLS, chat, check_exact, speaking
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from megarl.agents.answer import Answer
+from megarl.agents.chat_completions import write
 from megarl.agents.fields import FIELDS
+from megarl.agents.session import ChatReply
+from megarl.samples.sample import Completion
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TOOLS_OF = {
@@ -129,6 +137,14 @@ async def test_tools_of_a_provider_are_left_out_which_is_said_once(path, caplog)
         assert caplog.text.count("['code_interpreter', 'web_search_20250305']: they run at a provider") == 1
         asked = [session.policy.text(body["input_ids"]) for body in seen[0]]
         assert "web_search" not in asked[0] and "add" in asked[0] and "<tools>" not in asked[1]
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_a_field_of_another_api_in_a_tool_is_not_looked_at(path):
+    async with speaking(CALL) as (ask, _, _, _):
+        for odd in (None, "add", {"name": 5}):
+            tools = [{**tool, "function": odd} for tool in TOOLS_OF[path]]
+            assert parts_of(path, (await ask(path, body_of(path, tools=tools))).json())[1] == ["add"]
 
 
 async def test_functions_of_a_namespace_are_called_by_a_longer_name_in_the_prompt_alone():
@@ -271,6 +287,22 @@ async def test_items_and_responses_are_found_by_their_ids():
         assert other.json()["error"]["code"] == "previous_response_not_found", "of another episode"
 
 
+async def test_items_that_a_client_sends_again_and_again_are_kept_once():
+    async with speaking("hi") as (ask, session, _, _):
+        items = []
+        for at in range(8):
+            items.append({"role": "user", "content": f"{at}?"})
+            items += (await ask(RESPONSES, body_of(RESPONSES, input=items))).json()["output"]
+        kept = [item for held in session.items.values() for item in held]
+        assert len(kept) > 80 and len({id(item) for item in kept}) == 16
+        reply = (await ask(RESPONSES, body_of(RESPONSES, input="and?", previous_response_id=last_of(session)))).json()
+        assert session.conversation.counts == {"appended": 8, "rendered": 1} and reply["status"] == "completed"
+
+
+def last_of(session):
+    return [name for name in session.items if name.startswith("resp_")][-1]
+
+
 async def opened(ask):
     return (await ask("/sessions", {"name": "other"}, key=TOKEN)).json()["key"]
 
@@ -302,6 +334,21 @@ async def test_bytes_of_tokens_that_are_parts_of_a_character_join_to_it():
         choice = (await ask(CHAT, body_of(CHAT, logprobs=True))).json()["choices"][0]
         parts = [entry["bytes"] for entry in choice["logprobs"]["content"]]
         assert len(parts) == 3 and bytes(byte for part in parts for byte in part).decode() == "é!"
+
+
+def test_tokens_of_a_sentencepiece_tokenizer_join_to_the_text():
+    """Its decoder strips the first space of what it gets: here of each token."""
+    vocab = {token: at for at, token in enumerate(["<unk>", "\u2581", "\u2581hello", "\u2581world", "!"])}
+    inside = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    inside.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inside, unk_token="<unk>")
+    policy = SimpleNamespace(name="policy", tokenizer=tokenizer, text=tokenizer.decode)
+    completion = Completion([2, 1, 3, 4], [-1.0] * 4, "length", ())
+    reply = write(policy, {"logprobs": True}, [ChatReply(0, [2], completion, Answer(""), {})])
+    entries = reply["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == ["hello", " ", " world", "!"]
+    joined = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+    assert joined == tokenizer.decode([2, 1, 3, 4]) == "hello  world!"
 
 
 async def test_fields_of_requests_for_ids_stand_where_they_are_read():

@@ -70,6 +70,12 @@ async def test_ids_log_probs_and_versions_are_there_for_who_asks():
         assert full["choices"][0]["weight_versions"] == [{"version": 7, "start": 0, "end": len(turn.token_ids)}]
         content = full["choices"][0]["logprobs"]["content"]
         assert [(c["token"], c["logprob"]) for c in content] == list(zip("hi 5", turn.log_probs[:-1], strict=True))
+        text = {"model": "policy", "prompt": "a"}
+        for path, body in (("/v1/chat/completions", chat(n=2)), ("/v1/completions", text)):
+            stream = (await ask(path, body | {"stream": True, "return_token_ids": True})).text
+            sent = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+            (ids,) = [chunk["prompt_token_ids"] for chunk in sent if "prompt_token_ids" in chunk]
+            assert ids == seen[0][-1]["input_ids"], "as in the whole answer"
 
 
 def events(*values):
@@ -217,6 +223,7 @@ REFUSED = [
     ({"n": 0}, "n=0: expected a whole number >= 1"),
     ({"n": 65}, "n=65: expected at most 64"),
     ({"max_tokens": True}, "max_tokens=True: expected a whole number >= 1"),
+    ({"stream": "false"}, "stream='false': expected true or false"),
     ({"messages": "hi"}, "messages='hi': expected a list of messages"),
     ({"messages": []}, "messages: the last one is the assistant's or there is none"),
     ({"messages": [{"role": "assistant", "content": "I"}]}, "messages: the last one is the assistant's"),

@@ -12,6 +12,7 @@ from agent_endpoint import Scripted, chat, endpoint_of, speaking
 from chat_templates import template_of, tokenizer_of
 
 from megarl.agents import conversation as conversations
+from megarl.agents.chat import Chat, OverLimit
 from megarl.agents.conversation import Conversation
 from megarl.agents.refusals import shown
 from megarl.agents.session import LARGE
@@ -61,6 +62,21 @@ async def test_a_session_has_one_large_request_at_a_time_and_reads_it_beside_the
         assert most == [1] and threading.main_thread() not in threads
         await ask(PATH, chat())
         assert threading.main_thread() in threads  # a small one is not worth a thread
+
+
+async def test_a_large_conversation_of_chat_is_rendered_beside_the_loop(monkeypatch):
+    async with speaking("hi") as (_, session, _, _):
+        threads, prompt = [], session.conversation.prompt
+
+        def noted(*args):
+            threads.append(threading.current_thread())
+            return prompt(*args)
+
+        monkeypatch.setattr(session.conversation, "prompt", noted)
+        await Chat(session, [])([user("small")])
+        with pytest.raises(OverLimit):
+            await Chat(session, [])([user("x" * LARGE)])
+        assert threads[0] is threading.main_thread() and threads[1] is not threads[0]
 
 
 async def test_keys_of_many_sessions_at_once_lead_to_their_own_episodes_alone():

@@ -312,6 +312,7 @@ SPECIAL: dict[str, dict[str, Case]] = {
         "a mark inside": marked("llama3"),
         "a type": Case('{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
         "an answer in json": Case('{"answer": 15}', [], '{"answer": 15}'),
+        "an answer with a name": Case('{"name": "Bob", "age": 5}', [], '{"name": "Bob", "age": 5}'),
     },
     "mistral": {
         "malformed": broken('[TOOL_CALLS] [{"name": "add", "arguments": }]'),

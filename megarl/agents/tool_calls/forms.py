@@ -100,7 +100,10 @@ FORMS: dict[str, Form] = {
     ),
     # {"name": ..., "parameters": {...}} as the whole answer, or behind a token: Llama 3
     "llama3": Form(
-        re.compile(r'<\|python_tag\|>|(?:\A|(?<=\})\s*;)(?=\s*\{\s*"(?:name|type)")'),
+        re.compile(
+            r'<\|python_tag\|>|(?:\A|(?<=\})\s*;)(?=\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+            r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)")'  # else it is an answer in JSON
+        ),
         in_json(r"\s*"),
     ),
     # [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]NAME[ARGS]{...}: Mistral
