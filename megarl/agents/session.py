@@ -155,12 +155,14 @@ class Session:
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """What `work` returns; where the size [bytes] is LARGE in a thread, which does one of a session at a time.
 
-        So the loop goes on, and an agent with many large requests waits for itself alone.
+        So the loop goes on, and an agent with many large requests waits for itself alone, also if it gives them up.
         """
         if size < LARGE:
             return work()
-        async with self._one_large:
-            return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+        await self._one_large.acquire()
+        working = asyncio.get_running_loop().run_in_executor(_THREADS, work)
+        working.add_done_callback(lambda _: self._one_large.release())  # a thread goes on when its request has ended
+        return await asyncio.shield(working)
 
     async def chat(self, request: ChatRequest, size: int = 0) -> list[ChatReply]:
         """Answers to messages; `size`: of the request [bytes].

@@ -64,6 +64,24 @@ async def test_a_session_has_one_large_request_at_a_time_and_reads_it_beside_the
         assert threading.main_thread() in threads  # a small one is not worth a thread
 
 
+async def test_a_large_request_that_is_given_up_keeps_its_sessions_next_one_waiting():
+    """As a client with a timeout asks again: else one session would hold all threads."""
+    async with speaking("hi") as (_, session, _, _):
+        began, go_on = threading.Semaphore(0), threading.Event()
+
+        def work():
+            began.release()
+            assert go_on.wait(60)
+
+        given_up = asyncio.create_task(session.aside(LARGE, work))
+        await asyncio.to_thread(began.acquire)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        assert given_up.cancelled() and session._one_large.locked(), "its thread goes on"
+        go_on.set()
+        await session.aside(LARGE, work)
+
+
 async def test_a_large_conversation_of_chat_is_rendered_beside_the_loop(monkeypatch):
     async with speaking("hi") as (_, session, _, _):
         threads, prompt = [], session.conversation.prompt
