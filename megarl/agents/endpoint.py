@@ -335,7 +335,7 @@ def _key(request: web.Request) -> str:
     return (
         request.match_info.get("key")
         or request.headers.get("X-Api-Key")
-        or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        or re.sub("^bearer +", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE)
     )
 
 
