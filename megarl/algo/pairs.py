@@ -76,7 +76,7 @@ class PairLoss:
         tally.watch("loss of a pair", loss)
         statistics = {
             "loss": loss,
-            "accuracy": (chosen > rejected).double()[ids],
+            "accuracy": ((chosen - rejected).sign() + 1)[ids] / 2,  # a tie is half right
             "chosen": (self.beta * chosen)[ids],
             "rejected": (self.beta * rejected)[ids],
             "margin": (self.beta * (chosen - rejected))[ids],
