@@ -168,7 +168,9 @@ class Check:
         elif folder != path and not _is_whole(Path(folder)):
             line = f"{place}: its weights are downloaded when the run starts"
         else:
-            return check_model(self.config, role, folder, trains=self.command != "evaluate", serves=self._serves)
+            kind: Kind = "critic" if role == "critic" or self.command == "rm" else "actor"
+            trains = self.command != "evaluate"
+            return check_model(self.config, role, folder, kind=kind, trains=trains, serves=self._serves)
         self.unseen.append(place)
         return line
 
@@ -279,13 +281,12 @@ def _prompts(key: str, files: Sequence[str], found: Prompts) -> str:
     return f"{key}=[{', '.join(files)}]: {len(found):,} prompts of up to {found.longest:,} tokens{more}"
 
 
-def check_model(config: Config, role: str, folder: str, *, trains: bool, serves: bool) -> str:
+def check_model(config: Config, role: str, folder: str, *, kind: Kind, trains: bool, serves: bool) -> str:
     """A line on a role's model.  Raises ValueError with the sentence of the ranks or servers that would refuse it.
 
     As many weights are read as WHOLE_BYTES allow, to find numbers that are not finite.  `trains`: ranks do;
     `serves`: rollout servers read the policy's folder.
     """
-    kind: Kind = "critic" if role == "critic" else "actor"
     mtp = config.actor.mtp if role == "actor" and trains else "off"
     num_tensors = check_folder(folder, kind, mtp=mtp) if trains else check_complete(folder)
     if serves and role == "actor" and config.rollout.engine != "hf":

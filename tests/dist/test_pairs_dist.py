@@ -1,10 +1,8 @@
 """DPO, IPO and Bradley-Terry under every layout and cut: loss and gradient of the formulas written out."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 from pair_cases import LOSSES, make_pairs, run_pairs, with_reference, written_out
 from parity_compare import relative
 from rank_answers import Answers

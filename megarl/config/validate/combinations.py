@@ -44,6 +44,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     roles = used_roles(config, command)
     yield from strategies.contradictions(config, command)
     yield from models.of_mtp(config, roles)
+    if command in names.SUPERVISED[1:] and config.actor.mtp != "off":
+        yield f"actor.mtp={config.actor.mtp}: `megarl {command}` trains no MTP layers; expected off"
     yield from _template(config)
     yield from models.unfit(config, roles)
     yield from models.vocabularies(config, roles)
