@@ -16,9 +16,7 @@ from torch import Tensor
 from megarl.algo.losses.pairs import pair_loss
 from megarl.algo.segments import clean, count_segments, segment_count, segment_sum
 from megarl.algo.tally import Tally
-from megarl.samples.batch import Batch, LossOutput
-
-SIGN = "sign"  # a column of the batch: 1 on the chosen answer, -1 on the rejected one
+from megarl.samples.batch import SIGN, Batch, LossOutput
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.algo.pairs import SIGN
 from megarl.data.readers import Record
 from megarl.data.sft import SftExamples
-from megarl.samples.batch import Batch
+from megarl.samples.batch import SIGN, Batch
 
 CHOSEN, REJECTED, MARGIN = "chosen", "rejected", "margin"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.algo.pairs import SIGN, PairLoss
+from megarl.algo.pairs import PairLoss
 from megarl.algo.step_columns import step_columns
 from megarl.arch.layout import Layout
 from megarl.data.packing import plan
@@ -18,7 +18,7 @@ from megarl.data.pairs import to_be_scored
 from megarl.mcore.setup import destroy_groups, make_groups
 from megarl.mcore.training.packed_rows import micro_batches
 from megarl.mcore.training.step import backward
-from megarl.samples.batch import Batch
+from megarl.samples.batch import SIGN, Batch
 
 MODE = "seq-mean-token-mean"
 LOSSES = {

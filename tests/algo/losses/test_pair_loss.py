@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.algo import PairLoss, step_columns
 from megarl.algo.losses.pairs import pair_loss
-from megarl.algo.pairs import SIGN
-from megarl.samples.batch import Batch, merge_stats
+from megarl.samples.batch import SIGN, Batch, merge_stats
 
 
 def test_the_formulas_by_hand() -> None:
