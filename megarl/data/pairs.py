@@ -74,7 +74,7 @@ class PairExamples(SftExamples):
         return list(whole.values())
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        """Columns response_mask, sign, margin on the first token, and ref_log_probs, 0 where they were not filled."""
+        """Columns response_mask, sign, and ref_log_probs, 0 where they were not filled; per pair its margin."""
         batch = super()._batch(rows)
         signs = [self._signs[sequence] for row in rows for sequence in self._samples[row]]
         sizes = batch.sample_lengths.tolist()

@@ -90,8 +90,6 @@ class SftExamples:
                 else:
                     self.num_filtered += 1
         raise_first(refused)
-        if not self._sequences:
-            raise ValueError(f"sft.max_length={max_length}: every example of {files} is longer")
         check_ids(zip(places, self._sequences, strict=True), tokenizer, settings.num_ids)
         self.num_other_headers = conversations.num_other_headers if conversations else 0
         ends = sorted(conversations.ends) if conversations else []

@@ -15,7 +15,7 @@ def pair_loss(gap: Tensor, kind: str = "sigmoid", *, beta: float = 0.1, label_sm
     ipo:      L = (h - 1 / (2 beta))^2
 
     Papers: DPO, arXiv:2305.18290, where h is the difference of log(pi / pi_ref) of whole answers; Bradley-Terry is the
-    same with beta = 1 and h the difference of two scores; label smoothing e, arXiv:2310.16944's appendix (cDPO);
+    same with beta = 1 and h the difference of two scores; label smoothing e is conservative DPO (Mitchell, 2023);
     IPO, arXiv:2310.12036, here with h of means over tokens, as TRL computes it.
 
     Args: gap: h [S]; beta: above 0; label_smoothing: e, the share of pairs whose label is wrong, below 0.5.
