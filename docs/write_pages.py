@@ -181,7 +181,8 @@ _REQUESTS = """\
 Made from `megarl/agents/fields.py` by `python docs/write_pages.py`. What an agent teaches is exact only if the model
 sampled as the run says, so each field of a request has one of these rules: in OpenAI's chat completions, completions
 and responses, in Anthropic's messages, and where ids are asked for (`/inference/v1/generate`). `null` is
-allowed for all but the model and the messages; a field that is not here is refused with one sentence. [Agents](agents.md) has all else.
+allowed for all but the model and the messages; a field that is not here is refused with one sentence.
+[Agents](agents.md) has all else.
 
 | your agent | do |
 | --- | --- |

@@ -31,6 +31,7 @@ from megarl.commands.this_machine import (
 from megarl.config import Config, ConfigError, load_config, load_sweep, recipe_names, to_yaml
 from megarl.config.describe import Description, described, records
 from megarl.config.keys import group_helps
+from megarl.config.names import SUPERVISED
 from megarl.config.schema.record import BASIC
 from megarl.io.callers import allow_all_files
 from megarl.io.durable_files import named
@@ -95,6 +96,20 @@ COMMANDS = {
         ("sft", "model", "actor", "trainer"),
         (("megarl sft model.path=path/to/hf_folder sft.train_files=[my_examples.jsonl]", "a cold start"),),
     ),
+    "rm": Command(
+        "megarl.commands.sft",
+        "a reward model from pairs of answers, of which one was chosen",
+        ("sft", "model", "actor", "trainer"),
+        (("megarl rm model.path=path/to/hf_folder sft.train_files=[my_pairs.jsonl]", "for reward.model.path"),),
+        function="rm",
+    ),
+    "dpo": Command(
+        "megarl.commands.sft",
+        "the policy from such pairs, without a reward model (DPO, IPO)",
+        ("sft", "dpo", "model", "actor", "trainer"),
+        (("megarl dpo model.path=path/to/hf_folder sft.train_files=[my_pairs.jsonl] dpo.beta=0.1", "DPO"),),
+        function="dpo",
+    ),
     "evaluate": Command(
         "megarl.trainer.evaluation.command",
         "answer the evaluation prompts with a model and score the answers",
@@ -103,7 +118,7 @@ COMMANDS = {
     ),
     "node": Command(
         "megarl.commands.node",
-        "a further machine of a run; `train` and `sft` are it where node_rank > 0",
+        "a further machine of a run; `train`, `sft`, `rm` and `dpo` are it where node_rank > 0",
         ("trainer",),
         (("megarl node recipe=NAME trainer.nnodes=2 trainer.node_rank=1 trainer.master_addr=10.0.0.1", "machine 1"),),
     ),
@@ -143,7 +158,7 @@ COMMANDS = {
     "config": Command(
         "megarl.cli",
         "print the configuration that a command line comes to",
-        (*_OF_TRAIN, "sft"),
+        (*_OF_TRAIN, "sft", "dpo"),
         (
             ("megarl config recipe=quickstart", "every key of a run and its value"),
             ("megarl config --help actor.clip_ratio", "what a key means, its default and its range"),
@@ -155,7 +170,7 @@ COMMANDS = {
 CHECK = Command("megarl.commands.check", "`trainer.check_only`")
 SWEEP = Command("megarl.commands.sweep", "`megarl train -m`")
 
-CHECKED = ("train", "sft", "evaluate")
+CHECKED = ("train", *SUPERVISED, "evaluate")
 
 EXAMPLES = (
     *COMMANDS["train"].examples[:4],

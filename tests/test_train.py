@@ -9,7 +9,7 @@ import pytest
 
 from megarl import train as train_module
 from megarl.metrics.computing.timer import Timer
-from megarl.trainer import sft as sft_module
+from megarl.trainer import stage as stage_module
 from megarl.trainer.evaluation.evaluate import Evaluation
 
 
@@ -38,6 +38,6 @@ def test_the_startup_is_no_part_of_the_first_step(command: str, monkeypatch: pyt
         train_module.train_loop(run)
     else:
         run._step.side_effect = step
-        monkeypatch.setattr(sft_module, "kept", MagicMock())
-        sft_module.SftRun.train(run)
+        monkeypatch.setattr(stage_module, "kept", MagicMock())
+        stage_module.StageRun.train(run)
     assert seconds == [2.0, 2.0]

@@ -3,7 +3,7 @@
 Contains losses, KL estimators, advantage estimators, aggregation, and their statistics.  Does not use logits, models,
 ranks, files or the configuration.  Imports torch and nothing heavier.
 Called by the driver with whole batches (`overlong_penalty`, `estimate`, `correct`, `step_columns`), and by the ranks
-with packed micro-batches (`ActorLoss`, `CriticLoss`).
+with packed micro-batches (`ActorLoss`, `CriticLoss`, `PairLoss`).
 
 Tables of choices (registry.py), filled by a decorator on each function: POLICY_LOSSES, ADV_ESTIMATORS, KL_ESTIMATORS,
 AGG_MODES.  README.md has a row for each entry; `megarl/plugins/declared.py` reads the decorators for the configuration.
@@ -15,6 +15,7 @@ from megarl.algo.correction import Correction, correct, leave_out_old
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.kl import KL_CONTROLLERS, AdaptiveKL, FixedKL, kl_estimate, make_kl_controller
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.pairs import PairLoss
 from megarl.algo.registry import (
     ADV_ESTIMATORS,
     AGG_MODES,
@@ -40,6 +41,7 @@ __all__ = [
     "CriticLoss",
     "FixedKL",
     "NonFiniteError",
+    "PairLoss",
     "check_estimator_args",
     "correct",
     "estimate",

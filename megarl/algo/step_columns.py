@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algo.aggregate import token_weights
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.pairs import PairLoss
 from megarl.algo.registry import POLICY_LOSSES
 from megarl.algo.segments import clean, count_segments, segment_mean
 from megarl.samples.batch import Batch
@@ -19,7 +20,7 @@ from megarl.samples.batch import Batch
 def step_columns(
     batch: Batch,
     *,
-    loss: ActorLoss | CriticLoss,
+    loss: ActorLoss | CriticLoss | PairLoss,
     agg_mode: str,
     loss_scale_factor: float | None = None,
     seed: int = 0,
@@ -45,7 +46,7 @@ def step_columns(
     group_ids = batch.per_sequence.get("group")
     weight = token_weights(agg_mode, mask, batch.segment_ids, group_ids=group_ids, loss_scale_factor=loss_scale_factor)
     batch = batch.with_columns(response_mask=mask, weight=weight)
-    if isinstance(loss, CriticLoss):
+    if not isinstance(loss, ActorLoss):
         return batch
     loss.require_agg_mode(agg_mode)
     if bypass:

@@ -13,6 +13,7 @@ from megarl.arch.hf_config import read_hf_config
 from megarl.arch.mtp import with_mtp
 from megarl.commands.this_machine import TRAINS, missing_packages
 from megarl.config import Config, used_roles
+from megarl.config.names import SUPERVISED
 from megarl.config.old_log_probs import source_of_old_log_probs
 from megarl.config.settings import Faults
 from megarl.config.validate.algorithms import idle
@@ -39,8 +40,10 @@ from megarl.trainer.checkpoint.resume import check_is_known
 from megarl.trainer.checks.reward_trial import RewardTrial
 from megarl.trainer.checks.rewards import check_reward_model, check_rewards, check_truths, say_chosen
 from megarl.trainer.collectors import check_agents
+from megarl.trainer.pairs import Dpo, Rm
 from megarl.trainer.servers.colocation import check_shared_gpus, uses_gpus
-from megarl.trainer.sft import read_examples, training_steps
+from megarl.trainer.sft import Sft
+from megarl.trainer.stage import read_examples, training_steps
 from megarl.trainer.teachers import check_taught, check_teachers
 from megarl.trainer.telemetry.profile import check_profile
 from megarl.weights.hf.folder import INDEX, SINGLE, HFFolder, files_of_index
@@ -69,7 +72,7 @@ class Check:
     """What a command would refuse or say of its settings, files and models, before it starts anything."""
 
     def __init__(self, config: Config, command: str) -> None:
-        """`command`: train | sft | evaluate."""
+        """`command`: train | sft | dpo | rm | evaluate."""
         self.config, self.command = config, command
         self.faults = Faults()
         self.unseen: list[str] = []  # what is on another machine, or not made yet
@@ -102,7 +105,7 @@ class Check:
     def algorithm(self) -> None:
         """Plug-ins, rewards, and what the loss layer refuses."""
         config = self.config
-        if self.command == "sft":
+        if self.command in SUPERVISED:
             return
         with self.faults.collect():
             load_plugins(config.algorithm.plugins)
@@ -144,7 +147,7 @@ class Check:
 
     def _sets(self) -> dict[str, list[str]]:
         """The key of the files of each set -> the files."""
-        group = "sft" if self.command == "sft" else "data"
+        group = "sft" if self.command in SUPERVISED else "data"
         names = ("val",) if self.command == "evaluate" else ("train", "val")
         return {f"{group}.{name}_files": getattr(getattr(self.config, group), f"{name}_files") for name in names}
 
@@ -165,7 +168,9 @@ class Check:
         elif folder != path and not _is_whole(Path(folder)):
             line = f"{place}: its weights are downloaded when the run starts"
         else:
-            return check_model(self.config, role, folder, trains=self.command != "evaluate", serves=self._serves)
+            kind: Kind = "critic" if role == "critic" or self.command == "rm" else "actor"
+            trains = self.command != "evaluate"
+            return check_model(self.config, role, folder, kind=kind, trains=trains, serves=self._serves)
         self.unseen.append(place)
         return line
 
@@ -197,16 +202,17 @@ class Check:
             for file in self._data_files():
                 with self.faults.collect():
                     read_rows(_present([file]), self.config.data.max_row_bytes)
-            self.unseen.append("prompts" if self.command != "sft" else "examples")
+            self.unseen.append("prompts" if self.command not in SUPERVISED else "examples")
             return _say("without tokenizer and model no prompt was read")
         here = deepcopy(self.config)
         here.model.path, here.model.tokenizer_path = folder, tokenizer
         load_tokenizer(tokenizer)
-        if self.command != "sft":
+        if self.command not in SUPERVISED:
             return self._prompts(here, sets)
+        stage = {"sft": Sft(), "dpo": Dpo(), "rm": Rm()}[self.command]
         for key, files in sets.items():
             with self.faults.collect():
-                examples = read_examples(here, key, files)
+                examples = read_examples(stage, here, key, files)
                 if key == "sft.train_files":
                     check_profile(here.trainer.profile, training_steps(here, examples), ())
 
@@ -275,13 +281,12 @@ def _prompts(key: str, files: Sequence[str], found: Prompts) -> str:
     return f"{key}=[{', '.join(files)}]: {len(found):,} prompts of up to {found.longest:,} tokens{more}"
 
 
-def check_model(config: Config, role: str, folder: str, *, trains: bool, serves: bool) -> str:
+def check_model(config: Config, role: str, folder: str, *, kind: Kind, trains: bool, serves: bool) -> str:
     """A line on a role's model.  Raises ValueError with the sentence of the ranks or servers that would refuse it.
 
     As many weights are read as WHOLE_BYTES allow, to find numbers that are not finite.  `trains`: ranks do;
     `serves`: rollout servers read the policy's folder.
     """
-    kind: Kind = "critic" if role == "critic" else "actor"
     mtp = config.actor.mtp if role == "actor" and trains else "off"
     num_tensors = check_folder(folder, kind, mtp=mtp) if trains else check_complete(folder)
     if serves and role == "actor" and config.rollout.engine != "hf":

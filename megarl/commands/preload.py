@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config import Config
+from megarl.config.names import SUPERVISED
 from megarl.processes.programs import preload
 
 _CHILD, _RANK, _SERVER = "megarl.processes.child", "megarl.roles.worker", "megarl.hf_server.main"
 _COLLECTING = ("megarl.rollout.collector.collector", "megarl.rewards.worker")  # what children of a run import
 _IMPORTED = {
     "train": (_CHILD, *_COLLECTING, _SERVER, _RANK),
-    "sft": (_RANK,),
+    **dict.fromkeys(SUPERVISED, (_RANK,)),
     "evaluate": (_CHILD, *_COLLECTING, _SERVER),
 }
 

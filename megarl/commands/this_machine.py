@@ -17,8 +17,8 @@ from megarl.config.settings import show
 from megarl.config.validate.models import missing_folders
 from megarl.data.readers import missing
 
-OVER_NODES = ("train", "sft", "evaluate", "node")  # on all machines but the first, these run `node`
-TRAINS = ("train", "sft")
+OVER_NODES = ("train", *names.SUPERVISED, "evaluate", "node")  # on all machines but the first, these run `node`
+TRAINS = ("train", *names.SUPERVISED)
 WITH_SERVERS = ("train", "evaluate", "serve")
 NODE_ADDRESS = "MEGARL_NODE_ADDR"  # the address to use of this machine, if it has several
 

@@ -98,6 +98,7 @@ TOOL_PARSERS = (
     *("deepseek_v3", "deepseek_v31", "deepseek_v32", "llama3", "mistral", "harmony", "none"),
 )
 OVERLONG = ("error", "filter", *constant("data/prompts.py", "CUTS"))
+PAIR_LOSSES: tuple[str, ...] = constant("algo/losses/pairs.py", "PAIR_LOSSES")
 SFT_ANSWERS: tuple[str, ...] = constant("data/fields.py", "ANSWERS")
 _TRACKERS = declared("register_tracker", "metrics/trackers")
 LOGGERS = tuple(sorted(_TRACKERS))
@@ -110,4 +111,5 @@ DTYPES = ("float32", "bfloat16")
 STOP, SKIP, ROLLBACK = "stop", "skip", "rollback"
 ON_NONFINITE = (STOP, SKIP, ROLLBACK)
 RESUME_MODES = ("auto", "disable")  # or the folder of a checkpoint
-COMMANDS = ("train", "sft", "evaluate", "doctor", "config", "node", "serve")
+SUPERVISED = ("sft", "dpo", "rm")  # commands that train on the rows of sft.train_files
+COMMANDS = ("train", *SUPERVISED, "evaluate", "doctor", "config", "node", "serve")

@@ -23,7 +23,7 @@ from megarl.data.chat import (
 from megarl.data.fields import Example, example_of
 from megarl.data.order import Visits, check_same_data, fingerprint_of
 from megarl.data.prompts import CUTS, RowSettings, cut
-from megarl.data.readers import read_rows
+from megarl.data.readers import Record, read_rows
 from megarl.data.sft_spans import Answers, TrainingSequence
 from megarl.samples.batch import Batch
 
@@ -37,7 +37,8 @@ class SftExamples:
     row becomes several sequences where the template does not only append.
     Raises ValueError, naming file:line, for a bad row, and for a sequence that is too long with overlong="error".
     `num_filtered`, `num_cut`: sequences that were left out for their length, as nothing learnt is left of them, or cut.
-    `answers`: see example_of.  `stop_ids`: tokens that end a completion, besides the tokenizer's end.
+    `answers`: see example_of.  `stop_ids`: tokens that end a completion, besides the tokenizer's end.  `to_its_end`:
+    as a reward model on a server reads them: see Answers; with a chat template a string prompt is a user's message.
     """
 
     def __init__(
@@ -49,29 +50,28 @@ class SftExamples:
         response_key: str = "response",
         answers: str = "all",
         stop_ids: Iterable[int] = (),
+        to_its_end: bool = False,
     ) -> None:
         max_length, overlong = settings.max_length, settings.overlong
-        read = partial(
-            example_of,
-            prompt_key=settings.prompt_key,
-            response_key=response_key,
-            answers=answers,
-            has_chat_template=has_chat_template(tokenizer),
-        )
-        examples = [read(row) for row in read_rows(files, settings.max_row_bytes)]
-        if settings.system_prompt is not None:
+        self._prompt_key, self._response_key = settings.prompt_key, response_key
+        templated = has_chat_template(tokenizer)
+        read = partial(example_of, prompt_key=settings.prompt_key, answers=answers, has_chat_template=templated)
+        rows = read_rows(files, settings.max_row_bytes)
+        examples = [read(each, response_key=key) for row in rows for each, key in self._answers(row)]
+        if settings.system_prompt is not None or (to_its_end and templated):
             examples = [replace(each, text=as_messages(each.text, settings.system_prompt)) for each in examples]
         conversations: Answers | None = None
         if any(isinstance(example.text, list) for example in examples):
-            conversations = Answers(tokenizer, chat_template(tokenizer, settings.template, stop_ids))
+            template = chat_template(tokenizer, settings.template, stop_ids)
+            conversations = Answers(tokenizer, template, to_its_end=to_its_end)
         refused = conversations.refused if conversations else []  # a sentence for each example that is none
-        self.num_rows = len(examples)
+        self.num_rows = len(rows)
         self.num_filtered = 0
         self.num_cut = 0
         self._sequences: list[np.ndarray] = []  # int32
         self._masks: list[np.ndarray] = []  # bool: what is learnt
-        places: list[str] = []  # file:line of each sequence
-        indices: list[int] = []  # the row of each sequence
+        self._places = places = list[str]()  # file:line of each sequence
+        indices: list[int] = []  # the example of each sequence
         sequences = _sequences(tokenizer, examples, conversations, refused)
         for index, (example, of_example) in enumerate(zip(examples, sequences, strict=True)):
             for sequence in of_example:
@@ -90,25 +90,35 @@ class SftExamples:
                 else:
                     self.num_filtered += 1
         raise_first(refused)
-        if not self._sequences:
-            raise ValueError(f"sft.max_length={max_length}: every example of {files} is longer")
         check_ids(zip(places, self._sequences, strict=True), tokenizer, settings.num_ids)
         self.num_other_headers = conversations.num_other_headers if conversations else 0
         ends = sorted(conversations.ends) if conversations else []
         self.strange_ends = [str(tokenizer.decode([token])) for token in ends]
-        self.fingerprint = fingerprint_of(files, indices, shuffle=settings.shuffle, seed=settings.seed)
-        self._visits, self._next = Visits(len(self._sequences), shuffle=settings.shuffle, seed=settings.seed), 0
+        self._samples = self._made_of(indices)
+        if not self._samples:
+            raise ValueError(f"sft.max_length={max_length}: every example of {files} is longer")
+        used = [indices[sample[0]] for sample in self._samples]
+        self.fingerprint = fingerprint_of(files, used, shuffle=settings.shuffle, seed=settings.seed)
+        self._visits, self._next = Visits(len(self), shuffle=settings.shuffle, seed=settings.seed), 0
 
     def __len__(self) -> int:
         """Examples of one epoch."""
-        return len(self._sequences)
+        return len(self._samples)
+
+    def _answers(self, row: Record) -> list[tuple[Record, str]]:
+        """The examples of a row, each with the field of its answer."""
+        return [(row, self._response_key)]
+
+    def _made_of(self, indices: Sequence[int]) -> list[list[int]]:
+        """The sequences of each sample that is taken; `indices`: the example of each sequence."""
+        return [[sequence] for sequence in range(len(indices))]
 
     @property
     def said(self) -> str:
         """What became of the rows, as a line."""
         learnt = sum(int(mask.sum()) for mask in self._masks)
         parts = [
-            f"{self.num_rows:,} rows are {len(self):,} sequences with {learnt:,} learnt tokens",
+            f"{self.num_rows:,} rows are {len(self._sequences):,} sequences with {learnt:,} learnt tokens",
             f"{self.num_filtered:,} are too long and left out" * (self.num_filtered > 0),
             f"{self.num_cut:,} are too long and cut" * (self.num_cut > 0),
             f"{self.num_other_headers:,} answers follow another header than the chat template asks with"
@@ -128,10 +138,12 @@ class SftExamples:
             yield self._batch(range(first, min(first + size, len(self))))
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        tokens = np.concatenate([self._sequences[row] for row in rows]).astype(np.int64)
-        mask = np.concatenate([self._masks[row] for row in rows]).astype(np.float32)
-        lengths = torch.tensor([len(self._sequences[row]) for row in rows])
-        return Batch(torch.from_numpy(tokens), lengths, {"response_mask": torch.from_numpy(mask)})
+        used = [sequence for row in rows for sequence in self._samples[row]]
+        tokens = np.concatenate([self._sequences[sequence] for sequence in used]).astype(np.int64)
+        mask = np.concatenate([self._masks[sequence] for sequence in used]).astype(np.float32)
+        lengths = torch.tensor([len(self._sequences[sequence]) for sequence in used])
+        sizes = torch.tensor([len(self._samples[row]) for row in rows])
+        return Batch(torch.from_numpy(tokens), lengths, {"response_mask": torch.from_numpy(mask)}, rows=sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next `take` begins: {next, fingerprint}, JSON values."""

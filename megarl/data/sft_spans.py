@@ -45,10 +45,11 @@ class Answers:
     `refused`: a sentence, with file:line, for each conversation that the template refuses or does not render whole.
     `num_other_headers`: answers in front of which it writes another header than it asks with.
     `ends`: tokens that end answers of the template, and no completion of a server.
+    `to_its_end`: an answer has all that the template writes behind it, which a model that scores it reads.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate) -> None:
-        self._tokenizer, self._template = tokenizer, template
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate, *, to_its_end: bool = False) -> None:
+        self._tokenizer, self._template, self._to_its_end = tokenizer, template, to_its_end
         self.refused: list[str] = []
         self.num_other_headers = 0
         self.ends: set[int] = set()
@@ -219,6 +220,8 @@ class Answers:
 
     def _ended(self, ids: list[int], answer: Message, tools: Tools) -> list[int]:
         """The answer up to the token that ends it: a stop token, else the one with which the template ends it."""
+        if self._to_its_end:
+            return ids
         stops, special = self._template.stop_ids, self._template.special_ids
         at = len(ids) - len(self._tail) * (ids[-len(self._tail) :] == self._tail)
         while at and (ids[at - 1] in special or not str(self._tokenizer.decode([ids[at - 1]])).strip()):

@@ -17,6 +17,7 @@ from megarl.arch.megatron_fields import RECOMPUTED
 from megarl.arch.mtp import trained_mtp, with_mtp
 from megarl.arch.sglang_options import options_of
 from megarl.config import Config, layout_of, model_config
+from megarl.config.names import SUPERVISED
 from megarl.config.old_log_probs import pass_share
 from megarl.config.validate.models import group_of, model_of
 from megarl.plan.job import Job, Role
@@ -35,12 +36,12 @@ def job_of(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Job:
-    """The run of a command (train or sft) on such GPUs.  Lengths are means.
+    """The run of a command (train, sft, dpo or rm) on such GPUs.  Lengths are means.
 
     Raises: ValueError if a model's numbers are not known, or for a value in rollout.sglang.args.
     """
     data, rollout, actor = config.data, config.rollout, config.actor
-    actor_role, is_sft = role_of(config, "actor"), command == "sft"
+    actor_role, is_sft = role_of(config, "actor"), command in SUPERVISED
     job = Job(
         gpu=gpu,
         actor=actor_role,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.pairs import PairLoss
 from megarl.algo.spikes import Limits
 from megarl.group.message import Message
 from megarl.roles.settings import LoadSettings
@@ -89,7 +90,7 @@ class Columns(Pass):
 class Update(Pass):
     """One optimizer step on a mini-batch, of which each replica gets a share."""
 
-    loss: ActorLoss | CriticLoss
+    loss: ActorLoss | CriticLoss | PairLoss
     num_tokens: int  # of all shares, prompts included
     limits: Limits | None
     notes: tuple[str, ...]  # columns of its forward pass that come back, at the weights before the step

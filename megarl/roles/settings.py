@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.algo.loss import ActorLoss, CriticLoss
+from megarl.algo.pairs import PairLoss
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Packing:
 class Update:
     """How a batch is split into optimizer steps, and their loss."""
 
-    loss: ActorLoss | CriticLoss
+    loss: ActorLoss | CriticLoss | PairLoss
     prompts_per_step: int
     epochs: int = 1
     agg_mode: str = "token-mean"

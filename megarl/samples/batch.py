@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 SEGMENT_IDS = "segment_ids"
+SIGN = "sign"  # of pairs of answers: 1 on the chosen one, -1 on the rejected one
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def test_supervised_training_and_evaluations_are_checked_too(parts: Path, tmp_pa
     assert (code, told[-2:]) == (0, ["rewards: tried on 4 rows", "nothing was found that would stop this run"])
     code, told = checked(*asked, "reward.fn=gone.py:score", command="evaluate")
     assert code == 2 and told[0].startswith("reward.fn=gone.py:score: ")
-    said = "trainer.check_only=true: `megarl node` has no check; expected one of train, sft, evaluate"
+    said = "trainer.check_only=true: `megarl node` has no check; expected one of train, sft, dpo, rm, evaluate"
     assert checked("trainer.nnodes=2", "trainer.node_rank=1", command="node") == (2, [said])
 
 

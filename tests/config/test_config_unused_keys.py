@@ -177,3 +177,25 @@ def test_the_commands_refuse_what_they_do_not_read():
             load_config(words, command="evaluate")
     load_config([*asks[:2], "rollout.val_kwargs.n=4", "rollout.max_in_flight=8"], command="evaluate")
     assert load_config([*sft, "sft.epochs=2", "actor.optim.lr=0.1"], command="sft")[0].sft.epochs == 2
+
+
+def test_the_commands_on_pairs_have_the_rows_of_sft_and_dpo_has_keys_of_its_own() -> None:
+    rows = ("sft.train_files=a", "model.path=m")
+    config, _ = load_config([*rows, "dpo.beta=0.5", "dpo.loss=ipo", "sft.batch_size=8"], command="dpo")
+    assert (config.dpo.beta, config.dpo.loss, config.sft.batch_size) == (0.5, "ipo", 8)
+    for command, typed, why in (
+        ("dpo", "dpo.beta=0.0", "expected a number above 0"),
+        ("dpo", "dpo.label_smoothing=0.5", "expected a number from 0 to below 0.5"),
+        ("dpo", "rollout.n=2", "because `megarl dpo` does not read it"),
+        ("dpo", "sft.response_key=x", "because `megarl dpo` does not read it"),
+        ("rm", "dpo.beta=0.5", "because `megarl rm` does not read it"),
+        ("sft", "dpo.beta=0.5", "because `megarl sft` does not read it"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{typed}: .*{why}"):
+            load_config([*rows, typed], command=command)
+    with pytest.raises(ConfigError, match="dpo.label_smoothing=0.1: has no effect, because dpo.loss=ipo"):
+        load_config([*rows, "dpo.loss=ipo", "dpo.label_smoothing=0.1"], command="dpo")
+    with pytest.raises(ConfigError, match="sft.train_files is not set: `megarl rm` needs at least one file"):
+        load_config(["model.path=m"], command="rm")
+    with pytest.raises(ConfigError, match="actor.mtp=detached: `megarl dpo` trains no MTP layers; expected off"):
+        load_config([*rows, "model=deepseek_v3_mini", "actor.mtp=detached"], command="dpo")

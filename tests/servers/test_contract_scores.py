@@ -176,7 +176,7 @@ def expected(folder: str) -> dict[tuple[int, ...], float]:
     """transformers' own scores."""
     model = Qwen3ForSequenceClassification.from_pretrained(folder).eval()
     with torch.inference_mode():
-        return {ids: model(input_ids=torch.tensor([ids])).logits.item() for ids in ((5, 6, 7, 8), (9, 4), (5,))}
+        return {ids: model(input_ids=torch.tensor([ids])).logits.item() for ids in ((5, 6, 7, 8, 1), (9, 4), (5,))}
 
 
 def classify(url: str, body: object, token: str = TOKEN) -> httpx.Response:
@@ -208,9 +208,9 @@ def rewards_of(url: str, folder: str, prompt: str, *answers: str, **how: Any) ->
 def test_the_reward_is_the_score_of_question_and_answer(
     url: str, folder: str, expected: dict[tuple[int, ...], float]
 ) -> None:
-    """The tiny tokenizer has no chat template, and one token a character: 5 to 8 are "3456"."""
+    """The tiny tokenizer has no chat template, and one token a character: 5 to 8 are "3456"; 1 ends the text."""
     for result in rewards_of(url, folder, "34", "56", "56"):
-        assert result.reward == pytest.approx(expected[5, 6, 7, 8], abs=CLOSE_SCORES), result
+        assert result.reward == pytest.approx(expected[5, 6, 7, 8, 1], abs=CLOSE_SCORES), result
 
 
 def test_a_conversation_that_is_too_long_is_unscored_and_hurts_nobody(url: str, folder: str) -> None:

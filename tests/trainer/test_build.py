@@ -20,7 +20,7 @@ from megarl.metrics.reading.jsonl import read_lines
 from megarl.processes import watchdog
 from megarl.rollout.engine_columns import EngineRoutes, EngineSupport
 from megarl.servers.supervisor import Supervision
-from megarl.trainer import sft as sft_module
+from megarl.trainer import stage as stage_module
 from megarl.trainer.build import (
     check_ids,
     engine_columns,
@@ -31,6 +31,7 @@ from megarl.trainer.build import (
 from megarl.trainer.resumable import Plan, open_trackers
 from megarl.trainer.servers import make_servers as servers_module
 from megarl.trainer.servers.make_servers import make_servers, server_launch, server_threads, supervision
+from megarl.trainer.sft import Sft
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,13 @@ def test_megarl_sft_has_no_servers_although_a_recipe_places_them(
     def stop(*given: Any, **how: Any) -> None:
         raise Made(make_group(*given, **how).settings)
 
-    monkeypatch.setattr(sft_module, "make_group", stop)
+    monkeypatch.setattr(stage_module, "make_group", stop)
     words = ["recipe=grpo_qwen2_5_7b_1x8h100", "sft.train_files=[a]", f"trainer.default_local_dir={tmp_path}"]
     config, _ = load_config(words, command="sft")
     assert config.rollout.placement == "shared"
     with pytest.raises(Made) as made:
-        plan = sft_module.SftPlan(config, 1, None, mock.Mock(), None, {})
-        with sft_module.open_sft(plan, mock.Mock(nodes=None), mock.Mock()):
+        plan = stage_module.StagePlan(config, 1, None, Sft(), mock.Mock(), None, {})
+        with stage_module.open_stage(plan, mock.Mock(nodes=None), mock.Mock()):
             pass
     (settings,) = made.value.args
     assert (settings.has_neighbours, settings.is_mapped) == (False, False)

@@ -20,7 +20,7 @@ from megarl.cli import main
 from megarl.config import load_config
 from megarl.data.examples.sizes import TinySizes
 from megarl.data.examples.tiny import write_tiny_model
-from megarl.trainer.sft import hardly_moved
+from megarl.trainer.stage import hardly_moved
 
 pytestmark = pytest.mark.dist
 

@@ -13,8 +13,8 @@ from typing import Any
 from megarl.arch.sglang_options import asks_to_draft
 from megarl.config.names import ESTIMATORS_WITHOUT_CRITIC, FULL_KL, MEGATRON
 from megarl.config.schema.algorithm import Algorithm
-from megarl.config.schema.data import Data, Reward, Sft
-from megarl.config.schema.record import RL, RL_EVALUATE, RL_SFT, SFT, If, key
+from megarl.config.schema.data import Data, Dpo, Reward, Sft
+from megarl.config.schema.record import DPO, OF_ROWS, RL, RL_EVALUATE, RL_SFT, If, key
 from megarl.config.schema.roles import Actor, Critic, Distill, Megatron, Model, Optim, Ref, Teacher
 from megarl.config.schema.rollout import Agent, Rollout
 from megarl.config.schema.trainer import Trainer
@@ -53,7 +53,8 @@ class Config:
         RL_EVALUATE,
     )
     trainer: Trainer = key(Trainer, "names, ranks, steps, checkpoints, trackers")
-    sft: Sft = key(Sft, "the supervised stage (megarl sft)", SFT)
+    sft: Sft = key(Sft, "rows of the stages beside RL (megarl sft, dpo, rm)", OF_ROWS)
+    dpo: Dpo = key(Dpo, "loss on pairs of answers (megarl dpo)", DPO)
 
     @property
     def uses_critic(self) -> bool:

@@ -13,6 +13,7 @@ from megarl.config.schema.record import (
     BASIC,
     EXPERT,
     RL,
+    SFT,
     AtLeast2,
     Choices,
     Count,
@@ -23,6 +24,7 @@ from megarl.config.schema.record import (
     Rewards,
     Sandbox,
     Seed,
+    UpToHalf,
     Weights,
     key,
 )
@@ -183,13 +185,21 @@ class Reward(Processes, Requests):
 
 @dataclass
 class Sft(Rows):
-    response_key: str = key("response", "field of a row: what is trained on")
+    response_key: str = key("response", "field of a row: what is trained on; pairs have `chosen` and `rejected`", SFT)
     answers: str = key(
         "all", "which of the assistant's answers of a conversation are trained on", Choices(names.SFT_ANSWERS)
     )
     epochs: Count = key(1, "passes over the files", BASIC)
-    batch_size: Count = key(64, "sequences per optimizer step", BASIC)
+    batch_size: Count = key(64, "sequences, or pairs, per optimizer step", BASIC)
     max_length: AtLeast2 = key(1024, "longest prompt and response together, in tokens", BASIC)
     overlong_rows: str = key(
         "error", "what to do with a row longer than max_length: left, right, middle cut it", Choices(names.OVERLONG)
     )
+
+
+@dataclass
+class Dpo:
+    loss: str = key("sigmoid", "loss of a pair: DPO's, or IPO's of means over tokens", Choices(names.PAIR_LOSSES))
+    beta: Positive = key(0.1, "how near the policy stays to the model at the start; higher = nearer", BASIC)
+    label_smoothing: UpToHalf = key(0.0, "share of pairs whose label may be wrong", If(".loss == sigmoid"))
+    reference_free: bool = key(False, "compare answers by their log-probs alone, without the model at the start")

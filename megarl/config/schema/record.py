@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 from omegaconf import II
 
 from megarl.arch import projections
+from megarl.config.names import SUPERVISED
 from megarl.io.sockets import port_range
 from megarl_sandbox import layers
 
@@ -52,9 +53,9 @@ class Own:
     """A critic, reference or teacher does not follow the actor's value."""
 
 
-ALL = Commands("train", "sft", "evaluate")  # other commands refuse no key that has no effect
-RL, SFT = Commands("train"), Commands("sft")
-RL_SFT, RL_EVALUATE = Commands("train", "sft"), Commands("train", "evaluate")
+ALL = Commands("train", *SUPERVISED, "evaluate")  # other commands refuse no key that has no effect
+RL, SFT, DPO, OF_ROWS = Commands("train"), Commands("sft"), Commands("dpo"), Commands(*SUPERVISED)
+RL_SFT, RL_EVALUATE = Commands("train", *SUPERVISED), Commands("train", "evaluate")
 BASIC, ADVANCED, EXPERT = Level("basic"), Level("advanced"), Level("expert")
 OWN = Own()
 
@@ -159,6 +160,7 @@ Finite = Annotated[float, Range(isfinite, "a finite number")]
 Unit = Annotated[float, Range(lambda v: 0 <= v <= 1, "a number from 0 to 1")]
 InsideUnit = Annotated[float, Range(lambda v: 0 < v < 1, "a number between 0 and 1, both excluded")]
 Below1 = Annotated[float, Range(lambda v: 0 <= v < 1, "a number from 0 to below 1")]
+UpToHalf = Annotated[float, Range(lambda v: 0 <= v < 0.5, "a number from 0 to below 0.5")]
 Share = Annotated[float, Range(lambda v: 0 < v <= 1, "a number above 0 and at most 1")]
 Factor = Annotated[float, Range(lambda v: v >= 1, "a number of at least 1")]
 Bound = Annotated[float, Range(lambda v: 1 <= v < float("inf"), "null or a number of at least 1")]

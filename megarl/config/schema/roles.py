@@ -102,7 +102,9 @@ class Megatron:
 class Optim:
     name: str = key("adamw", "muon is for matrices, with adamw for the rest", Choices(names.OPTIMIZERS))
     lr: Positive = key(
-        1e-6, "peak learning rate; the critic's does not follow the actor's; `megarl sft` has 0.05 / hidden_size", BASIC
+        1e-6,
+        "peak learning rate; the critic's does not follow the actor's; `megarl sft` and `rm` have 0.05 / hidden_size, `dpo` a tenth",
+        BASIC,
     )
     betas: Betas = key([0.9, 0.999], "decay of adamw's two moments", If(".name != sgd"))
     eps: Positive = key(1e-8, "added to the square root of the second moment", If(".name != sgd"), EXPERT)

@@ -44,6 +44,8 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     roles = used_roles(config, command)
     yield from strategies.contradictions(config, command)
     yield from models.of_mtp(config, roles)
+    if command in names.SUPERVISED[1:] and config.actor.mtp != "off":
+        yield f"actor.mtp={config.actor.mtp}: `megarl {command}` trains no MTP layers; expected off"
     yield from _template(config)
     yield from models.unfit(config, roles)
     yield from models.vocabularies(config, roles)
@@ -111,10 +113,10 @@ def _places(config: Config) -> Iterator[str]:
 
 def _bad_numbers(config: Config, command: str) -> Iterator[str]:
     trainer, key = config.trainer, "trainer.on_nonfinite=rollback"
-    if trainer.on_nonfinite != names.ROLLBACK or command not in ("train", "config", "sft"):
+    if trainer.on_nonfinite != names.ROLLBACK or command not in ("train", "config", *names.SUPERVISED):
         return
-    if command == "sft":
-        yield f"{key}: megarl sft does not go back to a checkpoint; expected stop or skip"
+    if command in names.SUPERVISED:
+        yield f"{key}: megarl {command} does not go back to a checkpoint; expected stop or skip"
     elif not trainer.saves:
         yield f"{key}: the run saves nothing to go back to; expected trainer.save_freq=STEPS, or stop or skip"
 

@@ -13,6 +13,7 @@ from math import log2
 from typing import NamedTuple
 
 from megarl.arch.layout import KEYS, Layout, ModelNumbers, misfits, numbers_of, rank_misfits, training_misfits
+from megarl.config.names import SUPERVISED
 from megarl.config.resolve import layout_of
 from megarl.config.schema import Config
 from megarl.config.settings import show
@@ -57,14 +58,14 @@ class Problem(NamedTuple):
 
 def used_roles(config: Config, command: str) -> tuple[str, ...]:
     """The roles that a command distributes over ranks."""
-    if command not in ("train", "config", "sft"):
+    if command not in ("train", "config", *SUPERVISED):
         return ()
     used = {
         "actor": True,
-        "critic": config.uses_critic and command != "sft",
-        "ref": (config.uses_reference or config.scores_on_ranks) and command != "sft",
+        "critic": config.uses_critic and command not in SUPERVISED,
+        "ref": (config.uses_reference or config.scores_on_ranks) and command not in SUPERVISED,
     }
-    teachers = config.teachers_on_ranks if command != "sft" else ()
+    teachers = config.teachers_on_ranks if command not in SUPERVISED else ()
     return (*(role for role in ROLES if used[role]), *teachers)
 
 
@@ -117,7 +118,7 @@ def seat_of(config: Config, role: str, command: str) -> Seat:
     step = ("data.train_batch_size", config.data.train_batch_size, config.rollout.n)
     if trains:
         step = (f"{role}.ppo_mini_batch_size", node.ppo_mini_batch_size, config.rollout.n)
-    if command == "sft":
+    if command in SUPERVISED:
         step = ("sft.batch_size", config.sft.batch_size, 1)
     megatron = node.megatron
     return Seat(

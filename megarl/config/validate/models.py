@@ -13,6 +13,7 @@ from megarl.arch.layout import RANDOM_WEIGHTS, ModelNumbers, has_states, numbers
 from megarl.arch.megatron_fields import CPU_OFFLOAD, OPTIMIZER
 from megarl.arch.model_types import MISSING, needs_newer
 from megarl.arch.mtp import with_mtp
+from megarl.config.names import SUPERVISED
 from megarl.config.schema import Config
 from megarl.config.schema.record import Range
 from megarl.config.settings import ConfigError, show
@@ -276,7 +277,7 @@ def longest_sequence(config: Config, command: str, *, is_served: bool = False) -
 
     `is_served`: or of the longest one that servers generate.
     """
-    if command == "sft":
+    if command in SUPERVISED:
         return "sft.max_length", config.sft.max_length
     if not is_served:
         return config.longest

@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 from megarl.config.keys import general, schema_keys
+from megarl.config.names import SUPERVISED
 from megarl.config.resolve import invalid_cuts
 from megarl.config.schema import Config
 from megarl.config.settings import show
@@ -16,7 +17,7 @@ from megarl.config.validate.layouts import used_roles
 SERVED = "rollout.urls"  # of `megarl serve`, which starts these, or such as join a run
 NEEDED: dict[str, tuple[str, ...]] = {
     "train": ("model.path", "data.train_files"),
-    "sft": ("model.path", "sft.train_files"),
+    **dict.fromkeys(SUPERVISED, ("model.path", "sft.train_files")),
     "evaluate": ("model.path", "data.val_files"),
     "serve": ("model.path", SERVED),
 }

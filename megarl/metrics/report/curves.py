@@ -38,12 +38,16 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Policy",
         (
-            Panel("Loss", ("actor/pg_loss", "actor/loss", "sft/loss")),
+            Panel("Loss", ("actor/pg_loss", "actor/loss", "sft/loss", "rm/loss", "dpo/loss")),
+            Panel("Accuracy on pairs", ("rm/accuracy", "dpo/accuracy", "val/accuracy")),
             Panel("KL to the reference and to the old policy", ("actor/kl_loss", "actor/ppo_kl", "actor/reward_kl*")),
             Panel("Entropy", ("actor/entropy",)),
-            Panel("Gradient norm", ("actor/grad_norm", "critic/grad_norm", "sft/grad_norm")),
+            Panel(
+                "Gradient norm",
+                ("actor/grad_norm", "critic/grad_norm", "sft/grad_norm", "rm/grad_norm", "dpo/grad_norm"),
+            ),
             Panel("Share of clipped tokens", ("actor/pg_clipfrac*", "critic/vf_clipfrac")),
-            Panel("Learning rate", ("actor/lr", "critic/lr", "sft/lr")),
+            Panel("Learning rate", ("actor/lr", "critic/lr", "sft/lr", "rm/lr", "dpo/lr")),
         ),
     ),
     (

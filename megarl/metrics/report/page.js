@@ -213,6 +213,7 @@ function tiles() {
   change("Held-out score", "val/score");
   change("Training score", "critic/score/mean");
   change("Supervised loss", "sft/loss");
+  change("Held-out accuracy on pairs", "val/accuracy");
   const steps = data.status.step ?? data.time.steps.at(-1);
   if (steps !== undefined) tile("Steps", short(steps), `of ${short(data.status.total_steps)}, ${duration(data.seconds)}`);
   middle("Time of a step", "timing_s/step", " s");

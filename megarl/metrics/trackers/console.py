@@ -19,7 +19,8 @@ from megarl.metrics.trackers.tracker import Run, Tracker, register_tracker
 # (label, metric, format); metrics that a step does not have are left out
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("score", "critic/score/mean", ".3f"),
-    ("loss", "sft/loss", ".4f"),
+    *(("loss", f"{stage}/loss", ".4f") for stage in ("sft", "rm", "dpo")),
+    *(("accuracy", f"{stage}/accuracy", ".3f") for stage in ("rm", "dpo")),
     ("pg_loss", "actor/pg_loss", "+.4f"),
     ("vf_loss", "critic/vf_loss", ".4f"),
     ("ppo_kl", "actor/ppo_kl", "+.1e"),

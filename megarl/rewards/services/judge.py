@@ -170,12 +170,16 @@ class RewardModel:
         return await self._service.post(ROUTE, {"input_ids": self.token_ids(prompt, completion)}, _score_in)
 
     def token_ids(self, prompt: Prompt, completion: Completion) -> list[int]:
-        """The conversation in the model's tokens; without a chat template the texts of prompt and answer, joined."""
+        """The conversation in the model's tokens, as data/pairs.py writes it for the training of such a model.
+
+        Without a chat template these are the texts of prompt and answer, joined, and the token that ends a text.
+        """
         if self._tokenizer.chat_template is None:
             question = (
                 prompt.text if isinstance(prompt.text, str) else "\n".join(m["content"] or "" for m in prompt.text)
             )
-            return list(self._tokenizer(question + completion.text)["input_ids"])
+            ids, end = list(self._tokenizer(question + completion.text)["input_ids"]), self._tokenizer.eos_token_id
+            return ids if end is None or ids[-1:] == [end] else [*ids, end]
         asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
         messages = [*asked, {"role": "assistant", "content": completion.text}]
         written = self._tokenizer.apply_chat_template(messages, tokenize=False)

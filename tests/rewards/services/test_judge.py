@@ -184,8 +184,8 @@ def test_its_own_template_writes_the_conversation(folder: Path) -> None:
     assert written(folder, [*messages, {"role": "user", "content": "12+34"}]) == "?1+1=2?12+34=46"
 
 
-def test_without_a_template_question_and_answer_are_joined(folder: Path) -> None:
-    assert written(folder, "12+34=") == "12+34=46"
+def test_without_a_template_question_and_answer_are_joined_and_ended(folder: Path) -> None:
+    assert written(folder, "12+34=") == "12+34=46" + AutoTokenizer.from_pretrained(folder).eos_token
 
 
 def test_a_reply_without_a_score_is_told() -> None:
