@@ -68,7 +68,7 @@ def load_config(
     if "trainer.recipe" not in given:  # the configuration of a run, which is a recipe too, has that of the run
         config.trainer.recipe = typed.words.get("recipe")
     if command in SUPERVISED and LR not in given:
-        # DPO begins at a policy that is good already: published rates are a tenth or less of those of supervised training.
+        # DPO begins at a good policy: published rates are a tenth or less of those of supervised training.
         config.actor.optim.lr = (supervised_lr(config) or 2e-5) * (0.1 if command == "dpo" else 1)
 
     def failing(words: list[str]) -> set[str]:
