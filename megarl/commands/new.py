@@ -1,4 +1,4 @@
-"""`megarl new FOLDER --task NAME | --agent | --model NAME`: writes a small project, to be run and changed, without torch."""
+"""`megarl new FOLDER --task NAME | --agent | --model NAME`: writes a small project, without torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def parse(words: Sequence[str]) -> Request:
             )
         return request._replace(task=task)
     if request.task in MODELS.values():
-        OPTIONS.error(f"--task {request.task} is one of a pretrained model; expected --model {', '.join(MODELS)} with it")
+        OPTIONS.error(
+            f"--task {request.task} is one of a pretrained model; expected --model {', '.join(MODELS)} with it"
+        )
     if not (request.agent or request.task):
         OPTIONS.error("one of the options --task --agent --model is required")
     return request

@@ -4,7 +4,7 @@
     data/test.jsonl    the same, for evaluation; no question is in both
     data/model         a link to SmolLM2-135M-Instruct in the user's folder of caches, written there once
 
-The package has the model as a GGUF file, whose weights have 4 and 8 bits; they become float32, as transformers reads them.
+The package has the model as a GGUF file, whose weights have 4 and 8 bits; transformers makes them float32.
 """
 
 from __future__ import annotations

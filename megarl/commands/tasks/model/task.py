@@ -4,8 +4,8 @@ import random
 
 from megarl.commands.tasks.pretrained import prepare_pretrained
 
-NAMES = "Ann Ben Cleo Dan Eva Finn Gia Hugo".split()
-THINGS = "pens apples coins books cards stones".split()
+NAMES = ["Ann", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo"]
+THINGS = ["pens", "apples", "coins", "books", "cards", "stones"]
 FORMS = ("What is {a} + {b}?", "{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?")
 
 
