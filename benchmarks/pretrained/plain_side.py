@@ -8,28 +8,28 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, "")  # the project
-
-from reward import score  # type: ignore[import-not-found]
 
 PROMPTS, ANSWERS, TOKENS, LR, MICRO = 8, 8, 16, 3e-5, 32
 
 
 def main(steps: int) -> None:
+    sys.path.insert(0, "")
+    from reward import score  # of the project
+
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained("data/model", padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained("data/model", dtype=torch.float32, attn_implementation="sdpa")
+    model: Any = AutoModelForCausalLM.from_pretrained("data/model", dtype=torch.float32, attn_implementation="sdpa")
     optimizer = torch.optim.AdamW(model.parameters(), LR, (0.9, 0.99), weight_decay=0.0, fused=True)
     rows = [json.loads(line) for line in Path("data/train.jsonl").read_text().splitlines()]
     said = []
     for step in range(steps):
         asked = [row for row in rows[step * PROMPTS : (step + 1) * PROMPTS] for _ in range(ANSWERS)]
         begun = time.perf_counter()
-        given = tokenizer.apply_chat_template(
+        given: Any = tokenizer.apply_chat_template(
             [row["messages"] for row in asked],
             add_generation_prompt=True,
             padding=True,
@@ -54,7 +54,7 @@ def main(steps: int) -> None:
 
 
 def _update(
-    model: torch.nn.Module,
+    model: Any,
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,
     mask: torch.Tensor,

@@ -33,7 +33,7 @@ def prepare_pretrained(problem: Problem, *, num_train: int = 636, num_test: int 
         for question, answer in different(problem, random.Random(seed), num_train + num_test)
     ]
     folder.mkdir(exist_ok=True)
-    for name, part in (("train", rows[:num_train]), ("test", rows[num_train:])):
+    for name, part in (("test", rows[:num_test]), ("train", rows[num_test:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
     sentences().print(f"{folder}: {num_train} rows to learn from, {num_test} held out")
     model = smollm2()
