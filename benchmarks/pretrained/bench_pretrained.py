@@ -4,9 +4,11 @@
     python benchmarks/pretrained/bench_pretrained.py --parts speed     one of them
 
 `curves`: all weights from two seeds, LoRA, and all weights with shuffled rewards; their accuracy in one picture.
-`speed`: seconds of the rollout and of the update of a step beside those of plain_side.py, in turns, --rounds times.
+`speed`: seconds of the rollout, of the update and of a whole step, which has a verified push of the weights here,
+beside those of plain_side.py, in turns, --rounds times.
 Both sides have the same model in float32, the same prompts and settings, 64 answers of at most 16 tokens, two cores.
-The project is made in ./pretrained, where runs that ended are not made again: ten minutes for each part on two cores.
+The project is made in ./pretrained, where runs of `curves` that ended are not made again: ten minutes for each part on
+two cores.  --quick: one round of `speed`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 from functools import partial
@@ -37,7 +40,7 @@ RUNS = {  # name of the run -> its label, and what is set besides train.yaml
     "shuffled": ("all weights, rewards shuffled", ("reward.shuffle=true",)),
 }
 PARTS = ("curves", "speed")
-STEPS, WARMUP = 5, 1  # of a side in a round
+STEPS, WARMUP = 4, 1  # of a side in a round
 ONLY_STEPS = (
     "data.val_files=[]",
     "data.shuffle=false",
@@ -46,7 +49,7 @@ ONLY_STEPS = (
     f"trainer.total_training_steps={STEPS}",
 )
 SPINS = "1000"  # of threads that wait, as megarl sets it: more than a core is free for would slow the plain loop
-STAGES = {"rollout": "timing_s/gen", "update": "timing_s/update_actor"}
+STAGES = {"rollout": "timing_s/gen", "update": "timing_s/update_actor", "step": "timing_s/step"}
 
 
 def prepare() -> None:
@@ -116,6 +119,7 @@ def speed(result: Result, rounds: int) -> None:
 
 
 def _megarl(at: int) -> list[dict[str, float]]:
+    shutil.rmtree(FOLDER / "runs" / f"speed_{at}", ignore_errors=True)  # measured in turns with the other side
     rows = list(read_lines(train(f"speed_{at}", ONLY_STEPS) / "metrics.jsonl"))
     keys = STAGES | {"score": "critic/score/mean"}
     return [{name: row[key] for name, key in keys.items()} for row in rows if "timing_s/step" in row]
@@ -132,6 +136,7 @@ def work(options: argparse.Namespace) -> Result:
     if options.device != "cpu":
         raise ValueError(f"--device {options.device}: the project is a CPU's; expected --device cpu")
     prepare()
+    options.parts = ["speed"] if options.quick else options.parts
     result = Result("pretrained_" + "_".join(options.parts), "cpu", {}, title="A pretrained model on two cores")
     if "curves" in options.parts:
         curves(result)

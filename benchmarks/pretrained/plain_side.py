@@ -1,7 +1,7 @@
 """GRPO as a plain loop of transformers and torch: generate, score, forward and backward, AdamW.
 
 Run by bench_pretrained.py in the folder of the project, whose rows, model and reward it takes; writes plain.json: for
-each step the seconds of rollout and update, and the mean score.  Settings are those of train.yaml.
+each step the seconds of rollout, update and both, and the mean score.  Settings are those of train.yaml.
 """
 
 import json
@@ -48,7 +48,8 @@ def main(steps: int) -> None:
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
         _update(model, optimizer, ids, given["attention_mask"], advantages, tokenizer.eos_token_id)
         done = time.perf_counter()
-        said.append({"rollout": generated - begun, "update": done - generated, "score": scores.mean().item()})
+        seconds = {"rollout": generated - begun, "update": done - generated, "step": done - begun}
+        said.append(seconds | {"score": scores.mean().item()})
         print(said[-1], flush=True)
     Path("plain.json").write_text(json.dumps(said))
 

