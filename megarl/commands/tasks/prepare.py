@@ -84,7 +84,7 @@ def _write_rows(
     problem: Problem, shown: Shown, folder: Path, sizes: tuple[int, int, int], rng: random.Random
 ) -> list[dict[str, Any]]:
     """Writes the three files; returns their rows."""
-    problems = _different(problem, rng, sum(sizes))
+    problems = different(problem, rng, sum(sizes))
     sft, train = sizes[0], sum(sizes[:2])
     asked = [{"prompt": prompt, "ground_truth": answer} for prompt, answer in problems]
     files = {
@@ -107,7 +107,7 @@ def _write_model(folder: Path, seed: int, *, words: Sequence[str] = (), characte
     write_tiny_model(folder / "model", MODEL, words=words, characters=characters or CHARACTERS, seed=seed)
 
 
-def _different(problem: Problem, rng: random.Random, count: int) -> list[tuple[str, str]]:
+def different(problem: Problem, rng: random.Random, count: int) -> list[tuple[str, str]]:
     """So many problems, no two with the same prompt, in an order in which rare ones do not come late."""
     found: dict[str, str] = {}
     for _ in range(LIMIT * count):
