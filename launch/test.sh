@@ -24,6 +24,6 @@ if [ "${1:-}" = --core ]; then
 fi
 mkdir -p runs
 say "tests: pytest $* (report: runs/tests.xml)"
-# Three files at a time on two cores: most of a test that starts ranks or servers is waiting for their processes.
-python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --junit-xml=runs/tests.xml "$@"
+# Four files at a time on two cores: most of a test that starts ranks or servers is waiting for their processes.
+python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --junit-xml=runs/tests.xml "$@"
 say "done; every test with its time: $PWD/runs/tests.xml"
