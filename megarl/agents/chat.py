@@ -107,7 +107,7 @@ class Chat:
         with self._session.noted():
             request = read(body)
             if request.said:
-                raise Refused(400, request.said["tools"])
+                raise Refused(400, "tools has some that run at a provider: expected functions alone")
             size = sum(len(message["content"]) for message in request.messages)
             (reply,) = await self._session.chat(request, size)
         calls = tuple(

@@ -89,7 +89,7 @@ def read_tools(
             tools.append(tool)
         else:
             others.add(kind)
-    left_out = f"tools of the types {sorted(others)}: they run at a provider, and cannot be served"
+    left_out = f"tools of the types {sorted(others)}: they run at a provider, and are left out"
     return tools, {"tools": left_out} if others else {}
 
 
