@@ -21,8 +21,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers and tokenizers raise whatever the files lead to
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        is_bare = Path(path).is_dir() and not (Path(path) / "tokenizer.json").exists()
-        why = reason[0].rstrip(": ") + "; the folder has no tokenizer.json" * is_bare  # which transformers does not name
+        is_bare = Path(path).is_dir() and not (Path(path) / "tokenizer.json").exists()  # transformers does not say so
+        why = reason[0].rstrip(": ") + "; the folder has no tokenizer.json" * is_bare
         raise ValueError(f"model.tokenizer_path={path}: no tokenizer can be loaded from there ({why})") from error
     # Without files of a tokenizer transformers makes an empty one of the class that config.json suggests.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):

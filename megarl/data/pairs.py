@@ -166,5 +166,6 @@ def _split_texts(row: Record, prompt_key: str, *, as_chat: bool) -> Record:
 
 def _turns(text: str) -> Messages:
     """The turns of a text as chat messages."""
-    parts = _TURN.split(text)
-    return [{"role": _ROLES[name], "content": said.strip()} for name, said in zip(parts[1::2], parts[2::2], strict=True)]
+    _, *parts = _TURN.split(text)
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _ROLES[name], "content": said.strip()} for name, said in turns]
