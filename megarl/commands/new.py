@@ -17,6 +17,7 @@ SHARED = {"cold_start.yaml": "project/cold_start.yaml", "run.sh": "project/run.s
 COPIES = {
     "task.py": "{task}.py",
     "reward.py": "reward.py",
+    "test_reward.py": "project/test_reward.py.txt",
     "test_task.py": "project/test_task.py.txt",
     "train.yaml": "project/train.yaml",
     "README.md": "project/README.md",
