@@ -96,7 +96,7 @@ def picture(lines: Sequence[tuple[str, Sequence[float], Sequence[float]]], file:
 def curves(result: Result) -> None:
     """The runs, into the result.  One of pairs asks no held-out question: its model is asked at its end."""
     keys = ("accuracy_before", "accuracy_after", "accuracy_transformers", "steps", "pushes", "pushes_verified")
-    lines = []
+    lines = list[tuple[str, Sequence[float], Sequence[float]]]()
     for name, (label, command, settings) in RUNS.items():
         summary = megarl(command, name, settings)
         if command == "dpo":
