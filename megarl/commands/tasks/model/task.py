@@ -18,10 +18,11 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def pair(rng: random.Random, question: str, answer: str) -> tuple[str, str]:
-    """A good answer, and one that is wrong or only repeats the question: what `megarl dpo` learns from."""
+    """A good answer, and one that is wrong, repeats the question or talks: what `megarl dpo` learns from."""
     a, b = re.findall(r"\d+", question)
-    wrong = int(answer) + rng.choice([-10, -1, 1, 10])
-    return f"{a} + {b} = {answer}.", rng.choice([f"{a} + {b} = {wrong}.", question])
+    wrong = f"{a} + {b} = {int(answer) + rng.choice([-10, -1, 1, 10])}."
+    talk = f"To solve this problem, we need to find the sum of {a} and {b}."
+    return f"{a} + {b} = {answer}.", rng.choice([wrong, question, talk])
 
 
 if __name__ == "__main__":
