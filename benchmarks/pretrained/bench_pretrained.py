@@ -20,6 +20,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def curves(result: Result) -> None:
             lines.append((label, (0, summary["steps"]), (summary["accuracy_before"], after)))
         else:
             lines.append((label, *read_series(FOLDER / "runs" / name / "metrics.jsonl")["val/score"]))
+        ended = datetime.fromtimestamp((FOLDER / "runs" / name / "summary.json").stat().st_mtime)
         row = {"run": label, **{key: summary.get(key) for key in keys}, "minutes": summary["wall_s"] / 60}
+        row["ended"] = f"{ended:%Y-%m-%d %H:%M}"
         result.rows.append(row)
         result.ratios[f"accuracy_{name}"] = summary["accuracy_after"]
     result.notes.append(f"![accuracy]({PICTURE})")
