@@ -112,6 +112,7 @@ def curves(result: Result) -> None:
         row["ended"] = f"{ended:%Y-%m-%d %H:%M}"
         result.rows.append(row)
         result.ratios[f"accuracy_{name}"] = summary["accuracy_after"]
+    result.notes.append("a run that had ended before the command began, see `ended`, was taken as it was")
     result.notes.append(f"![accuracy]({PICTURE})")
     result.draw = partial(picture, lines)
 
