@@ -40,7 +40,7 @@ RUNS = {  # name of the run -> its label, its command, and what is set besides t
     "real": ("GRPO", "train", ()),
     "seed_1": ("GRPO, another seed", "train", ("trainer.seed=1",)),
     "ppo": ("PPO", "train", ("recipe=ppo.yaml",)),
-    "dpo": ("DPO", "dpo", ("recipe=dpo.yaml",)),
+    "dpo": ("DPO, asked at its end", "dpo", ("recipe=dpo.yaml",)),
     "lora": ("GRPO, LoRA of rank 16", "train", ("recipe=lora.yaml",)),
     "shuffled": ("GRPO, shuffled rewards", "train", ("reward.shuffle=true",)),
 }
@@ -84,7 +84,8 @@ def picture(lines: Sequence[tuple[str, Sequence[float], Sequence[float]]], file:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for colour, (label, steps, scores) in zip(COLOURS, lines, strict=True):
-        axes.plot(steps, scores, color=colour, lw=1.8, marker="o", ms=3.5, label=f"{label}  {scores[-1]:.2f}")
+        style = "--" if len(steps) == 2 else "-"  # nothing is known between its ends
+        axes.plot(steps, scores, style, color=colour, lw=1.8, marker="o", ms=3.5, label=f"{label}  {scores[-1]:.3f}")
     axes.set_title("SmolLM2-135M-Instruct: share of 64 held-out sums that it gets right", fontsize=10, loc="left")
     axes.set_xlabel("step of 64 answers (DPO: of 32 pairs)", fontsize=9)
     axes.set_ylim(0, 1)
