@@ -51,7 +51,7 @@ class PairExamples(SftExamples):
         """What became of the rows, as a line."""
         rest = super().said.partition(" rows are ")[2]
         form = "chat messages" if self._has_chat_template else "a prompt and two answers"
-        texts = f", {self._num_texts:,} texts with turns of Human and Assistant are read as {form}"
+        texts = f", {self._num_texts:,} rows are texts with turns of Human and Assistant, read as {form}"
         return f"{self.num_rows:,} rows are {len(self):,} pairs, {rest}{texts * (self._num_texts > 0)}"
 
     def longest(self, more: int) -> tuple[str, int]:
