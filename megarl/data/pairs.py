@@ -52,7 +52,7 @@ class PairExamples(SftExamples):
         """What became of the rows, as a line."""
         rest = super().said.partition(" rows are ")[2]
         form = "chat messages" if self._has_chat_template else "a prompt and two answers"
-        texts = f", {self._num_texts:,} texts with turns of Human and Assistant are read as {form}"
+        texts = f", {self._num_texts:,} rows are texts with turns of Human and Assistant, read as {form}"
         equal = f", {self._num_equal:,} have two equal answers and are left out" * (self._num_equal > 0)
         return f"{self.num_rows:,} rows are {len(self):,} pairs, {rest}{equal}{texts * (self._num_texts > 0)}"
 

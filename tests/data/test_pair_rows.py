@@ -95,7 +95,7 @@ def test_texts_with_turns_are_split_behind_the_last_assistant_before_they_part(t
         wanted = [[tokenizer(part)["input_ids"] for part in (before, text.removeprefix(before))] for text in ends]
         assert ids == [prompt + answer + [tokenizer.eos_token_id] for prompt, answer in wanted]
     form = "chat messages" if as_chat else "a prompt and two answers"
-    assert examples.said.endswith(f"1 texts with turns of Human and Assistant are read as {form}")
+    assert examples.said.endswith(f"1 rows are texts with turns of Human and Assistant, read as {form}")
 
 
 @pytest.mark.parametrize(
