@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers and tokenizers raise whatever the files lead to
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"model.tokenizer_path={path}: no tokenizer can be loaded from there ({reason[0]})") from error
+        is_bare = Path(path).is_dir() and not (Path(path) / "tokenizer.json").exists()  # transformers does not say so
+        why = reason[0].rstrip(": ") + "; the folder has no tokenizer.json" * is_bare
+        raise ValueError(f"model.tokenizer_path={path}: no tokenizer can be loaded from there ({why})") from error
     # Without files of a tokenizer transformers makes an empty one of the class that config.json suggests.
     if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
         raise ValueError(

@@ -3,23 +3,31 @@
 {"prompt": "2+3=", "chosen": "5", "rejected": "6"}                        texts, or a prompt of chat messages
 {"prompt": [...], "chosen": [{"role": "assistant", ...}], "rejected": [...]}
 {"chosen": [messages], "rejected": [messages], "margin": 1.5}             the prompt is what they begin alike with
+{"chosen": "\\n\\nHuman: 2+3?\\n\\nAssistant: 5", "rejected": "..."}        the same written as texts, as in hh-rlhf
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 import torch
 
+from megarl.data.fields import ASSISTANT, Messages
 from megarl.data.readers import Record
 from megarl.data.sft import SftExamples
 from megarl.samples.batch import SIGN, Batch
 
 CHOSEN, REJECTED, MARGIN = "chosen", "rejected", "margin"
+_ROLES = {"Human": "user", "Assistant": ASSISTANT}  # of a conversation that is a text
+_TURN = re.compile("\n\n(Human|Assistant):")
+_ASKS = "\n\nAssistant:"
 
 
 class PairExamples(SftExamples):
@@ -35,13 +43,16 @@ class PairExamples(SftExamples):
         self._signs: list[float] = []  # of each sequence
         self._of_sample: list[int] = []  # the row of each pair
         self._references: dict[int, np.ndarray] = {}  # pair -> the log-probs of its tokens by the model at the start
+        self._num_texts = 0  # rows of two conversations that are texts
         super().__init__(*given, **more)
 
     @property
     def said(self) -> str:
         """What became of the rows, as a line."""
         rest = super().said.partition(" rows are ")[2]
-        return f"{self.num_rows:,} rows are {len(self):,} pairs, {rest}"
+        form = "chat messages" if self._has_chat_template else "a prompt and two answers"
+        texts = f", {self._num_texts:,} texts with turns of Human and Assistant are read as {form}"
+        return f"{self.num_rows:,} rows are {len(self):,} pairs, {rest}{texts * (self._num_texts > 0)}"
 
     def longest(self, more: int) -> tuple[str, int]:
         """file:line of the pair with most tokens, and how many these are with `more` behind each row."""
@@ -61,7 +72,11 @@ class PairExamples(SftExamples):
 
     def _answers(self, row: Record) -> list[tuple[Record, str]]:
         self._margins.append(_margin(row))
-        row = row if row.fields.get(self._prompt_key) is not None else _with_prompt(row, self._prompt_key)
+        if row.fields.get(self._prompt_key) is None:
+            is_text = all(_TURN.match(str(row.fields.get(name))) for name in (CHOSEN, REJECTED))
+            self._num_texts += is_text
+            split = partial(_split_texts, as_chat=self._has_chat_template) if is_text else _with_prompt
+            row = split(row, self._prompt_key)
         return [(row, CHOSEN), (row, REJECTED)]
 
     def _made_of(self, indices: Sequence[int]) -> list[list[int]]:
@@ -136,3 +151,21 @@ def _with_prompt(row: Record, prompt_key: str) -> Record:
         raise ValueError(f"{row.where}: {CHOSEN} and {REJECTED} {what}; expected two answers to the same prompt")
     parts = {name: messages[alike:] for name, messages in zip((CHOSEN, REJECTED), both, strict=True)}
     return row._replace(fields={**row.fields, prompt_key: both[0][:alike], **parts})
+
+
+def _split_texts(row: Record, prompt_key: str, *, as_chat: bool) -> Record:
+    """The row of two texts as a prompt, up to the last "Assistant:" before they part, and the rest of each."""
+    both = [str(row.fields[name]) for name in (CHOSEN, REJECTED)]
+    head, asks, _ = commonprefix(both).rpartition(_ASKS)
+    if not asks:
+        raise ValueError(f"{row.where}: {CHOSEN} and {REJECTED} have no {_ASKS!r} before they part; expected one")
+    rest = [text[len(head + asks) :] for text in both]
+    prompt, *answers = [_turns(head), *(_turns(asks + text) for text in rest)] if as_chat else [head + asks, *rest]
+    return row._replace(fields={**row.fields, prompt_key: prompt, CHOSEN: answers[0], REJECTED: answers[1]})
+
+
+def _turns(text: str) -> Messages:
+    """The turns of a text as chat messages."""
+    _, *parts = _TURN.split(text)
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _ROLES[name], "content": said.strip()} for name, said in turns]

@@ -54,7 +54,7 @@ class SftExamples:
     ) -> None:
         max_length, overlong = settings.max_length, settings.overlong
         self._prompt_key, self._response_key = settings.prompt_key, response_key
-        templated = has_chat_template(tokenizer)
+        self._has_chat_template = templated = has_chat_template(tokenizer)
         read = partial(example_of, prompt_key=settings.prompt_key, answers=answers, has_chat_template=templated)
         rows = read_rows(files, settings.max_row_bytes)
         examples = [read(each, response_key=key) for row in rows for each, key in self._answers(row)]

@@ -329,7 +329,8 @@ class Prefetcher:
         num_running = len(self._in(State.RUNNING))
         assert usage is not None, "an iteration is waited for before it is taken"
         began = [visit.began for visit in self._visits.values() if visit.began is not None]
-        out = {"lost": float(len(seen.lost)), "in_flight": float(num_running)}
+        lost = sum(not group.unscored for group in seen.lost)  # by servers; reward/unscored has the others
+        out = {"lost": float(lost), "in_flight": float(num_running)}
         out["finished_waiting"] = float(len(self._visits) - num_running)
         out["iterations_waiting"] = out["finished_waiting"] / self._num_prompts
         out["displacement_max"] = float(max(0, lateness))

@@ -15,7 +15,7 @@ from megarl.config import Config
 from megarl.data.sft import SftExamples
 from megarl.roles.handles import Actor
 from megarl.samples.batch import Batch
-from megarl.trainer.stage import VAL_LOSS, Stage, run_stage
+from megarl.trainer.stage import Stage, run_stage
 
 
 class Sft(Stage):
@@ -49,7 +49,7 @@ class Sft(Stage):
             mask = batch.columns["response_mask"]
             total -= float((model.log_probs(batch) * mask).sum())
             count += float(mask.sum())
-        return {VAL_LOSS: total / count}
+        return {"val/loss": total / count}
 
 
 def sft(config: Config) -> dict[str, Any]:

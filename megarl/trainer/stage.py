@@ -44,9 +44,9 @@ from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.resumable import Attempt, Plan, SaveTimes, due, open_trackers, own_folder, take_up, to_the_end
 from megarl.trainer.telemetry.profile import check_profile, profiled
 
-VAL_LOSS = "val/loss"
 AVERAGED = 5  # losses of steps, whose batches differ
 LEARNT = 0.05  # a loss below it
+COIN = 0.55  # an accuracy on pairs up to it: a coin has 0.5
 STAGE = "stage"  # in the state of a save: the command; one of `megarl sft` has none
 
 
@@ -123,24 +123,25 @@ def training_steps(config: Config, examples: SftExamples) -> int:
 
 
 def hardly_moved(series: Series, lr: float, stage: str = "sft") -> str:
-    """A sentence if the loss of a training of ten steps or more has not fallen by 2 %; "" otherwise.
+    """A sentence if a training of ten steps or more has learnt nothing; "" otherwise.
 
-    That of the held-out examples counts, if there is one; else the mean of the last five steps, against the first five.
-    A loss that is near 0 from the start has nothing left to learn.
+    Pairs: if hardly more of them are in order than by a coin.  Their loss rises again when it overfits, while the
+    order, which is what is wanted, may still be right.  Otherwise: if the loss has not fallen by 2 %; one that is near
+    0 from the start has nothing left to learn.
+    The held-out examples count, if there are any; else the mean of the last five steps, against the first five.
     """
-    name = f"{stage}/loss"
-    _, losses = series.get(name, ([], []))
-    _, held_out = series.get(VAL_LOSS, ([], []))
-    if len(losses) < 2 * AVERAGED:
+    measure = "accuracy" if f"{stage}/accuracy" in series else "loss"
+    name, held_out = f"{stage}/{measure}", series.get(f"val/{measure}", ([], []))[1]
+    steps = series.get(name, ([], []))[1]
+    if len(steps) < 2 * AVERAGED:
         return ""
-    before, after = sum(losses[:AVERAGED]) / AVERAGED, sum(losses[-AVERAGED:]) / AVERAGED
-    ends = before, after
+    before, after = sum(steps[:AVERAGED]) / AVERAGED, sum(steps[-AVERAGED:]) / AVERAGED
     if len(held_out) > 1:
-        name, ends = VAL_LOSS, (held_out[0], held_out[-1])
-    if ends[0] < LEARNT or ends[1] < 0.98 * ends[0]:
+        name, before, after = f"val/{measure}", held_out[0], held_out[-1]
+    if after > COIN if measure == "accuracy" else before < LEARNT or after < 0.98 * before:
         return ""
     return (
-        f"{name} was {ends[0]:.4f} at first and is {ends[1]:.4f} now: the model has learnt nothing of these examples; "
+        f"{name} was {before:.4f} at first and is {after:.4f} now: the model has learnt nothing of these examples; "
         f"try a larger actor.optim.lr (it was {lr:g}), more sft.epochs, or look whether the responses fit the prompts"
     )
 

@@ -30,6 +30,10 @@ FORMS = {
         "rejected": [{"role": "assistant", "content": "66"}],
     },
     "messages and texts": {"prompt": ASKED, "chosen": "5", "rejected": "66"},
+    "turns in texts": {
+        "chosen": "\n\nHuman: 2+3=\n\nAssistant: 5",
+        "rejected": "\n\nHuman: 2+3=\n\nAssistant: 66",
+    },
 }
 
 
@@ -68,11 +72,33 @@ def test_chat_forms_are_the_same_pair(tmp_path: Path, form: str) -> None:
     assert found == [(f"{asked}5<eos>", "5<eos>"), (f"{asked}66<eos>", "66<eos>")]
 
 
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_texts_with_turns_are_split_behind_the_last_assistant_before_they_part(tmp_path: Path, as_chat: bool) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template if as_chat else None
+    before = "\n\nHuman: 1+1=\n\nAssistant: 2\n\nHuman: 2+3=\n\nAssistant:"
+    ends = (f"{before} 5\n\nHuman: 5+1=\n\nAssistant: 6", f"{before} 55")
+    examples = read(tmp_path, dict(zip(("chosen", "rejected"), ends, strict=True)), tokenizer=tokenizer, limit=200)
+    found = texts_of(examples, tokenizer)
+    if as_chat:
+        asked = "<user>1+1=<eos><assistant>2<eos><user>2+3=<eos><assistant>"
+        assert found[0] == (f"{asked}5<eos><user>5+1=<eos><assistant>6<eos>", "5<eos>6<eos>")
+        assert found[1] == (f"{asked}55<eos>", "55<eos>")
+    else:
+        batch = examples.take(1)
+        ids = [row.tolist() for row in batch.tokens.split(batch.lengths.tolist())]
+        wanted = [[tokenizer(part)["input_ids"] for part in (before, text.removeprefix(before))] for text in ends]
+        assert ids == [prompt + answer + [tokenizer.eos_token_id] for prompt, answer in wanted]
+    form = "chat messages" if as_chat else "a prompt and two answers"
+    assert examples.said.endswith(f"1 texts with turns of Human and Assistant are read as {form}")
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"prompt": "2+3=", "chosen": "5"}, "expected the keys 'prompt' and 'rejected'"),
         ({"chosen": "2+3=5", "rejected": "2+3=6"}, "expected 'prompt', 'chosen' and 'rejected', or two conversations"),
+        ({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}, r"have no '\n\nAssistant:' before they part"),
         ({"chosen": ASKED, "rejected": [{"role": "user", "content": "no"}]}, "chosen and rejected do not begin alike"),
         ({"chosen": ASKED, "rejected": ASKED}, "are the same, or one is the beginning of the other"),
         (TEXTS | {"margin": "much"}, "margin is 'much'; expected a finite number"),

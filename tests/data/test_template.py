@@ -331,5 +331,9 @@ def test_a_tokenizer_that_lacks_what_is_needed_is_refused():
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"model.tokenizer_path={tmp_path}: no tokenizer can be loaded from there"):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"no tokenizer can be loaded from there \(.*; the folder has no tokenizer.json"
+    ):
         load_tokenizer(str(tmp_path))

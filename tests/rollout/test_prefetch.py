@@ -1,6 +1,7 @@
 """What is admitted and taken for each iteration, what dynamic sampling keeps of it, and what a checkpoint keeps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,10 @@ def test_a_lost_group_is_missing_in_its_iteration_and_with_refill_it_is_replaced
     asking, _, _ = prefetcher(loses_1, keep=Filter())
     found = following(asking)
     assert numbers(found.groups) == [0, 2, 3, 4]
-    assert found.metrics["rollout/lost"] == 1.0
+    assert (found.metrics["rollout/lost"], found.metrics["reward/unscored"]) == (1.0, 0.0)
+    asking, _, ledger = prefetcher(lambda n: replace(lost(n), unscored=2) if n == 1 else [0.0, 1.0])
+    found = following(asking)
+    assert (found.metrics["rollout/lost"], found.metrics["reward/unscored"], ledger.counts["lost"]) == (0.0, 2.0, 1)
 
 
 @pytest.mark.parametrize("keep", [None, Filter(), Filter(refill=False)])

@@ -151,6 +151,20 @@ def test_a_loss_that_has_not_moved_is_told_with_the_learning_rate() -> None:
     assert hardly_moved(series(*learnt_by_heart, held_out=(4.0, 3.0)), 1e-6) == ""
 
 
+@pytest.mark.parametrize("stage", ["dpo", "rm"])
+def test_pairs_are_judged_by_their_order_as_the_loss_rises_again_when_it_overfits(stage: str) -> None:
+    def told(*accuracies: float, held_out: tuple[float, ...] = ()) -> str:
+        numbers = {f"{stage}/loss": [0.7] * 10, f"{stage}/accuracy": accuracies, "val/accuracy": held_out}
+        numbers |= {"val/loss": (0.693, 0.9)}
+        return hardly_moved({name: (list(range(len(of))), list(of)) for name, of in numbers.items()}, 1e-6, stage)
+
+    assert told(*[0.5] * 10, held_out=(0.5, 0.7)) == told(*[0.5] * 5, *[0.7] * 5) == ""
+    assert told(*[0.9] * 10, held_out=(0.9, 0.9)) == "", "it knew the pairs before"
+    by_heart = told(*[0.5] * 5, *[1.0] * 5, held_out=(0.5, 0.51))
+    assert by_heart.startswith("val/accuracy was 0.5000 at first and is 0.5100 now: the model has learnt nothing")
+    assert told(*[0.5] * 10).startswith(f"{stage}/accuracy was 0.5000")
+
+
 def test_sft_spans_of_a_run_end_where_its_model_stops_and_hold_its_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

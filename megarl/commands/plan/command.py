@@ -140,7 +140,8 @@ def plan_of(request: Request) -> PlannedRun:
         gpu = of_memory(int(named[2]))
         assumed.append(f"--gpu {gpu.name}, because the layout is called {named[0]}")
     else:
-        raise ValueError(f"--gpu is missing, and no layout says it; expected one of {', '.join(GPUS)}")
+        on_cpus = "for a run on CPUs trainer.check_only=true of its own command says what memory it takes"
+        raise ValueError(f"--gpu is missing, and no layout says it; expected one of {', '.join(GPUS)}; {on_cpus}")
     if request.host:
         gpu = replace(gpu, host_bytes=int(request.host * 1e9))
     if request.nic:

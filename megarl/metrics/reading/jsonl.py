@@ -17,6 +17,8 @@ TOKENS = "tokens.jsonl"
 TIMELINE = "timeline.jsonl"
 VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...], "skipped": [...]}
 ADVICE = "advice.jsonl"
+EVALUATED = "evaluations"  # folder of the folders 1, 2, ..., each of one `megarl evaluate`
+ANSWERS = "answers.jsonl"  # in such a folder: every answer, as samples.jsonl has some of a training
 ROLLBACKS = "rollbacks.jsonl"  # {"step": of the save, "bad_step", "what", "skipped": [visits]}
 
 NO_METRICS = ("step", "time", "kind")  # of a line of METRICS; kind: train, or evaluation

@@ -182,7 +182,9 @@ def test_a_headline_counts_as_people_do():
 
 def test_where_no_layout_says_the_gpu_it_must_be_said(capsys):
     assert call("model=qwen3_mini") == 2
-    assert capsys.readouterr().err.startswith("error: --gpu is missing, and no layout says it; expected one of a100")
+    said = capsys.readouterr().err
+    assert said.startswith("error: --gpu is missing, and no layout says it; expected one of a100")
+    assert "for a run on CPUs trainer.check_only=true of its own command says what memory it takes" in said
 
 
 def test_another_number_of_gpus_takes_the_layout_of_the_preset():

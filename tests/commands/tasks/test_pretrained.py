@@ -107,13 +107,20 @@ def test_rows_are_chats_and_no_question_is_in_both_files(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrained, "smollm2", lambda: tmp_path)
     for _ in range(2):
-        prepare_pretrained(lambda rng: (f"{rng.randrange(200)}?", "1"), num_train=60, num_test=40)
+        prepare_pretrained(
+            lambda rng: (f"{rng.randrange(200)}?", "1"), lambda _, *given: (*given,), num_train=60, num_test=40
+        )
     train, test = (
         [json.loads(line) for line in Path(f"data/{name}.jsonl").read_text().splitlines()] for name in ("train", "test")
     )
     questions = [row["messages"][0]["content"] for row in train + test]
     assert (len(train), len(test), len(set(questions))) == (60, 40, 100)
-    assert train[0].keys() == {"messages", "ground_truth"} and train[0]["messages"][0]["role"] == "user"
+    assert train[0] == {
+        "messages": [{"role": "user", "content": questions[0]}],
+        "ground_truth": "1",
+        "chosen": questions[0],
+        "rejected": "1",
+    }
     assert Path("data/model").resolve() == tmp_path
 
 
