@@ -86,7 +86,7 @@ class Run:
     @property
     def metrics(self) -> DataFrame:
         """A row for each step and a column for each metric, NaN where a step has none: not each has an evaluation."""
-        return _frame(self.folder / METRICS).groupby("step").last()
+        return _frame(self.folder / METRICS).drop(columns="kind", errors="ignore").groupby("step").last()
 
     @property
     def samples(self) -> DataFrame:

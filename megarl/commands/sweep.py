@@ -55,6 +55,7 @@ def main(runs: Sequence[SweptRun]) -> int:
         return 0
     results = sweep(runs, train, lambda line: console.print(line))
     print_table(results)
+    console.print(f"all runs in one page: megarl report {_file(runs).parent}")
     console.print(f"sweep: {_file(runs).resolve()}")
     states = [result.state for result in results]
     return 130 if INTERRUPTED in states else int(FAILED in states)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.settings import read_yaml
-from megarl.metrics.reading.jsonl import METRICS, Series, read_lines, read_series
+from megarl.metrics.reading.jsonl import ANSWERS, METRICS, Series, read_lines, read_series
 from megarl.metrics.reading.status import read_status
 
 SWEEP = "sweep.json"  # in a folder with the folders of runs
@@ -36,7 +36,7 @@ class RunFolder:
     def require_metrics(self) -> None:
         """Raises ValueError, one sentence, for a folder without metrics."""
         if not (self.path / METRICS).is_file():
-            if (self.path / "answers.jsonl").is_file():
+            if (self.path / ANSWERS).is_file():
                 raise ValueError(
                     f"{self.path}: an evaluation has no curves; its numbers are in summary.json, its answers in "
                     "answers.jsonl; expected the folder of a run that trains, or of a sweep"

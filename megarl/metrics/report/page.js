@@ -71,9 +71,9 @@ function plain(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
 
-function section(id, title) {
+function section(id, title, more = "") {
   document.getElementById("nav").append(make("a", { href: `#${id}` }, title));
-  const box = make("section", { id }, make("h2", {}, title));
+  const box = make("section", { id }, make("h2", {}, title + more));
   main.append(box);
   return box;
 }
@@ -204,7 +204,7 @@ function panel({ title, log, curves }) {
     legend.replaceChildren(...lines().map(({ at, name, metric, points }) =>
       make("span", { title: [metric.name, ...metric.meaning].join("\n") }, dot(at), name, make("b", {}, short(points.y.at(-1))))));
     why.replaceChildren(...(many ? [curves[chosen]] : curves).map(({ name, meaning: [what, how] }) =>
-      make("p", {}, make("b", {}, name), ` ${what ?? "a metric of this run"}`, how ? make("span", {}, ` How to read it: ${how}`) : null)));
+      make("p", {}, make("b", {}, name), ` ${what ?? "a metric of this run"}.`, how ? ` How to read it: ${how}.` : null)));
     paintLegends();
     if (drawn.get(area)?.done) draw(area);
   };
@@ -287,7 +287,7 @@ function headlines(at) {
     if (y.length) found.push([label, ...of(y)]);
   }
   const { accuracy_after: after, accuracy_before: before } = summary;
-  if ("score_after" in summary && after !== undefined) { // else they are the same
+  if (after !== undefined && runs.some((run) => "score_after" in run.summary)) { // else it is the score
     found.splice(1, 0, ["Held-out accuracy", short(after), before === undefined ? "" : `from ${short(before)}`]);
   }
   return found;
@@ -356,7 +356,7 @@ function curves() {
 
 function times() {
   if (!data.time.steps.length) return;
-  const box = section("time", `Where the time goes${ofFirst}`);
+  const box = section("time", "Where the time goes", ofFirst);
   const MOST = 8;
   const stages = data.time.stages.slice(0, MOST - 1);
   const rest = data.time.stages.slice(MOST - 1);
@@ -467,7 +467,7 @@ function telling(steps) {
 
 function samples() {
   if (!data.samples.length) return;
-  const box = section("samples", `Samples over time${ofFirst}`);
+  const box = section("samples", "Samples over time", ofFirst);
   const list = make("div");
   let wanted = "all";
   let shown;
@@ -548,7 +548,7 @@ const MEASURES = {
 
 function tokens() {
   if (!data.tokens.length) return;
-  const box = section("tokens", `Token by token${ofFirst}`);
+  const box = section("tokens", "Token by token", ofFirst);
   const list = make("div");
   const meaning = make("p", { className: "soft small" });
   let measure = "advantage";
@@ -625,7 +625,7 @@ function settings() {
   const search = make("input", { type: "search", placeholder: "part of a key", "aria-label": "part of a key" });
   search.addEventListener("input", () => { word = search.value.trim(); show(); });
   box.append(make("div", { className: "bar" }, choice("Show", options, which, (value) => { which = value; show(); }), search),
-    make("article", { className: "card table wide" }, make("table", {},
+    make("article", { className: many ? "card table wide" : "card table" }, make("table", {},
       make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), body)), ...data.files.map(changedFile));
   show();
 }

@@ -122,7 +122,7 @@ def data_of(runs: Sequence[RunFolder], home: Path, failure: str = "") -> dict[st
         "runs": [
             {
                 "name": name,
-                "page": os.path.relpath(run.path / REPORT, home) if run.path != home else None,
+                "page": os.path.relpath(page, home) if run.path != home and page.is_file() else None,
                 "seconds": run.seconds,
                 "status": run.status,
                 "summary": run.summary,
@@ -130,7 +130,7 @@ def data_of(runs: Sequence[RunFolder], home: Path, failure: str = "") -> dict[st
                 "advice": list(run.lines(ADVICE)),
                 "rollbacks": [{key: row[key] for key in ("step", "bad_step", "what")} for row in run.lines(ROLLBACKS)],
             }
-            for name, run in zip(names, runs, strict=True)
+            for name, run, page in zip(names, runs, [run.path / REPORT for run in runs], strict=True)
         ],
         "made_by": f"megarl {__version__}",
         "facts": {name: value for name, value in facts[0].items() if all(each.get(name) == value for each in facts)},

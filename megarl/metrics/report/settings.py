@@ -14,7 +14,7 @@ from megarl.config.settings import show
 
 FOLLOWS = "= "  # begins a default that is the value of another key
 CHOSEN = "auto"  # a run chooses in its place
-OWN = frozenset(("trainer.experiment_name",))  # differ between any two runs
+OWN = frozenset(("trainer.experiment_name", "trainer.default_local_dir"))  # differ between any two runs
 
 
 def settings_of(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

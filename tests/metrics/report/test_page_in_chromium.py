@@ -101,7 +101,7 @@ def test_a_metric_is_explained_in_the_words_of_the_loss_layer(browser: Chromium,
     assert browser.value(f"{entropy}.querySelector('.why').checkVisibility()") is False
     browser.value(f"{entropy}.querySelector('.ask').click()")
     said = browser.value(f"{entropy}.querySelector('.why').innerText")
-    assert said.startswith("actor/entropy exact entropy of the next token, nats How to read it: falls as")
+    assert said.startswith("actor/entropy exact entropy of the next token, nats. How to read it: falls as")
 
 
 def test_the_page_opens_where_answers_differ_and_wrong_ones_are_red(browser: Chromium, page: Path) -> None:

@@ -79,10 +79,11 @@ def test_a_sweep_is_the_runs_that_have_begun(tmp_path: Path, capsys: pytest.Capt
     assert "none of the runs of sweep.json has metrics.jsonl" in capsys.readouterr().err
     for lr in (1, 3):
         run_folder(tmp_path / f"lr={lr}", name=f"lr={lr}")
+    write_report(tmp_path / "lr=3")
     write_report(tmp_path)
     assert names_in(tmp_path) == ["lr=1", "lr=3"]
     data = data_in((tmp_path / "report.html").read_text())
-    assert [run["page"] for run in data["runs"]] == ["lr=1/report.html", "lr=3/report.html"]
+    assert [run["page"] for run in data["runs"]] == [None, "lr=3/report.html"]
 
 
 @pytest.mark.parametrize(
