@@ -172,22 +172,26 @@ function traces({ at, name, points, exact }) {
   return [thin, { ...base, y: smooth(points, smoothing) }];
 }
 
-/** How the numbers of an axis are written: 0.25, 20k, 3e-5. */
-function ticks(values) {
-  const size = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-  return size >= 1e4 ? "~s" : size > 0 && size < 1e-3 ? "~e" : "";
+function range(values) {
+  return [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+}
+
+/** How the numbers of an axis are written: 0.25, 20k, 0.00003, 5e-7. */
+function ticks([low, high]) {
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  return { tickformat: size < 1e3 ? "~g" : high - low > size / 20 ? "~s" : "," };
 }
 
 function stepAxis(steps) {
-  const [low, high] = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
-  return { title: { text: "step", standoff: 2, font: { size: 11 } }, nticks: 7, tickformat: ticks(steps) || ",d", ...(high - low <= 12 ? { dtick: 1 } : {}) };
+  const [low, high] = range(steps);
+  return { title: { text: "step", standoff: 2, font: { size: 11 } }, nticks: 7, ...ticks([low, high]), ...(high - low <= 12 ? { dtick: 1 } : {}) };
 }
 
 /** A curve that does not move lies in the middle of an axis that begins at 0. */
 function valueAxis(values) {
-  const [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const [low, high] = range(values);
   const flat = high - low <= 1e-6 * Math.abs(high);
-  return { tickformat: ticks(values), ...(flat ? { range: high > 0 ? [0, 2 * high] : high < 0 ? [2 * high, 0] : [0, 1] } : {}) };
+  return { ...ticks([low, high]), ...(flat ? { range: high > 0 ? [0, 2 * high] : high < 0 ? [2 * high, 0] : [0, 1] } : {}) };
 }
 
 /** A diagram: of one run a line for each metric, of several a line of each run for one metric that can be chosen. */
@@ -213,7 +217,7 @@ function panel({ title, log, curves }) {
     const values = found.flatMap(({ points }) => points.y).filter((value) => value !== null);
     return {
       data: found.flatMap(({ metric, ...line }) => traces({ ...line, exact: metric.exact })),
-      layout: layout({ xaxis: stepAxis(found.flatMap(({ points }) => points.x)), yaxis: log ? { type: "log" } : valueAxis(values) }),
+      layout: layout({ xaxis: stepAxis(found.flatMap(({ points }) => points.x)), yaxis: log ? { type: "log", nticks: 6, tickformat: "~e" } : valueAxis(values) }),
     };
   });
   const ask = make("button", { type: "button", className: "ask", onclick: () => { why.hidden = !why.hidden; } }, "?");
@@ -279,18 +283,17 @@ const HEADLINES = [
 /** The numbers that one looks for first: [label, value, hint]. */
 function headlines(at) {
   const curves = data.groups.flatMap(({ panels }) => panels.flatMap((each) => each.curves));
-  const { status, summary, seconds } = runs[at];
-  const step = status.step ?? curves.reduce((most, { runs: of }) => Math.max(most, of[at]?.x.at(-1) ?? 0), 0);
-  const found = [["Steps", short(step), `of ${short(status.total_steps)}, ${duration(seconds)}`]];
+  const found = [];
   for (const [label, metric, of] of HEADLINES) {
     const y = (curves.find(({ name }) => name === metric)?.runs[at]?.y ?? []).filter((value) => value !== null);
     if (y.length) found.push([label, ...of(y)]);
   }
-  const { accuracy_after: after, accuracy_before: before } = summary;
+  const { status, seconds, summary: { accuracy_after: after, accuracy_before: before } } = runs[at];
   if (after !== undefined && runs.some((run) => "score_after" in run.summary)) { // else it is the score
-    found.splice(1, 0, ["Held-out accuracy", short(after), before === undefined ? "" : `from ${short(before)}`]);
+    found.unshift(["Held-out accuracy", short(after), before === undefined ? "" : `from ${short(before)}`]);
   }
-  return found;
+  const step = status.step ?? curves.reduce((most, { runs: of }) => Math.max(most, of[at]?.x.at(-1) ?? 0), 0);
+  return [...found, ["Steps", short(step), `of ${short(status.total_steps)}, ${duration(seconds)}`]];
 }
 
 function tiles() {
@@ -334,11 +337,11 @@ function notes() {
 function curves() {
   if (!data.groups.length) return;
   const box = section("curves", "Curves");
-  const steps = data.groups.flatMap((g) => g.panels.flatMap((p) => p.curves.flatMap((c) => c.runs.map((run) => run?.x.length ?? 0))));
-  const longest = steps.reduce((a, b) => Math.max(a, b), 0);
-  const amounts = [75, 25, 9, 5, 0];
-  smoothing = amounts.find((amount) => amount * 10 <= longest);
-  const options = amounts.reverse().map((amount) => [String(amount), amount ? `${amount} steps` : "none"]);
+  const steps = data.groups.flatMap((g) => g.panels.flatMap((p) => p.curves.flatMap((c) => c.runs.flatMap((run) => run?.x ?? []))));
+  const longest = range(steps)[1];
+  const amounts = [...new Set([0.02, 0.05, 0.1, 0.2].map((share) => Math.ceil(share * longest)))].filter((amount) => amount > 2);
+  smoothing = longest < 40 ? 0 : amounts.find((amount) => amount >= longest / 20);
+  const options = [0, ...amounts].map((amount) => [String(amount), amount ? `${amount} steps` : "none"]);
   box.append(make("div", { className: "bar" }, choice("Smoothing", options, String(smoothing), (value) => {
     smoothing = Number(value);
     redraw();
@@ -372,10 +375,11 @@ function times() {
   const area = make("div", { className: "plot wide" });
   plot(area, () => ({
     data: stages.map((stage, at) => ({
-      x: data.time.steps, y: stage.s, name: plain(stage.name), type: "bar", marker: { color: colour(at) },
-      hovertemplate: "%{y:.3g} s",
+      x: data.time.steps, y: stage.s, name: plain(stage.name), hovertemplate: "%{y:.3g} s",
+      ...(data.time.steps.length > 120 ? { type: "scatter", mode: "none", stackgroup: "stages", fillcolor: colour(at) }
+        : { type: "bar", marker: { color: colour(at) } }),
     })),
-    layout: layout({ barmode: "stack", bargap: data.time.steps.length > 80 ? 0 : 0.15, xaxis: stepAxis(data.time.steps), yaxis: { title: { text: "seconds" } } }),
+    layout: layout({ barmode: "stack", bargap: 0.15, xaxis: stepAxis(data.time.steps), yaxis: { title: { text: "seconds" } } }),
   }));
   box.append(make("article", { className: "card" }, make("h3", {}, "Seconds of each stage, by step"), legend, area));
 }

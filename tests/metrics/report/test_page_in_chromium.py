@@ -85,7 +85,7 @@ def test_each_run_has_its_colour_its_legend_and_the_same_smoothing(browser: Chro
         "other\n1",
     ]
     choose = (
-        "{ const e = document.querySelector('#curves select'); e.value = '9'; e.dispatchEvent(new Event('change')) }"
+        "{ const e = document.querySelector('#curves select'); e.value = '4'; e.dispatchEvent(new Event('change')) }"
     )
     browser.value(choose)
     colours = f"{score}.querySelector('.plot').data.map((line) => line.line.color)"
