@@ -103,7 +103,7 @@ class Optim:
     name: str = key("adamw", "muon is for matrices, with adamw for the rest", Choices(names.OPTIMIZERS))
     lr: Positive = key(
         1e-6,
-        "peak learning rate; the critic's is apart; `megarl sft` and `rm` have 0.05 / hidden_size, `dpo` a tenth of it; "
+        "peak learning rate; not the critic's; `megarl sft` and `rm` have 0.05 / hidden_size, `dpo` a tenth of it; "
         "adapters of `sft` and `dpo` ten times as much",
         BASIC,
     )
