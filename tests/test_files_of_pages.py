@@ -15,6 +15,7 @@ from agent_endpoint import Scripted, endpoint_of
 from config_helpers import BASE, tables_kept
 from gsm8k_shaped import ASK
 from readme_blocks import BOOK, ROOT, Command, blocks, commands, files
+from report_cases import run_folder
 
 from megarl import cli
 from megarl.agents.chat import Chat
@@ -61,6 +62,17 @@ def batch_of(old_log_probs: list[list[float]], **rows: torch.Tensor) -> Batch:
     columns = {"response_mask": tokens([[1.0] * len(row) for row in old_log_probs]), "old_log_probs": old}
     lengths = torch.tensor([1 + len(row) for row in old_log_probs])
     return Batch(torch.zeros(len(old), dtype=torch.int64), lengths, columns, rows)
+
+
+def test_the_lines_of_pandas_draw_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("runs/quickstart").rename("runs/before")
+    run_folder(Path("runs/quickstart"))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    drawn: dict[str, Any] = {}
+    exec(compile(files()["plot.py"], "plot.py", "exec"), drawn)
+    assert len(drawn["training"]) == 40 and len(drawn["held_out"]) == 2
+    assert [line.get_xdata().tolist() for line in drawn["axes"].lines][1] == [0, 40]
+    assert Path("score.png").stat().st_size > 1000
 
 
 # ---- data and configurations

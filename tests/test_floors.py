@@ -27,7 +27,7 @@ FLOORS = {
     8: "trainer plan",
     9: "commands train",
     10: "cli",
-    11: "__main__",
+    11: "__main__ notebook",
 }
 FLOOR_OF = {name: floor for floor, rooms in FLOORS.items() for name in rooms.split()}
 

@@ -32,6 +32,7 @@ from benchmarks.common.machine import commit, hardware, slug, versions
 
 ROOT = Path(__file__).parents[2]  # of the repository
 RESULTS = ROOT / "benchmarks" / "results"
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEVICES = ("cpu", "cuda")
@@ -57,6 +58,7 @@ class Result:
     took_s: float = 0.0
     num_machines: int = 1
     draw: Callable[[Path], None] | None = None  # a picture beside the page
+    failed: str = ""  # a sentence, where it is not what it has to be
 
     @property
     def columns(self) -> list[str]:
@@ -86,6 +88,7 @@ def run(
 ) -> int:
     """Parse, measure, finish; a fault is one sentence and exit code 2.  `work` gives None if it printed itself.
 
+    A result that has `failed` is written down as every other, and the exit code is 1.
     `needs_quiet`: by the options, whether to begin on a quiet machine; never with --quick.  Asked to end, it ends what
     it started first.
     """
@@ -102,6 +105,9 @@ def run(
             result.load_before, result.took_s = load_before, time.perf_counter() - begun
             result.notes += [not_quiet] * bool(not_quiet)
             finish(result, options)
+            if result.failed:
+                sys.stderr.write(f"{result.failed}\n")
+                return EXIT_FAILED
     except FAULTS as error:
         sys.stderr.write(f"error: {' '.join(str(error).split()) or type(error).__name__}\n")
         return EXIT_USAGE

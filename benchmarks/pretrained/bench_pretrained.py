@@ -3,12 +3,12 @@
     python benchmarks/pretrained/bench_pretrained.py                   both parts
     python benchmarks/pretrained/bench_pretrained.py --parts speed     one of them
 
-`curves`: all weights from two seeds, LoRA, and all weights with shuffled rewards; their accuracy in one picture.
+`curves`: GRPO from two seeds, PPO, DPO, LoRA, and GRPO with shuffled rewards; their accuracy in one picture.
 `speed`: seconds of the rollout, of the update and of a whole step, which has a verified push of the weights here,
 beside those of plain_side.py, in turns, --rounds times.
 Both sides have the same model in float32, the same prompts and settings, 64 answers of at most 16 tokens, two cores.
-The project is made in ./pretrained, where runs of `curves` that ended are not made again: ten minutes for each part on
-two cores.  --quick: one round of `speed`.
+The project is made in ./pretrained, where runs of `curves` that ended are not made again: half an hour for all, and
+ten minutes for `speed`, on two cores.  --quick: one round of `speed`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import os
 import shutil
 import statistics
 import sys
+from collections.abc import Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -33,12 +36,15 @@ from megarl.commands.new import Request, main
 from megarl.metrics.reading.jsonl import read_lines, read_series
 
 FOLDER = Path("pretrained")
-RUNS = {  # name of the run -> its label, and what is set besides train.yaml
-    "real": ("all weights", ()),
-    "seed_1": ("all weights, another seed", ("trainer.seed=1",)),
-    "lora": ("LoRA of rank 16", ("recipe=lora.yaml",)),
-    "shuffled": ("all weights, rewards shuffled", ("reward.shuffle=true",)),
+RUNS = {  # name of the run -> its label, its command, and what is set besides train.yaml
+    "real": ("GRPO", "train", ()),
+    "seed_1": ("GRPO, another seed", "train", ("trainer.seed=1",)),
+    "ppo": ("PPO", "train", ("recipe=ppo.yaml",)),
+    "dpo": ("DPO, asked at its end", "dpo", ("recipe=dpo.yaml",)),
+    "lora": ("GRPO, LoRA of rank 16", "train", ("recipe=lora.yaml",)),
+    "shuffled": ("GRPO, shuffled rewards", "train", ("reward.shuffle=true",)),
 }
+COLOURS = ("C0", "C9", "C1", "C4", "C2", "C3")
 PARTS = ("curves", "speed")
 STEPS, WARMUP = 4, 1  # of a side in a round
 ONLY_STEPS = (
@@ -60,45 +66,56 @@ def prepare() -> None:
         execute([sys.executable, "task.py"], FOLDER / "task.log", {"PYTHONPATH": str(ROOT)})
 
 
-def train(name: str, settings: tuple[str, ...]) -> Path:
-    """The folder of a finished run of the project."""
-    made = FOLDER / "runs" / name
-    if not (made / "summary.json").exists():
+def megarl(command: str, name: str, settings: tuple[str, ...], summary: str = "summary.json") -> dict[str, Any]:
+    """The summary of a finished run of the project."""
+    file = FOLDER / "runs" / name / summary
+    if not file.exists():
         words = [*settings, f"trainer.experiment_name={name}"]
         words = words if any(word.startswith("recipe=") for word in words) else ["recipe=train.yaml", *words]
-        command = [sys.executable, "-m", "megarl", "train", *words]
-        execute(command, FOLDER / f"{name}.log", {"PYTHONPATH": str(ROOT)}, timeout_s=3600)
-    return made
+        call = [sys.executable, "-m", "megarl", command, *words]
+        execute(call, FOLDER / f"{name}.log", {"PYTHONPATH": str(ROOT)}, timeout_s=3600)
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
-def picture(runs: Path, file: Path) -> None:
-    """val/score over the steps of every run."""
+def picture(lines: Sequence[tuple[str, Sequence[float], Sequence[float]]], file: Path) -> None:
+    """Each line: its label, steps and shares of right answers."""
     figure = Figure(figsize=(7.2, 3.6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for colour, (name, (label, _)) in zip(("C0", "C9", "C2", "C3"), RUNS.items(), strict=True):
-        steps, scores = read_series(runs / name / "metrics.jsonl")["val/score"]
-        axes.plot(steps, scores, color=colour, lw=1.8, marker="o", ms=3.5, label=f"{label}  {scores[-1]:.2f}")
+    for colour, (label, steps, scores) in zip(COLOURS, lines, strict=True):
+        style = "--" if len(steps) == 2 else "-"  # nothing is known between its ends
+        axes.plot(steps, scores, style, color=colour, lw=1.8, marker="o", ms=3.5, label=f"{label}  {scores[-1]:.3f}")
     axes.set_title("SmolLM2-135M-Instruct: share of 64 held-out sums that it gets right", fontsize=10, loc="left")
-    axes.set_xlabel("step of 64 answers", fontsize=9)
+    axes.set_xlabel("step of 64 answers (DPO: of 32 pairs)", fontsize=9)
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.25, lw=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8.5, frameon=False, loc="center right")
+    axes.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(str(file))
 
 
 def curves(result: Result) -> None:
-    """The four runs, into the result."""
+    """The runs, into the result.  One of pairs asks no held-out question: its model is asked at its end."""
     keys = ("accuracy_before", "accuracy_after", "accuracy_transformers", "steps", "pushes", "pushes_verified")
-    for name, (label, settings) in RUNS.items():
-        made = train(name, settings)
-        summary = json.loads((made / "summary.json").read_text())
-        row = {"run": label, **{key: summary[key] for key in keys}, "minutes": summary["wall_s"] / 60}
+    lines = list[tuple[str, Sequence[float], Sequence[float]]]()
+    for name, (label, command, settings) in RUNS.items():
+        summary = megarl(command, name, settings)
+        if command == "dpo":
+            asked = ("recipe=train.yaml", f"model.path=runs/{name}/hf")
+            after = megarl("evaluate", f"{name}_test", asked, "evaluations/1/summary.json")["accuracy"]
+            summary |= {"accuracy_before": result.rows[0]["accuracy_before"], "accuracy_after": after}
+            lines.append((label, (0, summary["steps"]), (summary["accuracy_before"], after)))
+        else:
+            lines.append((label, *read_series(FOLDER / "runs" / name / "metrics.jsonl")["val/score"]))
+        ended = datetime.fromtimestamp((FOLDER / "runs" / name / "summary.json").stat().st_mtime)
+        row = {"run": label, **{key: summary.get(key) for key in keys}, "minutes": summary["wall_s"] / 60}
+        row["ended"] = f"{ended:%Y-%m-%d %H:%M}"
         result.rows.append(row)
         result.ratios[f"accuracy_{name}"] = summary["accuracy_after"]
+    result.notes.append("a run that had ended before the command began, see `ended`, was taken as it was")
     result.notes.append(f"![accuracy]({PICTURE})")
-    result.draw = partial(picture, FOLDER / "runs")
+    result.draw = partial(picture, lines)
 
 
 def speed(result: Result, rounds: int) -> None:
@@ -120,7 +137,8 @@ def speed(result: Result, rounds: int) -> None:
 
 def _megarl(at: int) -> list[dict[str, float]]:
     shutil.rmtree(FOLDER / "runs" / f"speed_{at}", ignore_errors=True)  # measured in turns with the other side
-    rows = list(read_lines(train(f"speed_{at}", ONLY_STEPS) / "metrics.jsonl"))
+    megarl("train", f"speed_{at}", ONLY_STEPS)
+    rows = list(read_lines(FOLDER / "runs" / f"speed_{at}" / "metrics.jsonl"))
     keys = STAGES | {"score": "critic/score/mean"}
     return [{name: row[key] for name, key in keys.items()} for row in rows if "timing_s/step" in row]
 

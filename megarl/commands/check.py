@@ -214,6 +214,7 @@ class Check:
             with self.faults.collect():
                 examples = read_examples(stage, here, key, files)
                 if key == "sft.train_files":
+                    stage.check(examples, here)
                     check_profile(here.trainer.profile, training_steps(here, examples), ())
 
     def _prompts(self, here: Config, sets: dict[str, list[str]]) -> None:

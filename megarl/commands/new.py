@@ -31,7 +31,7 @@ AGENT_COPIES = {
     "README.md": "agent/README.md",
     **SHARED,
 }
-OF_A_MODEL = ("README.md", "lora.yaml", "reward.py", "run.sh", "task.py", "train.yaml")
+OF_A_MODEL = ("README.md", "dpo.yaml", "lora.yaml", "ppo.yaml", "reward.py", "run.sh", "task.py", "train.yaml")
 MODEL_COPIES = {**{name: f"model/{name}" for name in OF_A_MODEL}, "test_task.py": "model/test_task.py.txt"}
 
 

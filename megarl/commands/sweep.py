@@ -23,11 +23,11 @@ from megarl.config.names import AUTO
 from megarl.config.settings import show
 from megarl.io.durable_files import write_text
 from megarl.io.terminal import pages, sentences
+from megarl.metrics.report.folder import SWEEP
 from megarl.plan.report import report
 from megarl.processes.lifetime import die_with_parent
 
 NOT_STARTED, FINISHED, FAILED, INTERRUPTED = "not started", "finished", "failed", "interrupted"
-FILE = "sweep.json"
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def main(runs: Sequence[SweptRun]) -> int:
         return 0
     results = sweep(runs, train, lambda line: console.print(line))
     print_table(results)
+    console.print(f"all runs in one page: megarl report {_file(runs).parent}")
     console.print(f"sweep: {_file(runs).resolve()}")
     states = [result.state for result in results]
     return 130 if INTERRUPTED in states else int(FAILED in states)
@@ -151,7 +152,7 @@ def _with_numbers(result: Result) -> Result:
 
 
 def _file(runs: Sequence[SweptRun]) -> Path:
-    return Path(runs[0].config.trainer.default_local_dir) / FILE
+    return Path(runs[0].config.trainer.default_local_dir) / SWEEP
 
 
 def _write(file: Path, results: Sequence[Result]) -> None:

@@ -69,7 +69,8 @@ def load_config(
         config.trainer.recipe = typed.words.get("recipe")
     if command in SUPERVISED and LR not in given:
         # DPO begins at a good policy: published rates are a tenth or less of those of supervised training.
-        config.actor.optim.lr = (supervised_lr(config) or 2e-5) * (0.1 if command == "dpo" else 1)
+        of_adapters = 10 if config.actor.lora.rank else 1
+        config.actor.optim.lr = (supervised_lr(config) or 2e-5) * of_adapters * (0.1 if command == "dpo" else 1)
 
     def failing(words: list[str]) -> set[str]:
         """The roles whose layout would be invalid if these words were added to the command line."""

@@ -72,7 +72,13 @@ class SftExamples:
         self._masks: list[np.ndarray] = []  # bool: what is learnt
         self._places = places = list[str]()  # file:line of each sequence
         indices: list[int] = []  # the example of each sequence
-        sequences = _sequences(tokenizer, examples, conversations, refused)
+        if to_its_end:
+            refused += [
+                f"{each.where}: it has tools, and the server of a reward model reads the messages alone; expected none"
+                for each in examples
+                if each.tools
+            ]
+        sequences = _sequences(tokenizer, examples, conversations, refused, as_one=to_its_end)
         for index, (example, of_example) in enumerate(zip(examples, sequences, strict=True)):
             for sequence in of_example:
                 length = len(sequence.ids)
@@ -156,12 +162,21 @@ class SftExamples:
 
 
 def _sequences(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], conversations: Answers | None, refused: list[str]
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    conversations: Answers | None,
+    refused: list[str],
+    *,
+    as_one: bool,
 ) -> Iterator[list[TrainingSequence]]:
-    """The sequences of each example; `refused` gets a sentence for each that is none."""
+    """The sequences of each example; `refused` gets a sentence for each that is none.
+
+    `as_one`: a string prompt and its answer are one text, as a reward model on a server gets them.
+    """
     for first in range(0, len(examples), _BLOCK):
         block = examples[first : first + _BLOCK]
-        strings = _of_strings(tokenizer, [example for example in block if isinstance(example.text, str)], refused)
+        texts = [example for example in block if isinstance(example.text, str)]
+        strings = _of_whole_texts(tokenizer, texts) if as_one else _of_strings(tokenizer, texts, refused)
         chats = [example for example in block if isinstance(example.text, list)]
         of_chats = iter(conversations.sequences(chats) if conversations else ())
         yield from (next(strings if isinstance(example.text, str) else of_chats) for example in block)
@@ -177,6 +192,16 @@ def _of_strings(
         if not prompt:
             refused.append(f"{example.where}: the prompt is empty; expected at least one token")
         yield [TrainingSequence(prompt + response, [False] * len(prompt) + [True] * len(response))]
+
+
+def _of_whole_texts(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]
+) -> Iterator[list[TrainingSequence]]:
+    """Prompt and answer encoded as one text, and the end-of-sequence token; all of it counts as learnt."""
+    end = tokenizer.eos_token_id
+    for ids in encode_many(tokenizer, [f"{example.text}{example.behind[0]['content']}" for example in examples]):
+        ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+        yield [TrainingSequence(ids, [True] * len(ids))]
 
 
 def _kept(length: int, limit: int, overlong: str) -> np.ndarray:

@@ -41,7 +41,7 @@ def lacks_memory(budget: GpuBudget) -> str:
         return ""
     return (
         f"the run takes about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free here: the system may "
-        "end its processes; lower actor.ppo_max_token_len_per_gpu, data.train_batch_size or trainer.n_gpus_per_node"
+        "end its processes; lower actor.ppo_max_token_len_per_gpu, trainer.n_gpus_per_node or the batch"
     )
 
 

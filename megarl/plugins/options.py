@@ -60,7 +60,7 @@ class Options(argparse.ArgumentParser):
             if name not in self._option_string_actions or (name == option and option is not word):
                 yield word
                 continue
-            if name in given:
+            if name in given and not isinstance(self._option_string_actions[name], argparse._ExtendAction):
                 self.error(f"{word}: it was given before, as {given[name]}")
             given[name] = word
             yield option

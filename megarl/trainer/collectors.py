@@ -191,7 +191,14 @@ def make_rewards(
     elif "model" in names_of(config):
         folder = model_folder(reward.model.path, "reward.model.path")
         key = token if reward_url else api_key("reward.model.api_key_env", reward.model.api_key_env)
-        services["model"] = partial(RewardModel, folder, reward_url or reward.model.url or "", key=key)
+        services["model"] = partial(
+            RewardModel,
+            folder,
+            reward_url or reward.model.url or "",
+            key=key,
+            system_prompt=config.data.system_prompt,
+            template=config.data.apply_chat_template_kwargs,
+        )
     return partial(
         Rewards,
         tuple(reward.fn),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from megarl.algo.step_columns import step_columns
 from megarl.config import Config
 from megarl.data.pairs import PairExamples, to_be_scored
 from megarl.metrics.computing.stats import finalise
+from megarl.metrics.trackers.console import warn
 from megarl.roles.handles import Actor, Critic
 from megarl.samples.batch import Batch, Stats, merge_stats
 from megarl.trainer.stage import Stage, StagePlan, run_stage
 
+_AT_ONCE = 512  # pairs that are measured together, and whose reference is asked for: the same numbers to the last bit
 _STATISTICS = ("loss", "accuracy", "chosen", "rejected", "margin")
 
 
@@ -51,7 +54,7 @@ class PairStage(Stage):
     @torch.inference_mode()
     def measured(self, model: Any, held_out: PairExamples, config: Config) -> dict[str, float]:
         loss, found = self.loss(config), list[Stats]()
-        for batch in held_out.batches(config.sft.batch_size):
+        for batch in held_out.batches(_AT_ONCE):
             given = step_columns(self.prepared(batch), loss=loss, agg_mode=self.agg_mode)
             # Every pair counts the same, in a smaller last batch too.
             given = given.with_columns(weight=given.columns["weight"] * given.num_sequences)
@@ -80,12 +83,17 @@ class Dpo(PairStage):
     def compares(self, config: Config) -> bool:
         return not config.dpo.reference_free
 
-    def begin(self, model: Actor, plan: StagePlan) -> None:
-        size, steps = plan.config.sft.batch_size, plan.num_steps - plan.first_step
-        for examples, count in ((plan.examples, steps * size), (plan.held_out, len(plan.held_out or ()))):
+    def check(self, examples: PairExamples, config: Config) -> None:
+        super().check(examples, config)
+        if examples.num_margins:
+            warn(f"{examples.num_margins:,} rows have a margin, which `megarl rm` reads and `megarl dpo` does not")
+
+    def begin(self, model: Actor, plan: StagePlan, told: Callable[[int, int], None]) -> None:
+        count = plan.num_steps * plan.config.sft.batch_size
+        for examples, visits in ((plan.examples, count), (plan.held_out, len(plan.held_out or ()))):
             if examples is not None:
                 assert isinstance(examples, PairExamples), "its rows are pairs"
-                examples.fill_references(count, size, model.log_probs)
+                examples.fill_references(visits, _AT_ONCE, model.log_probs, told)
 
 
 class Rm(PairStage):

@@ -18,6 +18,7 @@ from megarl.io.durable_files import patient, write_text
 from megarl.io.terminal import sentences
 from megarl.machines.nodes import NodeLost
 from megarl.metrics.reading.status import end_noted
+from megarl.metrics.report.folder import CODE
 from megarl.metrics.report.page import reported
 from megarl.metrics.trackers.console import note, warn
 from megarl.metrics.trackers.trackers import Trackers, make_trackers
@@ -27,7 +28,7 @@ from megarl.rollout.collector.collector_client import CollectorError
 from megarl.servers.server_process import ServerDied
 from megarl.trainer.bad_numbers import BadNumbers, watch
 from megarl.trainer.checkpoint.checkpoint import Checkpoint, Damaged, Retention, save_before
-from megarl.trainer.checkpoint.resume import restore
+from megarl.trainer.checkpoint.resume import keep_code, restore
 from megarl.trainer.checkpoint.saver import Saver
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.run_lock import owned, shared
@@ -167,10 +168,11 @@ def saved(step: int, last: Checkpoint | None) -> str:
 
 
 def open_trackers(plan: Plan, stack: ExitStack) -> Trackers:
-    """Write the settings, and open what logs the training, which is closed with the error that ends it."""
+    """Write the settings and the user's code, and open what logs the training, closed with the error that ends it."""
     config, trainer = plan.config, plan.config.trainer
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / "config.yaml", to_yaml(config))
+    keep_code(config, plan.folder / CODE)
     trackers = make_trackers(
         trainer.logger, plan.folder, trainer.project_name, trainer.experiment_name, asdict(config), plan.num_steps,
         resume_step=plan.resume.step if plan.resume else None,

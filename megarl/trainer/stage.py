@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from megarl.samples.batch import Batch
 from megarl.trainer.bad_numbers import BadNumbers, spikes_of
 from megarl.trainer.build import (
     engine_settings,
+    lora_settings,
     make_group,
     model_folder,
     num_token_ids,
@@ -48,6 +49,7 @@ AVERAGED = 5  # losses of steps, whose batches differ
 LEARNT = 0.05  # a loss below it
 COIN = 0.55  # an accuracy on pairs up to it: a coin has 0.5
 STAGE = "stage"  # in the state of a save: the command; one of `megarl sft` has none
+START = "start"  # in the same: the model.path with which what is trained is compared
 
 
 class Stage(ABC):
@@ -74,14 +76,17 @@ class Stage(ABC):
         """What is logged of the held-out rows, with the names of the log; val/loss is one."""
 
     def check(self, examples: Any, config: Config) -> None:  # noqa: B027
-        """Raises ValueError for rows with which it cannot train."""
+        """Raises ValueError for rows with which it cannot train; warns of what it does not read of them."""
 
     def compares(self, config: Config) -> bool:  # noqa: ARG002
         """Whether `begin` is called, in a run that resumes too."""
         return False
 
-    def begin(self, model: Any, plan: StagePlan) -> None:  # noqa: B027
-        """What is asked of the model with the weights of model.path, before a save is restored and the first step."""
+    def begin(self, model: Any, plan: StagePlan, told: Callable[[int, int], None]) -> None:  # noqa: B027
+        """What is asked of the model with the weights of model.path, before a save is restored and the first step.
+
+        `told` gets how much of it is done, and how much there is.
+        """
 
 
 def run_stage(stage: Stage, config: Config) -> dict[str, Any]:
@@ -97,6 +102,7 @@ def run_stage(stage: Stage, config: Config) -> dict[str, Any]:
                 for name, files in (("train_files", config.sft.train_files), ("val_files", config.sft.val_files))
             )
             assert examples is not None, "the configuration has sft.train_files"
+            stage.check(examples, config)
             steps = training_steps(config, examples)
             with watchdog.watch(), Infrastructure(config, serves=False) as infrastructure:
                 resume = to_resume(trainer, warn)
@@ -236,8 +242,16 @@ def open_stage(plan: StagePlan, infrastructure: Infrastructure, signals: Signals
     resume = plan.resume
     folder = plan.folder
     stage = plan.stage
+    start = config.model.path
     state: dict[str, Any] = {"loss": None, "wall_s": 0.0, "examples": plan.fresh}
-    state = dict(_state_of(resume, stage)) if resume else state | ({STAGE: stage.name} if stage.name != "sft" else {})
+    state |= ({STAGE: stage.name} if stage.name != "sft" else {}) | ({START: start} if stage.compares(config) else {})
+    if resume is not None:
+        state = dict(_state_of(resume, stage))
+        if state.get(START, start) != start:
+            raise ValueError(
+                f"model.path={start}: {resume.folder} is compared with the model that it began with, {state[START]}; "
+                "expected that one, or another trainer.experiment_name"
+            )
     with ExitStack() as stack:
         if resume is not None:
             announce(resume, config, plan.num_steps)
@@ -253,18 +267,19 @@ def open_stage(plan: StagePlan, infrastructure: Infrastructure, signals: Signals
         packing = Packing(*limits, share_prefixes=config.trainer.share_prefixes)
         update = Update(stage.loss(config), prompts_per_step=config.sft.batch_size, agg_mode=stage.agg_mode)
         model = stage.handle(stage.role, group, packing, update_settings=update)
+        lora = lora_settings(config)
         settings = LoadSettings(
             config.model.dtype,
             optim=optim_settings(config.actor, plan.num_steps),
+            lora=lora,
             engine=engine_settings(config.actor),
-            reads_weights=resume is None or stage.compares(config),
+            reads_weights=resume is None or lora is not None or stage.compares(config),
             mtp=config.actor.mtp,
         )
         model.load(model_folder(config.model.path), settings)
         check_profile(config.trainer.profile, plan.num_steps, [group])
         if stage.compares(config):
-            trackers.stage("reference")
-            stage.begin(model, plan)
+            stage.begin(model, plan, partial(trackers.stage, "reference"))
         yield StageRun(
             plan=plan,
             infrastructure=infrastructure,
@@ -303,7 +318,6 @@ def read_examples(stage: Stage, config: Config, key: str, files: Sequence[str]) 
         stop_ids=stop_ids(model_folder(config.model.path)),
         to_its_end=stage.to_its_end,
     )
-    stage.check(found, config)
     sentences().print(f"{key}=[{', '.join(files)}]: {found.said}")
     if found.strange_ends:
         warn(

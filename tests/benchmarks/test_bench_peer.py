@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.common import page
 from benchmarks.common.page import Result
@@ -169,3 +170,29 @@ def test_trl_is_told_all_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (told["OMP_NUM_THREADS"], told["threads"]) == ("1", 1)
     assert told.items() >= {"model": work.model, "data": work.data, "prompts": 64, "epochs": 2, "lr": 3e-4}.items()
     assert set(asdict(work)) <= set(told)
+
+
+# ---- pairs
+
+
+@pytest.mark.full
+def test_differences_from_trl_are_relative_and_one_above_the_limit_ends_with_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.peer import bench_pairs  # with Megatron, which no other test here needs
+
+    large, small = torch.tensor([4.0, 1.0]), torch.tensor([[0.01]])
+    theirs = (0.5, {"large": large, "small": small})
+    found = bench_pairs.differences((0.6, {"large": large, "small": small.view(1) + 0.002}), theirs)
+    assert found == {"of the loss": pytest.approx(0.2), "of the gradient": pytest.approx(0.002 / 0.04, rel=1e-4)}
+    with pytest.raises(ValueError, match=r"gradients of other tensors: \['large'\]"):
+        bench_pairs.differences((0.6, {"small": small}), theirs)
+    of_all = dict.fromkeys(bench_pairs.NAMES, theirs)
+    versions: dict[str, str] = {}
+    monkeypatch.setattr(bench_pairs, "trl_python", lambda: Path("python"))
+    monkeypatch.setattr(bench_pairs, "trl_side", lambda *_: (of_all, versions))
+    for ours, code in ((theirs, 0), ((0.5001, theirs[1]), 1)):
+        monkeypatch.setattr(bench_pairs, "our_side", lambda *_, ours=ours: dict.fromkeys(bench_pairs.NAMES, ours))
+        words = ["--device", "cpu", "--out", str(tmp_path)]
+        assert page.run(bench_pairs.work, page.arguments(None), words) == code
+    assert len(list(tmp_path.glob("pairs_*.md"))) == 2, "a result that failed is written down, too"

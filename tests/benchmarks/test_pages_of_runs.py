@@ -93,12 +93,18 @@ def test_the_runs_of_a_pretrained_model_and_their_control_are_in_one_picture(tmp
         folder = Path("pretrained/runs", name)
         folder.mkdir(parents=True)
         after = 0.02 if name == "shuffled" else 0.9
-        write_rows(folder, [{"step": 0, "val/score": 0.1}, {"step": 8, "val/score": after}])
-        (folder / "summary.json").write_text(json.dumps({**summary, "accuracy_after": after, "wall_s": 120.0}))
+        if name != "dpo":
+            write_rows(folder, [{"step": 0, "val/score": 0.1}, {"step": 8, "val/score": after}])
+        own = {"steps": 8} if name == "dpo" else {**summary, "accuracy_after": after}
+        (folder / "summary.json").write_text(json.dumps({**own, "wall_s": 120.0}))
+    asked = Path("pretrained/runs/dpo_test/evaluations/1/summary.json")
+    asked.parent.mkdir(parents=True)
+    asked.write_text(json.dumps({"accuracy": 0.9}))
     found = page.Result("pretrained", "cpu", {})
     bench_pretrained.curves(found)
     assert found.ratios == {f"accuracy_{name}": 0.02 if name == "shuffled" else 0.9 for name in bench_pretrained.RUNS}
-    assert [row["minutes"] for row in found.rows] == [2.0] * 4
+    assert [row["minutes"] for row in found.rows] == [2.0] * 6
+    assert {row["accuracy_before"] for row in found.rows} == {0.1}
     files = page.save(found, tmp_path / "out")
     assert files[2].read_bytes()[:4] == b"\x89PNG" and f"![accuracy]({files[2].name})" in files[1].read_text()
 

@@ -53,14 +53,20 @@ def test_the_settings_of_a_model_s_project_compose_without_a_warning(monkeypatch
     monkeypatch.chdir("mine")
     whole, warnings = load_config(["recipe=train.yaml"])
     lora, more = load_config(["recipe=lora.yaml"])
-    assert not warnings and not more
+    ppo, of_ppo = load_config(["recipe=ppo.yaml"])
+    dpo, of_dpo = load_config(["recipe=dpo.yaml"], command="dpo")
+    assert not (warnings or more or of_ppo or of_dpo)
     assert (whole.actor.optim.lr, whole.actor.lora.rank, lora.actor.optim.lr, lora.actor.lora.rank) == (
         3e-5,
         0,
         3e-4,
         16,
     )
-    assert whole.reward.fn == lora.reward.fn == ["reward.py:score"]
+    assert whole.reward.fn == lora.reward.fn == ppo.reward.fn == ["reward.py:score"]
+    assert (whole.algorithm.adv_estimator, ppo.algorithm.adv_estimator) == ("grpo", "gae")
+    assert (
+        dpo.model.path == whole.model.path and 2 * dpo.sft.batch_size == whole.data.train_batch_size * whole.rollout.n
+    )
 
 
 def test_an_agent_s_preparation_writes_conversations_and_a_model_that_has_their_marks(tmp_path: Path) -> None:

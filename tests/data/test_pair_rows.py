@@ -18,12 +18,17 @@ from megarl.samples.batch import SIGN
 from megarl.samples.sample import Completion, Prompt, VersionSpan
 
 ASKED = [{"role": "user", "content": "2+3="}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "5"}]
+SYSTEM = {"role": "system", "content": "Be kind."}
+WRONG = {"role": "assistant", "content": "66"}
 TEXTS = {"prompt": "2+3=", "chosen": "5", "rejected": "66"}
 FORMS = {
     "conversations": {
         "chosen": [*ASKED, {"role": "assistant", "content": "5"}],
         "rejected": [*ASKED, {"role": "assistant", "content": "66"}],
     },
+    "conversations behind their prompt": {"prompt": "2+3=", "chosen": ANSWERED, "rejected": [*ASKED, WRONG]},
+    "conversations behind their messages": {"prompt": ASKED, "chosen": ANSWERED, "rejected": [*ASKED, WRONG]},
     "messages": {
         "prompt": ASKED,
         "chosen": [{"role": "assistant", "content": "5"}],
@@ -96,11 +101,16 @@ def test_texts_with_turns_are_split_behind_the_last_assistant_before_they_part(t
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "2+3=", "chosen": "5"}, "expected the keys 'prompt' and 'rejected'"),
+        ({"prompt": "2+3=", "chosen": "5"}, "expected 'prompt', 'chosen' and 'rejected', or two conversations"),
+        (TEXTS | {"rejected": None, "messages": ANSWERED}, "expected 'prompt', 'chosen' and 'rejected'"),
         ({"chosen": "2+3=5", "rejected": "2+3=6"}, "expected 'prompt', 'chosen' and 'rejected', or two conversations"),
         ({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"}, r"have no '\n\nAssistant:' before they part"),
-        ({"chosen": ASKED, "rejected": [{"role": "user", "content": "no"}]}, "chosen and rejected do not begin alike"),
-        ({"chosen": ASKED, "rejected": ASKED}, "are the same, or one is the beginning of the other"),
+        ({"chosen": ASKED, "rejected": [{"role": "user", "content": "no"}]}, "share 0 messages; expected two answers"),
+        ({"chosen": ASKED, "rejected": ANSWERED}, "share 1 messages; expected two answers to the same prompt"),
+        ({"chosen": [SYSTEM, *ANSWERED], "rejected": [SYSTEM, ASKED[0] | {"content": "1+1="}, ANSWERED[1]]}, "share 1"),
+        (FORMS["conversations"] | {"prompt": "1+1="}, "prompt is not what chosen and rejected begin with"),
+        (TEXTS | {"margin": 10**400}, "expected a finite number of float32"),
+        (TEXTS | {"margin": 1e39}, "margin is 1e+39; expected a finite number of float32"),
         (TEXTS | {"margin": "much"}, "margin is 'much'; expected a finite number"),
     ],
 )
@@ -118,6 +128,13 @@ def test_a_pair_of_which_one_answer_is_too_long_is_left_out_whole(tmp_path: Path
         read(tmp_path, long, limit=12, overlong="filter")
 
 
+def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:
+    same = {"chosen": ANSWERED, "rejected": ANSWERED}
+    cut = TEXTS | {"chosen": "1" * 30, "rejected": "1" * 30 + "2"}
+    examples = read(tmp_path, TEXTS | {"rejected": "5"}, same, TEXTS, cut, limit=12, overlong="right")
+    assert len(examples) == 1 and "3 have two equal answers and are left out" in examples.said
+
+
 def test_the_log_probs_of_the_start_are_asked_for_once_of_each_pair_that_is_used(tmp_path: Path) -> None:
     examples = read(tmp_path, *(TEXTS | {"chosen": str(number)} for number in range(5)))
     asked = list[str]()
@@ -126,10 +143,11 @@ def test_the_log_probs_of_the_start_are_asked_for_once_of_each_pair_that_is_used
         asked.extend(tiny_tokenizer().decode(batch.tokens).split("2+3=")[1::2])
         return -batch.tokens.float()
 
-    examples.fill_references(3, 2, log_probs)
-    assert asked == ["0<eos>", "1<eos>", "2<eos>"]
+    told = list[tuple[int, int]]()
+    examples.fill_references(3, 2, log_probs, lambda *done: told.append(done))
+    assert asked == ["0<eos>", "1<eos>", "2<eos>"] and told == [(0, 2), (1, 2)]
     examples.fill_references(7, 2, log_probs)  # around the end of the epoch
-    assert asked[3:] == ["3<eos>", "4<eos>"]
+    assert asked[3:] == ["2<eos>", "3<eos>", "4<eos>"], "whole requests, as a run that resumes makes them"
     batch = examples.take(6)
     assert torch.equal(batch.columns["ref_log_probs"], -batch.tokens.float())
 
@@ -150,20 +168,21 @@ def test_scores_stand_behind_each_answer_and_nothing_else_counts(tmp_path: Path)
     [
         pytest.param(template, prompt, id=f"{template} {type(prompt).__name__}")
         for template in ("chatml", "llama3", "mistral", None)
-        for prompt in ("2+3=", *([ASKED] if template else []))
+        for prompt in ("2+3= hel", *([ASKED] if template else []))
     ],
 )
 def test_a_reward_model_is_trained_on_what_its_server_will_read(
     tmp_path: Path, template: str | None, prompt: Any
 ) -> None:
-    """Some templates write more behind the token that ends an answer."""
+    """Some templates write more behind the token that ends an answer; texts may join in the middle of a word."""
     tokenizer_of(template or "chatml").save_pretrained(tmp_path / "model")
     if template is None:
         (tmp_path / "model" / "chat_template.jinja").unlink()
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
-    row = {"prompt": prompt, "chosen": "hello 5", "rejected": "66"}
-    batch = read(tmp_path, row, tokenizer=loaded, to_its_end=True, limit=400).take(1)
-    reward = RewardModel(str(tmp_path / "model"), "http://h", limit=Limit())
-    for rows, answer in zip(batch.tokens.split(batch.lengths.tolist()), ("hello 5", "66"), strict=True):
+    row = {"prompt": prompt, "chosen": "lo 5", "rejected": "66"}
+    says = None if template in (None, "mistral") else "Be kind."
+    batch = read(tmp_path, row, tokenizer=loaded, to_its_end=True, limit=400, system_prompt=says).take(1)
+    reward = RewardModel(str(tmp_path / "model"), "http://h", limit=Limit(), system_prompt=says)
+    for rows, answer in zip(batch.tokens.split(batch.lengths.tolist()), ("lo 5", "66"), strict=True):
         completion = Completion([1], [0.0], "stop", (VersionSpan(0, 0, 1),), answer)
         assert rows.tolist() == reward.token_ids(Prompt("0-0", [1], prompt), completion)

@@ -23,14 +23,18 @@ MESSAGES = [
 
 
 def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 1e-6) -> Path:
-    """A run of so many steps with every file that a page shows, but the summary."""
+    """A run of so many steps with every file that a page shows, but the summary; all its last answers are right."""
     folder.mkdir(parents=True)
     config = Config()
     config.trainer.experiment_name, config.actor.optim.lr, config.model.path = name, lr, HOSTILE
     (folder / "config.yaml").write_text(to_yaml(resolved(config)))
     append_lines(folder / "metrics.jsonl", [_metrics(step, steps) for step in range(1, steps + 1)])
-    samples = [sample(step, at) for step in range(1, steps + 1) for at in range(4)]
+    append_lines(folder / "metrics.jsonl", [_evaluation(step) for step in (0, steps)])
+    samples = [sample(step, at) for step in range(1, steps) for at in range(4)]
+    samples += [sample(steps, at, reward=1.0) for at in range(4)]
     samples += [sample(step, 4, completion="all rows", messages=MESSAGES) for step in range(1, steps + 1)]
+    (folder / "code").mkdir()
+    (folder / "code/reward.py").write_text(f"# {lr}\nRIGHT = '{HOSTILE}'\n")
     append_lines(folder / "samples.jsonl", samples)
     append_lines(folder / "advice.jsonl", [{"step": 7, "advice": f"entropy: {HOSTILE}"}])
     append_lines(folder / "tokens.jsonl", [_tokens(step) for step in range(1, steps + 1)])
@@ -72,18 +76,23 @@ def _timeline(step: int) -> dict[str, Any]:
     return {"step": step, "stages": stages, "calls": [["ranks_0", "update actor", 0.6, {"0": 0.75, "1": 0.5}]]}
 
 
-def _metrics(step: int, steps: int) -> dict[str, float]:
+def _evaluation(step: int) -> dict[str, Any]:
+    return {"step": step, "time": 1000.0 + 2 * step, "kind": "evaluation", "val/score": 0.0}
+
+
+def _metrics(step: int, steps: int) -> dict[str, Any]:
     """The second of six stages is the longest; a reward has a name that no page may read as HTML."""
     return {
         "step": step,
         "time": 1000.0 + 2 * step,
+        "kind": "train",
         "critic/score/mean": step / steps,
         "actor/pg_loss": 0.5 - step / (2 * steps),
+        "actor/lr": 1e-6,
         "actor/entropy": float("nan") if step == 3 else 1 / step,
         "response_length/mean": 3.0,
         "rollout_corr/log_prob_gap_max": 1e-6 * step,
         "reward/<b onmouseover=1>": 1.0,
-        "val/score": 0.0,
         "timing_s/gen": 0.5,
         "timing_s/update_actor": 1.0,
         "timing_s/push/send": 0.1,

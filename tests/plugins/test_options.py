@@ -18,7 +18,7 @@ from megarl.plugins.options import Options
 def test_every_word_arrives() -> None:
     assert new.parse(["mine", "--task", "sorting"]) == new.Request(Path("mine"), "sorting")
     assert watch.parse(["run", "--every=0.5", "--once"]) == watch.Request(Path("run"), 0.5, True)
-    assert report.parse(["--against", "a", "b"]) == report.Request(Path("b"), Path("a"))
+    assert report.parse(["b", "--against", "a", "c", "against=d"]) == report.Request(Path("b"), list(map(Path, "acd")))
     pruned = checkpoint.parse(["prune", "run", "keep=1", "--best=0", "--dry-run"])
     assert pruned == checkpoint.Request("prune", Path("run"), {"newest": 1, "best": 0}, True)
     assert convert.parse(["from=a b", "to=c=d"]) == convert.Request(Path("a b"), Path("c=d"))
@@ -48,7 +48,7 @@ def test_options_stand_anywhere_between_settings() -> None:
         ("watch a --every 0", ["--every", "0", "expected a number above 0"]),
         ("watch a --fast", ["--fast", "--once"]),
         ("report a b", ["b", "expected megarl report"]),
-        ("report a --against", ["--against", "expected one argument"]),
+        ("report a --against", ["--against", "expected at least one argument"]),
         ("checkpoint verify", ["folder", "verify|list|prune FOLDER"]),
         ("checkpoint look x", ["look", "verify|list|prune"]),
         ("checkpoint verify x keep=1", ["verify", "keep=", "prune"]),

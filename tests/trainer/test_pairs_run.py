@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,13 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs of sums, of which the rejected one has no digits: a preference that two layers learn in a few steps."""
+    """Pairs of sums, of which the rejected one has no digits: a preference that two layers learn in a few steps.
+
+    The model pads with the token that ends a text, as many do.
+    """
     folder = make_parts(tmp_path_factory.mktemp("parts"))
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "model/config.json").write_text(json.dumps(config | {"pad_token_id": config["eos_token_id"]}))
     rng = random.Random(0)
     rows = [
         {
@@ -51,6 +57,10 @@ def words_of(parts: Path, runs: Path, name: str, *more: str) -> list[str]:
 
 def held_out(parts: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (parts / "held_out.jsonl").read_text().splitlines()]
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
 @torch.inference_mode()
@@ -115,6 +125,28 @@ def test_a_pair_that_is_larger_than_a_micro_batch_is_refused_with_its_place(
     assert main(["dpo", *words]) == 2
     said = capsys.readouterr().err
     assert re.search(r"ppo_max_token_len_per_gpu=20: both answers of a pair .* have 2\d tokens", said), said
+
+
+def test_dpo_trains_adapters_and_goes_on_only_from_the_model_it_began_with(
+    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in (parts / "pairs.jsonl").read_text().splitlines()]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row | {"margin": 1.0}) + "\n" for row in rows))
+    more = ("actor.lora.rank=2", "actor.lora.alpha=4", "trainer.save_freq=1", "trainer.total_training_steps=2")
+    words = [*words_of(parts, tmp_path, "lora", *more), f"sft.train_files=[{tmp_path}/pairs.jsonl]"]
+    assert main(["dpo", *words]) == 0
+    assert "45 rows have a margin, which `megarl rm` reads and `megarl dpo` does not" in capsys.readouterr().err
+    before, after = weights_in(parts / "model"), weights_in(tmp_path / "lora/hf")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.endswith("_proj.weight") for name in changed)
+    ranks = {int(torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3)) for name in changed}
+    assert max(ranks) <= 2
+    shutil.copytree(parts / "model", tmp_path / "other")
+    more = (*words, f"model.path={tmp_path}/other", "trainer.total_training_steps=3")
+    assert main(["dpo", *more]) == 2
+    assert "is compared with the model that it began with" in capsys.readouterr().err
+    assert main(["rm", *words]) == 2
+    assert "actor.lora.rank=2: `megarl rm` trains all weights and a new head" in capsys.readouterr().err
 
 
 @pytest.mark.full

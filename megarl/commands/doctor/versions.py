@@ -37,6 +37,8 @@ TESTED = {
     "orjson": "3.13.0",
     "filelock": "4.3.1",
     "pebble": "5.2.3",
+    "pandas": "3.1.1",
+    "cloudpickle": "3.1.3",
     "plotly": "7.1.0",
     "rich": "15.0.0",
 }

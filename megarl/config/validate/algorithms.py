@@ -69,7 +69,7 @@ def idle(config: Config) -> Iterator[str]:
             "actor.ppo_mini_batch_size gives them work"
         )
     usual = (supervised_lr(config) or math.inf) * (10 if actor.lora.rank else 1)
-    if actor.optim.lr > 2 * usual:
+    if actor.optim.lr > 2 * usual and actor.optim.name == "adamw":
         yield (
             f"actor.optim.lr={actor.optim.lr:g}: for a model of this width even supervised training takes {usual:.1g}; "
             "one that was trained before is soon destroyed (docs/troubleshooting.md has a table of rates)"

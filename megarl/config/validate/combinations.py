@@ -46,6 +46,11 @@ def contradictions(config: Config, command: str) -> Iterator[str]:
     yield from models.of_mtp(config, roles)
     if command in names.SUPERVISED[1:] and config.actor.mtp != "off":
         yield f"actor.mtp={config.actor.mtp}: `megarl {command}` trains no MTP layers; expected off"
+    if command == "rm" and config.actor.lora.rank:
+        yield f"actor.lora.rank={config.actor.lora.rank}: `megarl rm` trains all weights and a new head; expected 0"
+    if command == "rm" and config.sft.overlong_rows in ("right", "middle"):
+        cut = config.sft.overlong_rows
+        yield f"sft.overlong_rows={cut}: a score is read at the end of a whole answer; expected error, filter or left"
     yield from _template(config)
     yield from models.unfit(config, roles)
     yield from models.vocabularies(config, roles)

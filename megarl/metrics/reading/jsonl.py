@@ -17,7 +17,11 @@ TOKENS = "tokens.jsonl"
 TIMELINE = "timeline.jsonl"
 VISITS = "visits.jsonl"  # {"step", "trained": [visits of prompts], "filtered": [...], "lost": [...], "skipped": [...]}
 ADVICE = "advice.jsonl"
+EVALUATED = "evaluations"  # folder of the folders 1, 2, ..., each of one `megarl evaluate`
+ANSWERS = "answers.jsonl"  # in such a folder: every answer, as samples.jsonl has some of a training
 ROLLBACKS = "rollbacks.jsonl"  # {"step": of the save, "bad_step", "what", "skipped": [visits]}
+
+NO_METRICS = ("step", "time", "kind")  # of a line of METRICS; kind: train, or evaluation
 
 Series = dict[str, tuple[list[int], list[float]]]  # metric -> steps, values
 
@@ -129,6 +133,6 @@ def read_series(path: Path) -> Series:
     by_step: dict[str, dict[int, float]] = {}
     for row in read_lines(path):
         for name, value in row.items():
-            if name not in ("step", "time") and value is not None:
+            if name not in NO_METRICS and value is not None:
                 by_step.setdefault(name, {})[row["step"]] = value
     return {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in by_step.items()}

@@ -9,9 +9,18 @@ from fnmatch import fnmatch
 from typing import Any
 
 from megarl.metrics.reading.jsonl import Series
+from megarl.metrics.report.meanings import meaning_of
 
 MAX_POINTS = 600  # of a curve: more than a screen has columns for it
 MAX_REST = 120  # panels of metrics that no group names
+EXACT = (
+    "*/lr",
+    "*coef*",
+    "training/epoch",
+    "training/global_step",
+    "val*",
+    "audit/*",
+)  # never smoothed: no noise of steps
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,9 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Score",
         (
             Panel("Held-out score", ("val/score", "val-core/*")),
+            Panel("Accuracy on pairs", ("val/accuracy", "rm/accuracy", "dpo/accuracy")),
+            Panel("Rewards of chosen and rejected answers", ("val/chosen", "val/rejected", "*/chosen", "*/rejected")),
+            Panel("Lead of the chosen answers", ("val/margin", "rm/margin", "dpo/margin")),
             Panel(
                 "Trained reward and audit since the start", ("audit/score_gain", "audit/gain", "audit/promised_gain")
             ),
@@ -36,10 +48,9 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "Policy",
+        "Training",
         (
-            Panel("Loss", ("actor/pg_loss", "actor/loss", "sft/loss", "rm/loss", "dpo/loss")),
-            Panel("Accuracy on pairs", ("rm/accuracy", "dpo/accuracy", "val/accuracy")),
+            Panel("Loss", ("actor/pg_loss", "actor/loss", "sft/loss", "rm/loss", "dpo/loss", "val/loss")),
             Panel("KL to the reference and to the old policy", ("actor/kl_loss", "actor/ppo_kl", "actor/reward_kl*")),
             Panel("Entropy", ("actor/entropy",)),
             Panel(
@@ -91,27 +102,28 @@ GROUPS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
 )
 
 
-def groups_of(series: Series, other: Series) -> list[dict[str, Any]]:
-    """Groups of panels with their curves; `other`: of the run that this one is compared with, or {}.
+def groups_of(runs: Sequence[Series]) -> list[dict[str, Any]]:
+    """Groups of panels with the curves of each run.
 
-    [{"title", "open": bool, "panels": [{"title", "log", "curves": [{"name", "x", "y", "other": {"x", "y"} or None}]}]}]
-    A metric that no group names has a panel of its own in the last group, which is closed; so has one of a panel in
-    which all is 0 in all steps.
+    [{"title", "open": bool, "panels": [{"title", "log", "curves": [{"name", "exact": bool, "meaning": [words],
+    "runs": [{"x", "y"} or None]}]}]}].  A metric that no group names has a panel of its own in the last group, which is
+    closed; so has one of a panel in which all is 0 in all steps.
     """
     groups, named = [], set()
+    known = {name for series in runs for name in series}
     for title, panels in GROUPS:
         drawn = []
         for panel in panels:
-            names = [n for n in _matching(panel.metrics, series.keys() | other.keys()) if n not in named]
-            if any(any(run[name][1]) for run in (series, other) for name in names if name in run):
+            names = [n for n in _matching(panel.metrics, known) if n not in named]
+            if any(any(series[name][1]) for series in runs for name in names if name in series):
                 named |= set(names)
-                drawn.append(_panel(panel.title, names, series, other, log=panel.log))
+                drawn.append(_panel(panel.title, names, runs, log=panel.log))
         if drawn:
             groups.append({"title": title, "open": True, "panels": drawn})
-    timed = {name for name in series if name.startswith("timing_s/")}  # the stages have a picture of their own
-    rest = sorted(series.keys() - named - timed)[:MAX_REST]
+    timed = {name for name in known if name.startswith("timing_s/")}  # the stages have a picture of their own
+    rest = sorted(known - named - timed)[:MAX_REST]
     if rest:
-        panels_of_rest = [_panel(name, [name], series, other) for name in rest]
+        panels_of_rest = [_panel(name, [name], runs) for name in rest]
         groups.append({"title": "All other metrics", "open": False, "panels": panels_of_rest})
     return groups
 
@@ -146,17 +158,18 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
     return [steps[at] for at in order], [values[at] for at in order]
 
 
-def _panel(title: str, names: Sequence[str], series: Series, other: Series, *, log: bool = False) -> dict[str, Any]:
-    curves = []
-    for name in names:
-        curve: dict[str, Any] = {"name": name} | _points(series, name)
-        curve["other"] = _points(other, name) if name in other else None
-        curves.append(curve)
-    return {"title": title, "log": log, "curves": curves}
+def _panel(title: str, names: Sequence[str], runs: Sequence[Series], *, log: bool = False) -> dict[str, Any]:
+    return {"title": title, "log": log, "curves": [_curve(name, runs) for name in names]}
 
 
-def _points(series: Series, name: str) -> dict[str, Any]:
-    x, y = thinned(*series.get(name, ([], [])))
+def _curve(name: str, runs: Sequence[Series]) -> dict[str, Any]:
+    is_exact = any(fnmatch(name, pattern) for pattern in EXACT)
+    points = [_points(*series[name]) if name in series else None for series in runs]
+    return {"name": name, "exact": is_exact, "meaning": meaning_of(name), "runs": points}
+
+
+def _points(steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+    x, y = thinned(steps, values)
     return {"x": x, "y": [_short(value) for value in y]}
 
 

@@ -1,7 +1,8 @@
-"""Reads the folder of a run, finished or not, and picks some steps of its logs for a page of bounded size."""
+"""Reads the folders of runs, finished or not, and picks some steps of their logs for a page of bounded size."""
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.settings import read_yaml
-from megarl.metrics.reading.jsonl import METRICS, Series, read_lines, read_series
+from megarl.metrics.reading.jsonl import ANSWERS, METRICS, Series, read_lines, read_series
 from megarl.metrics.reading.status import read_status
 
+SWEEP = "sweep.json"  # in a folder with the folders of runs
+CODE = "code"  # the files of rewards, plug-ins and agents, as they were when the run began
 MAX_STEPS = 24  # of a page, the first and the last among them
 MAX_PER_STEP = 16
 MAX_TEXT = 4000  # characters of a prompt or an answer; the middle is left out
@@ -33,6 +36,11 @@ class RunFolder:
     def require_metrics(self) -> None:
         """Raises ValueError, one sentence, for a folder without metrics."""
         if not (self.path / METRICS).is_file():
+            if (self.path / ANSWERS).is_file():
+                raise ValueError(
+                    f"{self.path}: an evaluation has no curves; its numbers are in summary.json, its answers in "
+                    "answers.jsonl; expected the folder of a run that trains, or of a sweep"
+                )
             if self.status:
                 raise ValueError(
                     f"{self.path}: the run has no {METRICS}, as it ended before its first step; "
@@ -70,10 +78,47 @@ class RunFolder:
     def status(self) -> dict[str, Any]:
         return read_status(self.path) or {}
 
+    @cached_property
+    def code(self) -> dict[str, list[str]]:
+        """The lines of each file of rewards, plug-ins and agents."""
+        files = sorted(file for file in (self.path / CODE).rglob("*") if file.is_file())
+        return {
+            file.relative_to(self.path / CODE).as_posix(): file.read_text(errors="replace").splitlines()
+            for file in files
+        }
+
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Of a log, such as samples.jsonl."""
         file = self.path / name
         return read_lines(file) if file.is_file() else iter(())
+
+
+def runs_of(folder: Path) -> list[RunFolder]:
+    """The run of this folder, or of a sweep those that have metrics.  Raises ValueError, one sentence, for no run."""
+    if not (folder / SWEEP).is_file():
+        RunFolder(folder).require_metrics()
+        return [RunFolder(folder)]
+    rows = json.loads((folder / SWEEP).read_text())["runs"]
+    found = [RunFolder(folder / Path(row["folder"]).name) for row in rows]
+    if not any(runs := [run for run in found if (run.path / METRICS).is_file()]):
+        raise ValueError(
+            f"{folder}: none of the runs of {SWEEP} has {METRICS}; expected a sweep with a run that has begun"
+        )
+    return runs
+
+
+def changed_files(names: Sequence[str], codes: Sequence[Mapping[str, list[str]]]) -> list[dict[str, Any]]:
+    """What `code` of each run has otherwise than that of the first: [{"file", "what", "diff": [lines]}]."""
+    found = []
+    for name, code in zip(names[1:], codes[1:], strict=True):
+        for file in sorted(codes[0].keys() | code.keys()):
+            first, other = codes[0].get(file), code.get(file)
+            if first == other:
+                continue
+            what = f"changed in {name}" if first and other else f"only in {name if first is None else names[0]}"
+            diff = difflib.unified_diff(first or [], other or [], names[0], name, lineterm="")
+            found.append({"file": file, "what": what, "diff": list(diff)})
+    return found
 
 
 def samples_of(rows: Iterable[Row]) -> list[dict[str, Any]]:

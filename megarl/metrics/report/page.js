@@ -2,14 +2,18 @@
 /* Draws the page from its data.  What comes from a run is only ever set as text, never as HTML. */
 
 const data = JSON.parse(document.getElementById("data").textContent);
+const { runs } = data;
+const many = runs.length > 1; // then a colour is a run, else a metric
 const main = document.getElementById("main");
 const phone = matchMedia("(pointer: coarse)").matches;
 const scheme = matchMedia("(prefers-color-scheme: dark)");
 const COLOURS = {
-  light: ["#2563eb", "#d9730d", "#0f8a5f", "#b0338f", "#6b7280", "#c0392b", "#0891b2", "#8b6f1e"],
-  dark: ["#7aa7ff", "#ffa657", "#4cc38a", "#e58fd0", "#9aa4b2", "#ff8a7a", "#56c7dd", "#d6bf6a"],
+  light: ["#2563eb", "#d9730d", "#0f8a5f", "#b0338f", "#6b7280", "#c0392b", "#0891b2", "#8b6f1e", "#65a30d", "#8b5cf6"],
+  dark: ["#7aa7ff", "#ffa657", "#4cc38a", "#e58fd0", "#9aa4b2", "#ff8a7a", "#56c7dd", "#d6bf6a", "#b5e361", "#b79cff"],
 };
+const DASHES = { solid: "solid", dash: "dashed", dot: "dotted" }; // Plotly's name -> that of CSS
 const drawn = new Map(); // the element of a plot -> how to draw it
+const ofFirst = many ? `: ${runs[0].name}` : ""; // what only one run is shown of
 let smoothing = 0; // steps of the moving average; 0: none
 
 /* ---------------------------------------------------------------- small tools */
@@ -34,6 +38,17 @@ function colour(at) {
   return list[at % list.length];
 }
 
+/** Beyond the last colour they begin anew, dashed. */
+function dash(at) {
+  return Object.keys(DASHES)[Math.min(Math.floor(at / COLOURS.light.length), 2)];
+}
+
+function dot(at) {
+  const mark = make("i");
+  mark.dataset.at = at;
+  return mark;
+}
+
 /** A number as a person writes it: 0.9180, 1,664, 3.2e-7. */
 function short(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -56,9 +71,9 @@ function plain(text) {
   return text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 }
 
-function section(id, title) {
+function section(id, title, more = "") {
   document.getElementById("nav").append(make("a", { href: `#${id}` }, title));
-  const box = make("section", { id }, make("h2", {}, title));
+  const box = make("section", { id }, make("h2", {}, title + more));
   main.append(box);
   return box;
 }
@@ -70,13 +85,29 @@ function choice(label, options, value, onchange) {
   return make("label", {}, label, select);
 }
 
-/** The centred moving average: it has no lag. */
-function smooth(values, window) {
-  const half = Math.floor(window / 2);
-  return values.map((_, at) => {
-    const part = values.slice(Math.max(at - half, 0), at + half + 1).filter((value) => value !== null);
+/** The centred moving average over so many steps, also where a curve has only some of them: it has no lag. */
+function smooth({ x, y }, steps) {
+  return x.map((here) => {
+    const part = y.filter((value, at) => value !== null && Math.abs(x[at] - here) <= steps / 2);
     return part.length ? part.reduce((a, b) => a + b, 0) / part.length : null;
   });
+}
+
+/** A slider over the steps of a section, its ends in reach; `show(step)` draws one, `at` the first that is seen. */
+function stepper(label, steps, at, show) {
+  const named = make("b");
+  const slider = make("input", { type: "range", min: 0, max: steps.length - 1, "aria-label": label });
+  const go = (to) => {
+    slider.value = to;
+    named.textContent = `step ${steps[to].step}`;
+    show(steps[to]);
+  };
+  const jump = (text, to) => make("button", { type: "button", onclick: () => go(to) }, text);
+  slider.addEventListener("input", () => go(Number(slider.value)));
+  const bar = make("div", { className: "bar" }, make("label", {}, slider, named));
+  if (steps.length > 1) bar.append(jump("first", 0), jump("last", steps.length - 1));
+  go(at);
+  return bar;
 }
 
 /* ---------------------------------------------------------------- plots */
@@ -88,13 +119,13 @@ function layout(more = {}) {
   };
   const { xaxis = {}, yaxis = {}, ...rest } = more;
   return {
-    margin: { l: 44, r: 10, t: 8, b: 30 },
+    margin: { l: 44, r: 10, t: 8, b: 38 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 11, color: css("--soft") },
     hovermode: "x unified", showlegend: false, dragmode: phone ? false : "zoom",
-    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 11 } },
+    hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink"), size: 11 }, namelength: -1 },
     xaxis: { ...axis, showgrid: false, ...xaxis },
-    yaxis: { ...axis, nticks: 5, exponentformat: "power", ...yaxis },
+    yaxis: { ...axis, nticks: 5, ...yaxis },
     ...rest,
   };
 }
@@ -106,9 +137,15 @@ const sight = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "300px" });
 
+/** Plotly looks at the window alone, and later: a card also becomes narrower by a scroll bar. */
+const sizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) if (drawn.get(target).done && target.clientWidth) draw(target);
+});
+
 function plot(element, figure) {
   drawn.set(element, { figure, done: false });
   sight.observe(element);
+  sizes.observe(element);
   return element;
 }
 
@@ -116,46 +153,76 @@ function draw(element) {
   const entry = drawn.get(element);
   entry.done = true;
   const { data: traces, layout: how } = entry.figure();
-  Plotly.react(element, traces, how, { displayModeBar: false, responsive: true, doubleClick: "reset" });
+  const { clientWidth: width, clientHeight: height } = element;
+  Plotly.react(element, traces, { ...how, width, height }, { displayModeBar: false, doubleClick: "reset" });
 }
 
 function redraw() {
   for (const [element, entry] of drawn) if (entry.done) draw(element);
 }
 
-/** The traces of a curve: thin as it is and bold smoothed, or only as it is. */
-function lines(curve, at, name, dash) {
-  const line = { color: colour(at), width: 1.8, dash };
-  const base = { x: curve.x, type: "scatter", name: plain(name), hovertemplate: "%{y:.4g}" };
-  if (!smoothing || curve.x.length <= 30) {
-    const few = curve.x.length <= 30 && dash === "solid";
-    return [{ ...base, y: curve.y, line, mode: few ? "lines+markers" : "lines", marker: { size: 4, color: colour(at) } }];
+/** The traces of a line: thin as it is and bold smoothed, or only as it is, as all that no chance has a part in. */
+function traces({ at, name, points, exact }) {
+  const line = { color: colour(at), dash: dash(at), width: 1.8 };
+  const base = { ...points, type: "scatter", mode: "lines", name: plain(name), hovertemplate: "%{y:.4g}", line };
+  if (!smoothing || exact) {
+    return [points.x.length > 30 ? base : { ...base, mode: "lines+markers", marker: { size: 4, color: colour(at) } }];
   }
-  return [
-    { ...base, y: curve.y, mode: "lines", line: { ...line, width: 1, dash: "solid" }, opacity: 0.28, hoverinfo: "skip", hovertemplate: null },
-    { ...base, y: smooth(curve.y, smoothing), mode: "lines", line },
-  ];
+  const thin = { ...base, line: { ...line, width: 1, dash: "solid" }, opacity: 0.28, hoverinfo: "skip", hovertemplate: null };
+  return [thin, { ...base, y: smooth(points, smoothing) }];
 }
 
-function panel(content) {
+/** How the numbers of an axis are written: 0.25, 20k, 3e-5. */
+function ticks(values) {
+  const size = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
+  return size >= 1e4 ? "~s" : size > 0 && size < 1e-3 ? "~e" : "";
+}
+
+function stepAxis(steps) {
+  const [low, high] = [steps.reduce((a, b) => Math.min(a, b), Infinity), steps.reduce((a, b) => Math.max(a, b), -Infinity)];
+  return { title: { text: "step", standoff: 2, font: { size: 11 } }, nticks: 7, tickformat: ticks(steps) || ",d", ...(high - low <= 12 ? { dtick: 1 } : {}) };
+}
+
+/** A curve that does not move lies in the middle of an axis that begins at 0. */
+function valueAxis(values) {
+  const [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+  const flat = high - low <= 1e-6 * Math.abs(high);
+  return { tickformat: ticks(values), ...(flat ? { range: high > 0 ? [0, 2 * high] : high < 0 ? [2 * high, 0] : [0, 1] } : {}) };
+}
+
+/** A diagram: of one run a line for each metric, of several a line of each run for one metric that can be chosen. */
+function panel({ title, log, curves }) {
+  const names = shortNames(curves.map(({ name }) => name));
   const legend = make("div", { className: "legend" });
-  const names = shortNames(content.curves.map((curve) => curve.name));
-  content.curves.forEach((curve, at) => {
-    const dot = make("i");
-    dot.dataset.colour = at;
-    const last = curve.y.at(-1);
-    const other = curve.other ? make("span", { className: "soft" }, ` (${short(curve.other.y.at(-1))})`) : null;
-    legend.append(make("span", { title: curve.name }, dot, names[at], make("b", {}, short(last)), other));
-  });
+  const why = make("div", { className: "why", hidden: true });
   const area = make("div", { className: "plot" });
-  plot(area, () => ({
-    data: content.curves.flatMap((curve, at) => [
-      ...lines(curve, at, names[at], "solid"),
-      ...(curve.other ? lines(curve.other, at, `${names[at]} of ${data.other}`, "dot") : []),
-    ]),
-    layout: layout({ yaxis: content.log ? { type: "log" } : {} }),
-  }));
-  return make("article", { className: "card" }, make("h3", {}, content.title), legend, area);
+  let chosen = 0;
+  const lines = () => (many
+    ? runs.map(({ name }, at) => ({ at, name, metric: curves[chosen], points: curves[chosen].runs[at] }))
+    : curves.map((metric, at) => ({ at, name: names[at], metric, points: metric.runs[0] }))).filter(({ points }) => points);
+  const show = () => {
+    legend.replaceChildren(...lines().map(({ at, name, metric, points }) =>
+      make("span", { title: [metric.name, ...metric.meaning].join("\n") }, dot(at), name, make("b", {}, short(points.y.at(-1))))));
+    why.replaceChildren(...(many ? [curves[chosen]] : curves).map(({ name, meaning: [what, how] }) =>
+      make("p", {}, make("b", {}, name), ` ${what ?? "a metric of this run"}.`, how ? ` How to read it: ${how}.` : null)));
+    paintLegends();
+    if (drawn.get(area)?.done) draw(area);
+  };
+  plot(area, () => {
+    const found = lines();
+    const values = found.flatMap(({ points }) => points.y).filter((value) => value !== null);
+    return {
+      data: found.flatMap(({ metric, ...line }) => traces({ ...line, exact: metric.exact })),
+      layout: layout({ xaxis: stepAxis(found.flatMap(({ points }) => points.x)), yaxis: log ? { type: "log" } : valueAxis(values) }),
+    };
+  });
+  const ask = make("button", { type: "button", className: "ask", onclick: () => { why.hidden = !why.hidden; } }, "?");
+  ask.setAttribute("aria-label", `what ${title} means`);
+  const choose = (value) => { chosen = Number(value); show(); };
+  const metric = !many ? null : curves.length === 1 ? make("p", { className: "soft small" }, curves[0].name)
+    : make("p", { className: "small" }, choice("", curves.map(({ name }, at) => [String(at), name]), "0", choose));
+  show();
+  return make("article", { className: "card" }, make("h3", {}, title, ask), metric, legend, why, area);
 }
 
 /** Names without the part that all of them begin with: actor/entropy alone stays as it is. */
@@ -168,82 +235,114 @@ function shortNames(names) {
 }
 
 function paintLegends() {
-  for (const dot of document.querySelectorAll(".legend i")) dot.style.background = colour(Number(dot.dataset.colour));
+  for (const mark of document.querySelectorAll("i[data-at]")) {
+    mark.style.borderTop = `3px ${DASHES[dash(mark.dataset.at)]} ${colour(mark.dataset.at)}`;
+  }
 }
 
 /* ---------------------------------------------------------------- sections */
+
+/** What a run came to, in words, and their class. */
+function stateOf({ status, summary, failure }) {
+  const step = status.step ?? 0;
+  if (failure) return [`stopped at step ${step}`, "bad"];
+  if ("wall_s" in summary || "steps" in summary) return ["finished", "good"];
+  if (status.stage === "ended") return [`ended at step ${step}`, "soft"];
+  return [`step ${step} of ${status.total_steps ?? "?"}: ${status.stage ?? "starting"}`, "busy"];
+}
 
 function head() {
   document.title = `${data.name} · megarl report`;
   document.getElementById("name").textContent = data.name;
   const state = document.getElementById("state");
-  const finished = "wall_s" in data.summary || "steps" in data.summary;
-  const step = data.status.step ?? 0;
-  const [text, kind] = data.failure ? [`stopped at step ${step}`, "bad"]
-    : finished ? ["finished", "good"]
-    : data.status.stage === "ended" ? [`ended at step ${step}`, "soft"]
-    : [`step ${step} of ${data.status.total_steps ?? "?"}: ${data.status.stage ?? "starting"}`, "busy"];
+  const [text, kind] = many ? [`${runs.length} runs`, "soft"] : stateOf(runs[0]);
   state.textContent = text;
   state.classList.add(kind);
   const facts = document.getElementById("facts");
   for (const [name, value] of Object.entries(data.facts)) facts.append(make("span", {}, `${name} `, make("b", {}, value)));
-  if (data.other) facts.append(make("span", {}, "compared with ", make("b", {}, data.other), " (dotted)"));
   document.getElementById("foot").textContent = `Made by ${data.made_by}. This page holds all its data and asks no server.`;
 }
 
-function curveOf(name) {
-  for (const group of data.groups) {
-    for (const { curves } of group.panels) for (const curve of curves) if (curve.name === name) return curve;
+/** The last value and the first, the median, or the largest of a metric's numbers: [value, hint]. */
+const ENDS = (y) => [short(y.at(-1)), y.length > 1 ? `from ${short(y[0])}` : "measured once"];
+const MEDIAN = (y) => [short([...y].sort((a, b) => a - b)[Math.floor(y.length / 2)]), "median of the steps"];
+const LARGEST = (y) => [short(y.reduce((a, b) => Math.max(a, b))), "server to trainer"];
+const HEADLINES = [
+  ["Held-out score", "val/score", ENDS], ["Training score", "critic/score/mean", ENDS],
+  ["Held-out accuracy on pairs", "val/accuracy", ENDS], ["Held-out margin", "val/margin", ENDS], ["Held-out loss", "val/loss", ENDS],
+  ["Training loss", "sft/loss", ENDS], ["Training loss", "rm/loss", ENDS], ["Training loss", "dpo/loss", ENDS],
+  ["Seconds of a step", "timing_s/step", MEDIAN], ["Tokens per second and device", "perf/throughput", MEDIAN],
+  ["Model FLOPs utilization", "perf/mfu/actor", MEDIAN], ["Largest log-prob gap", "rollout_corr/log_prob_gap_max", LARGEST],
+  ["Response length, tokens", "response_length/mean", ENDS],
+];
+
+/** The numbers that one looks for first: [label, value, hint]. */
+function headlines(at) {
+  const curves = data.groups.flatMap(({ panels }) => panels.flatMap((each) => each.curves));
+  const { status, summary, seconds } = runs[at];
+  const step = status.step ?? curves.reduce((most, { runs: of }) => Math.max(most, of[at]?.x.at(-1) ?? 0), 0);
+  const found = [["Steps", short(step), `of ${short(status.total_steps)}, ${duration(seconds)}`]];
+  for (const [label, metric, of] of HEADLINES) {
+    const y = (curves.find(({ name }) => name === metric)?.runs[at]?.y ?? []).filter((value) => value !== null);
+    if (y.length) found.push([label, ...of(y)]);
   }
-  return null;
+  const { accuracy_after: after, accuracy_before: before } = summary;
+  if (after !== undefined && runs.some((run) => "score_after" in run.summary)) { // else it is the score
+    found.splice(1, 0, ["Held-out accuracy", short(after), before === undefined ? "" : `from ${short(before)}`]);
+  }
+  return found;
 }
 
 function tiles() {
-  const box = make("div", { className: "tiles" });
-  const tile = (label, value, hint) => box.append(make("div", { className: "tile" },
-    make("div", { className: "label" }, label), make("div", { className: "value" }, value), make("div", { className: "hint" }, hint)));
-  const change = (label, name) => {
-    const y = curveOf(name)?.y.filter((value) => value !== null) ?? [];
-    if (y.length) tile(label, short(y.at(-1)), y.length > 1 ? `from ${short(y[0])}` : "measured once");
-  };
-  const middle = (label, name, unit) => {
-    const y = (curveOf(name)?.y ?? []).filter((value) => value !== null).sort((a, b) => a - b);
-    if (y.length) tile(label, `${short(y[Math.floor(y.length / 2)])}${unit}`, "median of the steps");
-  };
-  change("Held-out score", "val/score");
-  change("Training score", "critic/score/mean");
-  change("Supervised loss", "sft/loss");
-  change("Held-out accuracy on pairs", "val/accuracy");
-  const steps = data.status.step ?? data.time.steps.at(-1);
-  if (steps !== undefined) tile("Steps", short(steps), `of ${short(data.status.total_steps)}, ${duration(data.seconds)}`);
-  middle("Time of a step", "timing_s/step", " s");
-  middle("Tokens per second and device", "perf/throughput", "");
-  middle("Model FLOPs utilization", "perf/mfu/actor", "");
-  const gap = curveOf("rollout_corr/log_prob_gap_max")?.y.filter((value) => value !== null) ?? [];
-  if (gap.length) tile("Largest log-prob gap", short(gap.reduce((a, b) => Math.max(a, b))), "server to trainer");
-  change("Response length, tokens", "response_length/mean");
-  main.append(box);
+  const tile = ([label, value, hint]) => make("div", { className: "tile" },
+    make("div", { className: "label" }, label), make("div", { className: "value" }, value), make("div", { className: "hint" }, hint));
+  main.append(make("div", { className: "tiles" }, ...headlines(0).map(tile)));
+}
+
+/** Several runs: their colours, and their headlines below each other. */
+function overview() {
+  const found = runs.map((_, at) => headlines(at));
+  const labels = [...new Set(found.flat().map(([label]) => label))];
+  const rows = runs.map((run, at) => {
+    const [text, kind] = stateOf(run);
+    const cell = (label) => {
+      const [, value, hint] = found[at].find((each) => each[0] === label) ?? [label, "–", ""];
+      return make("td", { "data-label": label }, make("b", {}, value), make("small", {}, hint));
+    };
+    return make("tr", {}, make("td", { className: "run" }, dot(at), run.page ? make("a", { href: run.page }, run.name) : run.name,
+      make("small", { className: kind }, text)), ...labels.map(cell));
+  });
+  section("runs", "Runs").append(make("article", { className: "card table wide" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...["run", ...labels].map((label) => make("th", {}, label)))), make("tbody", {}, ...rows))));
 }
 
 function notes() {
-  if (!data.advice.length && !data.rollbacks.length && !data.failure) return;
-  const box = section("notes", "Advice and faults");
-  const note = (kind, title, text) => box.append(make("div", { className: `note ${kind}` }, make("b", {}, title), text));
-  if (data.failure) note("bad", "The run stopped.", data.failure);
-  for (const { step, bad_step, what } of data.rollbacks) note("bad", `Step ${bad_step}`, `${what}: back to step ${step}`);
-  for (const { step, advice } of data.advice) note("", `Step ${step}`, advice);
+  const found = new Map(); // what is said -> the runs of which it is said
+  const note = (run, ...words) => found.set(JSON.stringify(words), [...(found.get(JSON.stringify(words)) ?? []), run.name]);
+  for (const run of runs) {
+    if (run.failure) note(run, "bad", "The run stopped.", run.failure);
+    for (const { step, bad_step, what } of run.rollbacks) note(run, "bad", `Step ${bad_step}`, `${what}: back to step ${step}`);
+    for (const { step, advice } of run.advice) note(run, "", `Step ${step}`, advice);
+  }
+  if (!found.size) return;
+  section("notes", "Advice and faults").append(...[...found].map(([words, names]) => {
+    const [kind, title, text] = JSON.parse(words);
+    return make("div", { className: `note ${kind}` }, make("b", {}, many ? `${names.join(", ")}: ${title}` : title), text);
+  }));
 }
 
 function curves() {
+  if (!data.groups.length) return;
   const box = section("curves", "Curves");
-  const longest = Math.max(0, ...data.groups.flatMap((g) => g.panels.flatMap((p) => p.curves.map((c) => c.x.length))));
-  smoothing = longest > 30 ? 9 : 0;
-  const options = [["0", "none"], ["5", "5 steps"], ["9", "9 steps"], ["25", "25 steps"], ["75", "75 steps"]];
-  const bar = make("div", { className: "bar" }, choice("Smoothing", options, String(smoothing), (value) => {
+  const steps = data.groups.flatMap((g) => g.panels.flatMap((p) => p.curves.flatMap((c) => c.runs.map((run) => run?.x.length ?? 0))));
+  const longest = steps.reduce((a, b) => Math.max(a, b), 0);
+  const amounts = [75, 25, 9, 5, 0];
+  smoothing = amounts.find((amount) => amount * 10 <= longest);
+  const options = amounts.reverse().map((amount) => [String(amount), amount ? `${amount} steps` : "none"]);
+  box.append(make("div", { className: "bar" }, choice("Smoothing", options, String(smoothing), (value) => {
     smoothing = Number(value);
     redraw();
-  }), make("span", {}, phone ? "Touch a curve for its values." : "Drag to zoom, double-click to go back."));
-  box.append(bar);
+  }), make("span", {}, `Beside each name is its last value. ${phone ? "Touch a curve for its values." : "Drag to zoom, double-click to go back."}`)));
   for (const group of data.groups) {
     const count = make("span", { className: "soft" }, `${group.panels.length}`);
     const grid = make("div", { className: "grid" });
@@ -257,7 +356,7 @@ function curves() {
 
 function times() {
   if (!data.time.steps.length) return;
-  const box = section("time", "Where the time goes");
+  const box = section("time", "Where the time goes", ofFirst);
   const MOST = 8;
   const stages = data.time.stages.slice(0, MOST - 1);
   const rest = data.time.stages.slice(MOST - 1);
@@ -267,10 +366,8 @@ function times() {
   const legend = make("div", { className: "legend" });
   const total = data.time.stages.reduce((sum, stage) => sum + stage.s.reduce((a, b) => a + b, 0), 0) || 1;
   stages.forEach((stage, at) => {
-    const dot = make("i");
-    dot.dataset.colour = at;
     const share = stage.s.reduce((a, b) => a + b, 0) / total;
-    legend.append(make("span", {}, dot, stage.name, make("b", {}, `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`)));
+    legend.append(make("span", {}, dot(at), stage.name, make("b", {}, `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`)));
   });
   const area = make("div", { className: "plot wide" });
   plot(area, () => ({
@@ -278,7 +375,7 @@ function times() {
       x: data.time.steps, y: stage.s, name: plain(stage.name), type: "bar", marker: { color: colour(at) },
       hovertemplate: "%{y:.3g} s",
     })),
-    layout: layout({ barmode: "stack", bargap: data.time.steps.length > 80 ? 0 : 0.15, yaxis: { title: { text: "seconds" } } }),
+    layout: layout({ barmode: "stack", bargap: data.time.steps.length > 80 ? 0 : 0.15, xaxis: stepAxis(data.time.steps), yaxis: { title: { text: "seconds" } } }),
   }));
   box.append(make("article", { className: "card" }, make("h3", {}, "Seconds of each stage, by step"), legend, area));
 }
@@ -286,13 +383,12 @@ function times() {
 /** One step in time: the driver's stages in two lanes, and a lane for each rank with the calls in which it worked. */
 function waterfall() {
   if (!data.timeline.length) return;
-  let at = data.timeline.length - 1;
-  const named = make("b");
+  let shown = data.timeline.at(-1);
   const slowest = make("p", { className: "soft small" });
   const area = make("div", { className: "plot" });
   const names = [...new Set([...data.time.stages.map(({ name }) => name), ...data.timeline.flatMap(({ stages }) => stages.map(([name]) => name))])];
   const bars = () => {
-    const { stages, calls } = data.timeline[at];
+    const { stages, calls } = shown;
     const found = stages.map(([name, begin, seconds, depth]) => ({ lane: depth ? "inside" : "driver", name, stage: name, begin, seconds }));
     const stageAt = (time) => stages.find(([, begin, seconds, depth]) => !depth && begin <= time && time <= begin + seconds)?.[0];
     for (const [group, name, begin, ranks] of calls) {
@@ -322,19 +418,14 @@ function waterfall() {
     };
   };
   const order = (lane) => ["driver", "inside"].indexOf(lane) + (lane === "driver" || lane === "inside" ? 0 : 3);
-  const show = () => {
-    const { step, calls } = data.timeline[at];
-    named.textContent = `step ${step}`;
-    slowest.textContent = lastRank(calls);
-    if (drawn.get(area)?.done) draw(area);
-  };
-  const slider = make("input", { type: "range", min: 0, max: at, value: at });
-  slider.setAttribute("aria-label", "step of the timeline");
-  slider.addEventListener("input", () => { at = Number(slider.value); show(); });
   plot(area, figure);
+  const bar = stepper("step of the timeline", data.timeline, data.timeline.length - 1, (step) => {
+    shown = step;
+    slowest.textContent = lastRank(step.calls);
+    if (drawn.get(area)?.done) draw(area);
+  });
   document.getElementById("time").append(make("article", { className: "card later" },
-    make("h3", {}, "One step: the driver's stages, and the ranks at work"), make("div", { className: "bar" }, make("label", {}, slider, named)), slowest, area));
-  show();
+    make("h3", {}, "One step: the driver's stages, and the ranks at work"), bar, slowest, area));
 }
 
 /** Which rank worked longest in the longest call: the others may have waited for it. */
@@ -351,27 +442,44 @@ function lastRank(calls) {
 
 /* ---------------------------------------------------------------- samples */
 
+const rewards = data.samples.flatMap((step) => step.samples.map(({ reward }) => reward));
+const [worst, best] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
+const isExact = rewards.includes(1); // what a right answer gets; else rewards are a matter of degree
+
+/** 1 for a right answer, 0 for a wrong one, between them by degree. */
+function rightness({ reward, reward_extra: extra }) {
+  return extra?.acc ?? extra?.audit ?? (isExact ? Number(reward >= 1) : (reward - worst) / (best - worst));
+}
+
+function rewardMark(sample) {
+  const mark = make("span", { className: "reward" }, `reward ${short(sample.reward)}`);
+  mark.style.color = `color-mix(in srgb, var(--good) ${Math.round(100 * rightness(sample))}%, var(--bad))`;
+  return mark;
+}
+
+const differs = (group) => group.some(({ reward }) => reward !== group[0].reward);
+
+/** The last step in which a prompt has answers with different rewards: the others teach nothing, and show less. */
+function telling(steps) {
+  const at = steps.findLastIndex(({ samples: found }) => byPrompt(found).some(differs));
+  return at < 0 ? steps.length - 1 : at;
+}
+
 function samples() {
   if (!data.samples.length) return;
-  const box = section("samples", "Samples over time");
+  const box = section("samples", "Samples over time", ofFirst);
   const list = make("div");
-  const named = make("b");
   let wanted = "all";
-  let at = data.samples.length - 1;
-  const slider = make("input", { type: "range", min: 0, max: data.samples.length - 1, value: at });
-  slider.setAttribute("aria-label", "step");
-  const show = () => {
-    const { step, samples: found } = data.samples[at];
-    named.textContent = `step ${step}`;
-    const chosen = found.filter(({ reward }) => wanted === "all" || (wanted === "high" ? reward > 0 : reward <= 0));
-    list.replaceChildren(...byPrompt(chosen).map(promptCard));
+  let shown;
+  const show = (step = shown) => {
+    shown = step;
+    const chosen = step.samples.filter((sample) => wanted === "all" || (rightness(sample) > 0.5) === (wanted === "right"));
+    list.replaceChildren(...byPrompt(chosen).sort((a, b) => differs(b) - differs(a)).map(promptCard));
     if (!chosen.length) list.append(make("p", { className: "soft" }, "None of this step."));
   };
-  slider.addEventListener("input", () => { at = Number(slider.value); show(); });
-  const options = [["all", "all"], ["high", "above 0"], ["low", "0 or below"]];
-  box.append(make("div", { className: "bar" }, make("label", {}, slider, named),
-    choice("Reward", options, wanted, (value) => { wanted = value; show(); })), list);
-  show();
+  const bar = stepper("step", data.samples, telling(data.samples), show);
+  bar.append(choice("Answers", [["all", "all"], ["right", "right"], ["wrong", "wrong"]], wanted, (value) => { wanted = value; show(); }));
+  box.append(bar, list);
 }
 
 function byPrompt(found) {
@@ -401,12 +509,12 @@ function different(group) {
 }
 
 function answer(sample) {
-  const { reward, num_tokens: tokens, finish_reason: end, num_turns: turns, versions } = sample;
+  const { num_tokens: tokens, finish_reason: end, num_turns: turns, versions } = sample;
   const written = [...new Set(versions.map(([version]) => version))];
   const extra = Object.entries(sample.reward_extra ?? {}).filter(([, value]) => value !== 0).map(([name, value]) => make("span", {}, `${name} ${short(value)}`));
   return make("div", { className: "answer" },
     make("div", { className: "meta" },
-      make("span", { className: `reward ${reward > 0 ? "good" : "bad"}` }, `reward ${short(reward)}`),
+      rewardMark(sample),
       sample.times > 1 ? make("b", {}, `${sample.times} times`) : null,
       make("span", {}, `${tokens} tokens`), turns > 1 ? make("span", {}, `${turns} turns`) : null,
       make("span", {}, `weights ${written.join(", ")}`), end === "stop" ? null : make("span", {}, `ended by ${end}`), ...extra),
@@ -440,32 +548,26 @@ const MEASURES = {
 
 function tokens() {
   if (!data.tokens.length) return;
-  const box = section("tokens", "Token by token");
+  const box = section("tokens", "Token by token", ofFirst);
   const list = make("div");
-  const named = make("b");
   const meaning = make("p", { className: "soft small" });
   let measure = "advantage";
-  let at = data.tokens.length - 1;
   const paint = () => {
     meaning.textContent = MEASURES[measure][1];
     for (const span of list.querySelectorAll(".token")) span.style.backgroundColor = MEASURES[measure][2](span.token);
   };
-  const show = () => {
-    named.textContent = `step ${data.tokens[at].step}`;
-    list.replaceChildren(...data.tokens[at].samples.map(tokenCard));
+  const bar = stepper("step", data.tokens, telling(data.tokens), (step) => {
+    list.replaceChildren(...step.samples.map(tokenCard));
     paint();
-  };
-  const slider = make("input", { type: "range", min: 0, max: data.tokens.length - 1, value: at });
-  slider.setAttribute("aria-label", "step");
-  slider.addEventListener("input", () => { at = Number(slider.value); show(); });
+  });
   const options = Object.entries(MEASURES).map(([key, [name]]) => [key, name]);
-  box.append(make("div", { className: "bar" }, make("label", {}, slider, named),
-    choice("Colour", options, measure, (value) => { measure = value; paint(); })), meaning, list);
+  bar.append(choice("Colour", options, measure, (value) => { measure = value; paint(); }));
+  box.append(bar, meaning, list);
   scheme.addEventListener("change", paint);
-  show();
 }
 
-function tokenCard({ uid, reward, rows }) {
+function tokenCard(sample) {
+  const { uid, rows } = sample;
   const detail = make("output", { className: "detail" }, phone ? "Touch a token." : "Point at a token.");
   const tell = ({ target: { token } }) => {
     if (!token) return;
@@ -476,7 +578,7 @@ function tokenCard({ uid, reward, rows }) {
   };
   const texts = rows.map((parts) => make("div", { className: "text tokens" }, ...parts.flatMap(spans)));
   const card = make("article", { className: "card sample" }, make("div", { className: "meta" },
-    make("span", { className: `reward ${reward > 0 ? "good" : "bad"}` }, `reward ${short(reward)}`),
+    rewardMark(sample),
     make("span", {}, "prompt ", make("b", {}, uid)), rows.length > 1 ? make("span", {}, `${rows.length} rows`) : null),
   ...texts, detail);
   card.addEventListener("pointerover", tell);
@@ -502,35 +604,37 @@ function spans(part) {
 function settings() {
   if (!data.settings.length) return;
   const box = section("settings", "Settings");
-  const compares = data.other !== null;
-  let which = compares ? "differs" : data.recipe ? "own" : "changed";
+  const recipe = many ? null : data.recipe;
+  let which = many ? "differs" : recipe ? "own" : "changed";
   let word = "";
   const body = make("tbody");
-  const titles = ["key", "value", "default", ...(data.recipe ? [data.recipe] : []), ...(compares ? [data.other] : [])];
+  const titles = ["key", ...(many ? runs.map(({ name }) => name) : ["value"]), "default", ...(recipe ? [recipe] : [])];
+  const settingRow = ({ key, meaning, values, differs: unequal, ...row }) => make("tr", {},
+    make("td", { className: "key" }, key, make("small", {}, meaning)),
+    ...values.map((value, at) => make("td", { className: unequal && value !== values[0] ? "value other" : "value", "data-label": titles[at + 1] }, value ?? "–")),
+    make("td", { className: "value soft", "data-label": "default" }, row.default || "–"),
+    recipe ? make("td", { className: "value", "data-label": "recipe" }, row.recipe ?? "–") : null);
   const show = () => {
     const rows = data.settings.filter((row) => (which === "all" || row[which]) && row.key.includes(word));
     body.replaceChildren(...rows.map(settingRow));
     if (!rows.length) body.append(make("tr", {}, make("td", { className: "soft", colSpan: titles.length }, "None.")));
   };
   const options = [["changed", "other than the default"], ["all", "all"]];
-  if (data.recipe) options.unshift(["own", `other than in recipe ${data.recipe}`]);
-  if (compares) options.unshift(["differs", `other than in ${data.other}`]);
-  const search = make("input", { type: "search", placeholder: "part of a key" });
-  search.setAttribute("aria-label", "part of a key");
+  if (recipe) options.unshift(["own", `other than in recipe ${recipe}`]);
+  if (many) options.unshift(["differs", "different between the runs"]);
+  const search = make("input", { type: "search", placeholder: "part of a key", "aria-label": "part of a key" });
   search.addEventListener("input", () => { word = search.value.trim(); show(); });
   box.append(make("div", { className: "bar" }, choice("Show", options, which, (value) => { which = value; show(); }), search),
-    make("article", { className: "card table" }, make("table", {},
-      make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), body)));
+    make("article", { className: many ? "card table wide" : "card table" }, make("table", {},
+      make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), body)), ...data.files.map(changedFile));
   show();
 }
 
-function settingRow(row) {
-  const cell = (label, value) => make("td", { className: "value", "data-label": label }, value ?? "–");
-  return make("tr", { className: row.differs ? "differs" : "" },
-    make("td", { className: "key" }, row.key, make("small", {}, row.meaning)),
-    cell("value", row.value), make("td", { className: "value soft", "data-label": "default" }, row.default || "–"),
-    data.recipe === null ? null : cell("recipe", row.recipe),
-    data.other === null ? null : cell(data.other, row.other));
+/** A file of a reward, a plug-in or an agent that is not the first run's. */
+function changedFile({ file, what, diff }) {
+  const kind = (line) => ({ "+": "good", "-": "bad" }[line[0]] ?? "soft");
+  return make("details", { className: "card later", open: true }, make("summary", {}, make("b", {}, file), `: ${what}`),
+    make("div", { className: "text" }, ...diff.map((line) => make("div", { className: kind(line) }, line || " "))));
 }
 
 /* ---------------------------------------------------------------- all of it */
@@ -547,7 +651,8 @@ async function loadPlotly() {
 async function start() {
   head();
   await loadPlotly();
-  tiles();
+  if (many) overview();
+  else tiles();
   notes();
   curves();
   times();

@@ -1,4 +1,4 @@
-"""Makes the page: one HTML file that holds the data of a run, plotly.js, and a policy that lets nothing else in or out.
+"""Makes the page: one HTML file that holds the data of runs, plotly.js, and a policy that lets nothing else in or out.
 
 plotly.js is part of the package `plotly`; the page holds it compressed (2 MB in place of 5), and the browser unpacks
 it.  The page's Content-Security-Policy names the digests of the two scripts, and forbids every request.
@@ -18,27 +18,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl import __version__
+from megarl.config.settings import show
 from megarl.io.terminal import say, sentences
 from megarl.metrics.reading.jsonl import ADVICE, METRICS, ROLLBACKS, SAMPLES, TIMELINE, TOKENS
 from megarl.metrics.report.curves import groups_of, stages_of
-from megarl.metrics.report.folder import RunFolder, samples_of, timeline_of, tokens_of
+from megarl.metrics.report.folder import SWEEP, RunFolder, changed_files, runs_of, samples_of, timeline_of, tokens_of
 from megarl.metrics.report.settings import settings_of
 from megarl.plugins.options import Options, folder
 
 REPORT = "report.html"
-FACTS = {
-    "model": ("model", "path"),
-    "loss": ("algorithm", "policy_loss_fn"),
-    "advantages": ("algorithm", "adv_estimator"),
-    "engine": ("rollout", "engine"),
-    "device": ("trainer", "device"),
+_ROWS = {"rows": ("sft", "train_files"), "batch": ("sft", "batch_size")}
+FACTS = {  # of the page's head, by what a run trains
+    "policy": {
+        "loss": ("algorithm", "policy_loss_fn"),
+        "advantages": ("algorithm", "adv_estimator"),
+        "reward": ("reward", "fn"),
+        "engine": ("rollout", "engine"),
+    },
+    "sft": _ROWS,
+    "rm": _ROWS,
+    "dpo": {"loss": ("dpo", "loss"), "beta": ("dpo", "beta"), **_ROWS},
 }
+KINDS = {"sft": "supervised training", "rm": "reward model", "dpo": "DPO on pairs", "policy": "reinforcement learning"}
 _HERE = Path(__file__).parent
 
 
 class Request(NamedTuple):
     run: Path
-    against: Path | None
+    against: Sequence[Path]
 
 
 def parse(words: Sequence[str]) -> Request:
@@ -53,14 +60,16 @@ def main(request: Request) -> int:
     return 0
 
 
-def write_report(run: Path, against: Path | None = None, failure: str = "") -> Path:
-    """Write `report.html` into the folder of a run; returns its path.  `failure`: the sentence with which it stopped.
+def write_report(run: Path, against: Sequence[Path] = (), failure: str = "") -> Path:
+    """Write `report.html` into the folder of a run or sweep; returns its path.
 
+    `against`: others that are shown beside it.  `failure`: the sentence with which the run stopped.
     Raises: ValueError, one sentence, for a folder without metrics.
     """
+    runs = [each for folder in (run, *against) for each in runs_of(folder)]
     target = run / REPORT
     part = target.with_name(f"{REPORT}.part")
-    part.write_text(page(data_of(RunFolder(run), RunFolder(against) if against else None, failure)), encoding="utf-8")
+    part.write_text(page(data_of(runs, run, failure)), encoding="utf-8")
     os.replace(part, target)
     return target
 
@@ -94,32 +103,52 @@ def _try_to_write(run: Path, failure: str = "") -> None:
         say(f"warning: {run / REPORT} could not be written: {type(error).__name__}: {line}")
 
 
-def data_of(run: RunFolder, against: RunFolder | None = None, failure: str = "") -> dict[str, Any]:
-    """All that a page shows, as JSON."""
-    for each in (run, against):
-        if each is not None:
-            each.require_metrics()
-    facts = {name: run.config.get(group, {}).get(key) for name, (group, key) in FACTS.items()}
-    is_namesake = against is not None and against.name == run.name
+def data_of(runs: Sequence[RunFolder], home: Path, failure: str = "") -> dict[str, Any]:
+    """All that a page in the folder `home` shows of runs, as JSON; samples and times are the first one's.
+
+    `failure`: of the first one.
+    """
+    first, names = runs[0], [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.path) for run in runs]
+    facts = [_facts_of(run) for run in runs]
     return {
-        "name": run.name,
-        "recipe": run.config.get("trainer", {}).get("recipe"),
-        "other": (str(against.path) if is_namesake else against.name) if against else None,
+        "name": home.resolve().name
+        if (home / SWEEP).is_file()
+        else " and ".join(names[:2])
+        if len(names) < 3
+        else f"{names[0]} and {len(names) - 1} more",
+        "recipe": first.config.get("trainer", {}).get("recipe"),
+        "runs": [
+            {
+                "name": name,
+                "page": os.path.relpath(page, home) if run.path != home and page.is_file() else None,
+                "seconds": run.seconds,
+                "status": run.status,
+                "summary": run.summary,
+                "failure": failure if run is first else "",
+                "advice": list(run.lines(ADVICE)),
+                "rollbacks": [{key: row[key] for key in ("step", "bad_step", "what")} for row in run.lines(ROLLBACKS)],
+            }
+            for name, run, page in zip(names, runs, [run.path / REPORT for run in runs], strict=True)
+        ],
         "made_by": f"megarl {__version__}",
-        "seconds": run.seconds,
-        "status": run.status,
-        "summary": run.summary,
-        "failure": failure,
-        "facts": {name: str(value) for name, value in facts.items() if value},  # of the page's head
-        "groups": groups_of(run.series, against.series if against else {}),
-        "time": stages_of(run.series),
-        "timeline": timeline_of(run.lines(TIMELINE)),
-        "samples": samples_of(run.lines(SAMPLES)),
-        "tokens": tokens_of(run.lines(TOKENS)),
-        "settings": settings_of(run.config, against.config if against else {}),
-        "advice": list(run.lines(ADVICE)),
-        "rollbacks": [{name: row[name] for name in ("step", "bad_step", "what")} for row in run.lines(ROLLBACKS)],
+        "facts": {name: value for name, value in facts[0].items() if all(each.get(name) == value for each in facts)},
+        "groups": groups_of([run.series for run in runs]),
+        "time": stages_of(first.series),
+        "timeline": timeline_of(first.lines(TIMELINE)),
+        "samples": samples_of(first.lines(SAMPLES)),
+        "tokens": tokens_of(first.lines(TOKENS)),
+        "settings": settings_of([run.config for run in runs]),
+        "files": changed_files(names, [run.code for run in runs]),
     }
+
+
+def _facts_of(run: RunFolder) -> dict[str, str]:
+    kind = next((kind for kind in KINDS if f"{kind}/loss" in run.series), "policy")
+    keys = {"model": ("model", "path"), **FACTS[kind], "device": ("trainer", "device")}
+    found = {name: run.config.get(group, {}).get(key) for name, (group, key) in keys.items()}
+    return {"kind": KINDS[kind]} | {name: show(value) for name, value in found.items() if value}
 
 
 def page(data: dict[str, Any]) -> str:
@@ -163,9 +192,22 @@ def _plotly_js() -> str:
 
 OPTIONS = Options(
     "report",
-    """Writes report.html into a run's folder: one page that needs no network and no server. Every run of `megarl train`
-and `megarl sft` writes it at its end; a run that goes on can be looked at too.""",
-    ["megarl report runs/quickstart", "megarl report runs/quickstart --against runs/quickstart_again"],
+    """Writes report.html into a run's folder: one page that needs no network and no server. Every run of `megarl
+train`, sft, rm and dpo writes it at its end; a run that goes on can be looked at too.""",
+    [
+        "megarl report runs/quickstart",
+        "megarl report runs/quickstart --against runs/quickstart_again runs/quickstart_grpo",
+        "megarl report runs/quickstart_sweep",
+    ],
+    usage="megarl report RUN [--against RUN ...]",
 )
-OPTIONS.add_argument("run", type=folder, help="the folder of a run, such as runs/quickstart")
-OPTIONS.add_argument("--against", type=folder, metavar="RUN", help="another run, beside whose curves these are drawn")
+OPTIONS.add_argument("run", type=folder, help="the folder of a run, such as runs/quickstart, or of a sweep (train -m)")
+OPTIONS.add_argument(
+    "--against",
+    type=folder,
+    metavar="RUN",
+    nargs="+",
+    action="extend",
+    default=[],
+    help="runs or sweeps to show beside it",
+)

@@ -1,8 +1,8 @@
-"""The settings of a run beside the defaults and beside those of another run."""
+"""The settings of a run beside the defaults, and those of several runs beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -14,34 +14,33 @@ from megarl.config.settings import show
 
 FOLLOWS = "= "  # begins a default that is the value of another key
 CHOSEN = "auto"  # a run chooses in its place
-OWN = frozenset(("trainer.experiment_name",))  # differ between any two runs
+OWN = frozenset(("trainer.experiment_name", "trainer.default_local_dir"))  # differ between any two runs
 
 
-def settings_of(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """[{"key", "value", "default", "meaning", "changed", "recipe", "own", "other", "differs"}], as in the schema.
+def settings_of(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """[{"key", "values": of each run, "default", "meaning", "changed", "recipe", "own", "differs"}], as in the schema.
 
-    All values are text as YAML has it.  "changed": from the default, what a run makes of it, and the key that it
-    follows; "recipe": of the run's recipe, None without one, from which "own" says whether it differs; "other": of the
-    other run, None without one or if it lacks the key, from which "differs" says so.
+    All values are text as YAML has it, None where a run lacks the key.  "changed": in a run, from the default, what it
+    makes of it, and the key that it follows; "recipe": of the first run's recipe, None without one, from which "own"
+    says whether a run differs; "differs": between runs that have settings.
     """
-    ours, theirs = dict(_flat(config)), dict(_flat(other))
-    recipes = of_recipe(ours.get("trainer.recipe"))
+    runs = [dict(_flat(config)) for config in configs]
+    recipes = of_recipe(runs[0].get("trainer.recipe"))
     rows = []
-    for key in [*ours, *(key for key in theirs if key not in ours)]:
+    for key in dict.fromkeys(key for run in runs for key in run):
         known = descriptions().get(general(key))
         default = known.default if known else ""
-        value = ours.get(key)
+        having = [run for run in runs if key in run]
         rows.append(
             {
                 "key": key,
-                "value": value,
+                "values": [run.get(key) for run in runs],
                 "default": default,
                 "meaning": known.meaning if known else "",
-                "changed": known is not None and value is not None and not _is_default(key, value, default, ours),
+                "changed": known is not None and not all(_is_default(key, run[key], default, run) for run in having),
                 "recipe": recipes.get(key),
-                "own": key in recipes and value is not None and recipes[key] not in (value, CHOSEN),
-                "other": theirs.get(key),
-                "differs": bool(theirs) and theirs.get(key) != value and key not in OWN,
+                "own": key in recipes and recipes[key] != CHOSEN and any(run[key] != recipes[key] for run in having),
+                "differs": key not in OWN and len({run.get(key) for run in runs if run}) > 1,
             }
         )
     return rows

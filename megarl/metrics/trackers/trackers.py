@@ -25,6 +25,7 @@ from megarl.metrics.computing.audit import PARTED
 from megarl.metrics.computing.audit import sentence as audit_sentence
 from megarl.metrics.computing.evaluation import CUT_OFF, OF_EVALUATION, cut_off
 from megarl.metrics.reading.jsonl import ADVICE, METRICS, SAMPLES, Followed, append_lines, drop_after
+from megarl.metrics.reading.pace import is_step
 from megarl.metrics.reading.status import is_stop
 from megarl.metrics.trackers.opentelemetry import OpenTelemetryTracker
 from megarl.metrics.trackers.status import StatusTracker
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @register_tracker("jsonl")
 class JsonlTracker(Tracker):
-    """`metrics.jsonl` in the run's folder: {"step": 3, "time": 1763700000.0, "actor/pg_loss": -0.01, ...}."""
+    """`metrics.jsonl`: {"step": 3, "time": 1763700000.0, "kind": "train" or "evaluation", "actor/entropy": ...}."""
 
     def __init__(self, run: Run) -> None:
         self.path = run.run_dir / METRICS
@@ -48,7 +49,8 @@ class JsonlTracker(Tracker):
         drop_after(self.path, run.resume_step, also=lambda row: row["step"] == run.resume_step and "val/score" in row)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        append_lines(self.path, [{"step": step, "time": round(time.time(), 3), **metrics}])
+        kind = "train" if is_step(metrics) else "evaluation"
+        append_lines(self.path, [{"step": step, "time": round(time.time(), 3), "kind": kind, **metrics}])
 
 
 class AdviceTracker(Tracker):

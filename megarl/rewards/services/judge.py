@@ -159,11 +159,23 @@ class RewardModel:
             tokens mean nothing to it.
         url: of the server; it runs with `--is-embedding`.
         key: of the server; "": it needs none.
+        system_prompt, template: as the policy's prompts have them, data.system_prompt and
+            data.apply_chat_template_kwargs.
     """
 
-    def __init__(self, path: str, url: str, *, limit: Limit, key: str = "") -> None:
+    def __init__(
+        self,
+        path: str,
+        url: str,
+        *,
+        limit: Limit,
+        key: str = "",
+        system_prompt: str | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
         self._service = Service(url, limit, api_key=key)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._system_prompt, self._template = system_prompt, template or {}
 
     async def __call__(self, prompt: Prompt, completion: Completion) -> float:
         """The model's first number.  Raises ServiceError if there is none."""
@@ -181,8 +193,10 @@ class RewardModel:
             ids, end = list(self._tokenizer(question + completion.text)["input_ids"]), self._tokenizer.eos_token_id
             return ids if end is None or ids[-1:] == [end] else [*ids, end]
         asked = [{"role": "user", "content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
+        if self._system_prompt is not None and all(message["role"] != "system" for message in asked):
+            asked = [{"role": "system", "content": self._system_prompt}, *asked]
         messages = [*asked, {"role": "assistant", "content": completion.text}]
-        written = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        written = self._tokenizer.apply_chat_template(messages, tokenize=False, **self._template)
         return list(self._tokenizer(written, add_special_tokens=False)["input_ids"])  # the template writes them
 
 

@@ -5,6 +5,7 @@ A finished group is used only if this run would generate it with the same settin
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
@@ -54,6 +55,7 @@ _KEYS = (
     "reward.timeout_s",
     "reward.on_error",
 )
+_MOST_CODE = 1 << 20  # bytes of a file
 
 
 def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
@@ -64,15 +66,15 @@ def generated_with(config: Config, *, greedy: bool) -> dict[str, Any]:
     """
     keys = [key for key in _KEYS if config.has_agents or not key.startswith("agent.")]
     settings = {key: attrgetter(key)(config) for key in keys}
-    files = {fn: digest for fn in names_of(config) if (digest := _file_of(fn))}
+    files = {fn: content_digest(file) for fn in names_of(config) if (file := _file_of(fn))}
     settings |= {"the file of reward.fn": files}
     if config.actor.router_replay == "rollout":  # with other values completions have no such column
         settings["actor.router_replay"] = config.actor.router_replay
     if config.agent.fn is not None:
-        settings["the file of agent.fn"] = _file_of(without_prefix(config.agent.fn))
+        file = _file_of(without_prefix(config.agent.fn))
+        settings["the file of agent.fn"] = content_digest(file) if file else None
     if config.agent.command:
-        words = [word for word in config.agent.command if Path(word).is_file()]
-        settings["the files of agent.command"] = {word: content_digest(word) for word in words}
+        settings["the files of agent.command"] = {word: content_digest(word) for word in _scripts(config)}
     return settings | {"algorithm.adv_estimator (greedy)": greedy}
 
 
@@ -161,15 +163,35 @@ def require_state(checkpoint: Checkpoint, state: Mapping[str, Any], names: Itera
         )
 
 
+def keep_code(config: Config, folder: Path) -> None:
+    """Copy the files of rewards, plug-ins and agents as they are now, which `megarl report` compares between runs.
+
+    Not the modules that they import, no file above a megabyte, such as a program, and none that is in the run's folder.
+    """
+    fns = [*names_of(config), *([without_prefix(config.agent.fn)] if config.agent.fn else [])]
+    plugins = [plugin if plugin.endswith(".py") else f"{plugin}:" for plugin in config.algorithm.plugins]
+    files = [*(_file_of(fn) for fn in fns), *map(_file_of, plugins), *_scripts(config)]
+    shutil.rmtree(folder, ignore_errors=True)
+    for file in {Path(file).expanduser().resolve() for file in files if file}:
+        if file.stat().st_size <= _MOST_CODE and not file.is_relative_to(folder.parent.resolve()):
+            kept = folder / (file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, kept)
+
+
+def _scripts(config: Config) -> list[str]:
+    return [word for word in config.agent.command or () if Path(word).is_file()]
+
+
 def _file_of(fn: str) -> str | None:
-    """Digest of the file of a user's function; None for a built-in one."""
+    """The file of a user's function, "path/file.py:function" or "module:function"; None for a built-in one."""
     found = REWARDS.get(fn, fn)
     if not isinstance(found, str):  # registered by a plug-in
-        return content_digest(str(sys.modules[found.__module__].__file__))
-    place = found.rpartition(":")[0]
+        return str(sys.modules[found.__module__].__file__)
+    place = found if found.endswith(".py") else found.rpartition(":")[0]
     if fn in REWARDS or fn in SERVICES or not place:
         return None
     if place.endswith(".py"):
-        return content_digest(place)
+        return place
     spec = find_spec(place)
-    return content_digest(spec.origin) if spec is not None and spec.origin else None
+    return spec.origin if spec is not None else None

@@ -20,7 +20,7 @@ from megarl.io.durable_files import THREADS, WEIGHTS, facts_of, write_text
 from megarl.io.terminal import sentences
 from megarl.metrics.computing.evaluation import Mean, cut_off
 from megarl.metrics.computing.samples import write_samples, write_summary
-from megarl.metrics.reading.jsonl import append_lines
+from megarl.metrics.reading.jsonl import ANSWERS, EVALUATED, append_lines
 from megarl.metrics.trackers.console import is_core
 from megarl.plugins.load import load_plugins
 from megarl.samples.sample import LostRollout
@@ -34,8 +34,6 @@ from megarl.trainer.evaluation.evaluate import EVALUATIONS, Evaluation, Evaluato
 from megarl.trainer.infrastructure import Infrastructure
 from megarl.trainer.servers.abilities import dp_ranks_of
 
-HOME = "evaluations"  # in the run's folder: 1, 2, ..., each of one `megarl evaluate`
-ANSWERS = "answers.jsonl"  # every answer, as samples.jsonl has some of a training
 TENTHS = 10  # lines of progress where no terminal shows the status
 
 
@@ -127,7 +125,7 @@ def _summary(config: Config, found: Evaluation, read: Prompts, seconds: float) -
 
 def new_folder(run_dir: Path) -> Path:
     """Make and return the next free folder: earlier evaluations, and one that runs at the same time, keep theirs."""
-    home = run_dir / HOME
+    home = run_dir / EVALUATED
     home.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         try:

@@ -128,6 +128,10 @@ def finish_folder(folder: Path, source: Path, role: Role, dtype: torch.dtype, *,
             config[key] = 0
     if role == "critic":
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+        ends = config.get("eos_token_id")
+        if config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]):
+            # transformers would take the end of a text for padding, and read the score one token too early.
+            config["pad_token_id"] = None
     if not has_vision_part(config):
         config = of_transformers(config, "ForSequenceClassification" if role == "critic" else "ForCausalLM")
     write_sums(folder, WEIGHTS)

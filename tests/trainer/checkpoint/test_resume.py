@@ -17,7 +17,7 @@ from megarl.plugins.load import load_plugins
 from megarl.processes.signals import Signals
 from megarl.samples.sample import Completion, Prompt, Sample, VersionSpan
 from megarl.trainer.checkpoint.checkpoint import ROLLOUTS, SCORES, Checkpoint, Retention, read_scores, write_scores
-from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, take_over
+from megarl.trainer.checkpoint.resume import announce, check_is_known, generated_with, keep_code, take_over
 from megarl.trainer.resumable import SaveTimes
 
 REWARD = "def score(prompt, completion):\n    return 1.0\n"
@@ -86,6 +86,10 @@ def test_a_function_or_a_script_whose_file_was_edited_is_another_one(tmp_path: P
             (plug, ["reward.fn=own", f"algorithm.plugins=[{plug}]"], "the file of reward.fn"),
             (script, [f"agent.command=[python3,{script},--fast]"], "the files of agent.command"),
         ):
+            keep_code(load(*words), tmp_path / "run" / "code")
+            assert [kept.read_text() for kept in (tmp_path / "run" / "code").iterdir()] == [edited.read_text()], (
+                "and no other"
+            )
             before = generated_with(load(*words), greedy=False)
             assert len(before[key]) == 1 and generated_with(load(*words), greedy=False) == before
             edited.write_text(edited.read_text().replace("1.0", "2.0"))

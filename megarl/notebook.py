@@ -1,0 +1,324 @@
+"""The commands that train as calls of Python, for notebooks: rows and rewards are objects, results are data frames.
+
+    from megarl.notebook import train
+
+    run = train("path/to/hf_folder", rows, reward, {"actor.optim.lr": 3e-5, "trainer.total_training_steps": 8})
+    run.metrics["critic/score/mean"].plot()
+
+A call is `megarl train` in a process of its own, with the same settings and checks.  What it got stands in `inputs/` of
+the run's folder: from a terminal `megarl train --config FOLDER/inputs/train/settings.yaml` goes on with the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megarl.cli import EXIT_USAGE
+from megarl.commands.watch.page import Run as Watched
+from megarl.commands.watch.page import page
+from megarl.config import ConfigError, preset_names
+from megarl.io.durable_files import PRIVATE_FOLDER
+from megarl.io.terminal import pages
+from megarl.metrics.reading.jsonl import ANSWERS, EVALUATED, METRICS, SAMPLES, read_lines
+from megarl.metrics.report.page import write_report
+from megarl.processes.lifetime import die_with_parent
+
+if TYPE_CHECKING:  # slow to import
+    from pandas import DataFrame
+
+Rows = Sequence[Mapping[str, Any]]
+Reward = str | Callable[..., Any]
+LOOK_S = 1.0  # between two pictures of a run
+WIDTH = 110  # characters of a picture
+KEPT = 4  # last lines of a command that failed, in its error
+ERROR, STEP, SCORES = "error: ", "step ", ("val/", "val-core/", "accuracy ")  # begin lines of a command
+TERMINALS = ("FORCE_COLOR", "CLICOLOR_FORCE")  # a kernel sets them, whose cells show no moving lines of a command
+_REWARDS = '''"""The rewards of a run, as its notebook had them when it began."""
+
+import sys
+from pathlib import Path
+
+import cloudpickle
+
+sys.path += [place for place in {path} if place not in sys.path]
+[{names}] = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run by its folder, also one that a terminal has started: Run(Path("runs/quickstart")).
+
+    Raises ValueError for a folder of something else.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if not (self.folder / "config.yaml").is_file():
+            raise ValueError(f"{self.folder}: no config.yaml there; expected the folder of a run, such as runs/train_1")
+
+    @property
+    def model(self) -> Path:
+        """The trained model as a Hugging Face folder, which another call takes."""
+        return self.folder / "hf"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Score and accuracy before and after, seconds, and more, as docs/outputs.md has them; {} before its end."""
+        file = self.folder / "summary.json"
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+
+    @property
+    def metrics(self) -> DataFrame:
+        """A row for each step and a column for each metric, NaN where a step has none: not each has an evaluation."""
+        return _frame(self.folder / METRICS).drop(columns="kind", errors="ignore").groupby("step").last()
+
+    @property
+    def samples(self) -> DataFrame:
+        """A row for each answer of samples.jsonl: step, prompt, completion, ground_truth, reward and more."""
+        return _frame(self.folder / SAMPLES)
+
+    def evaluate(self, prompts: Sequence[str] | Rows, settings: Mapping[str, Any] | None = None) -> DataFrame:
+        """A row for each answer of the trained model: `megarl evaluate` with the run's settings.
+
+        Rows get rewards, as in the run.  Prompts that are texts have no right answer, and their answers no reward.
+        """
+        call = _Call("evaluate", self.folder)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        given: dict[str, Any] = {"recipe": str(self.folder / "config.yaml"), "model.path": str(self.model)}
+        if texts:
+            given |= {"reward.fn": call.rewards(lambda prompt, completion: 0.0), "reward.audit": None}
+        rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+        call.execute(given | call.data("data.val_files", rows), settings, is_scored=not texts)
+        answers = _frame(max((self.folder / EVALUATED).iterdir(), key=lambda place: int(place.name)) / ANSWERS)
+        return answers.drop(columns=["reward", "reward_extra"]) if texts else answers
+
+    def report(self) -> Any:
+        """Write report.html; returns its path, in a notebook as a frame that shows it."""
+        path = write_report(self.folder)
+        if not _in_notebook():
+            return path
+        from IPython.display import IFrame
+
+        return IFrame(os.path.relpath(path), width="100%", height=700)
+
+
+def train(
+    model: str | Path,
+    rows: Rows,
+    reward: Reward | Sequence[Reward] = "auto",
+    settings: Mapping[str, Any] | None = None,
+    *,
+    held_out: Rows = (),
+    folder: str | Path | None = None,
+) -> Run:
+    """Reinforcement learning: `megarl train`.
+
+    model: a Hugging Face folder, or the name of a preset.  rows: as lines of data.train_files, such as {"prompt": ...,
+    "ground_truth": ...}; held_out: those of the evaluations.  reward: a function as docs/data_rewards_plugins.md has
+    it, of the notebook or of a module, or what reward.fn takes; or several of them.  settings: by key, such as
+    {"actor.optim.lr": 1e-6}; "recipe" names what they build on.  folder: of the run; unless set the next free one of
+    runs/train_1, runs/train_2, ...  With the folder of a run that stopped, the same call goes on with it.
+
+    Raises ConfigError, a sentence for each mistake; RuntimeError if the run failed.  An interrupt ends the run.
+    """
+    call = _Call("train", folder)
+    given = call.data("data.train_files", rows) | call.data("data.val_files", held_out)
+    return call.execute(given | call.model(model) | {"reward.fn": call.rewards(reward)}, settings)
+
+
+def sft(
+    model: str | Path,
+    rows: Rows,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    held_out: Rows = (),
+    folder: str | Path | None = None,
+) -> Run:
+    """Supervised training on {"prompt": ..., "response": ...}: `megarl sft`; the rest as for `train`."""
+    return _supervised(_Call("sft", folder), model, rows, settings, held_out)
+
+
+def rm(
+    model: str | Path,
+    rows: Rows,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    held_out: Rows = (),
+    folder: str | Path | None = None,
+) -> Run:
+    """A reward model from {"prompt": ..., "chosen": ..., "rejected": ...}: `megarl rm`; the rest as for `train`."""
+    return _supervised(_Call("rm", folder), model, rows, settings, held_out)
+
+
+def dpo(
+    model: str | Path,
+    rows: Rows,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    held_out: Rows = (),
+    folder: str | Path | None = None,
+) -> Run:
+    """DPO or IPO on such pairs: `megarl dpo`; the rest as for `train`."""
+    return _supervised(_Call("dpo", folder), model, rows, settings, held_out)
+
+
+def _supervised(call: _Call, model: str | Path, rows: Rows, settings: Mapping[str, Any] | None, held_out: Rows) -> Run:
+    given = call.data("sft.train_files", rows) | call.data("sft.val_files", held_out)
+    return call.execute(given | call.model(model), settings)
+
+
+class _Call:
+    """A command with what it is given, in files of its run's folder."""
+
+    def __init__(self, command: str, folder: str | Path | None) -> None:
+        self._command = command
+        free = (Path(f"runs/{command}_{number}") for number in count(1))
+        self._folder = Path(folder) if folder else next(place for place in free if not (place / "config.yaml").exists())
+        self._inputs = self._folder / "inputs" / command
+        self._inputs.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+
+    def data(self, key: str, rows: Rows) -> dict[str, Any]:
+        """The key of a file with these rows; nothing without any."""
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        return {key: [self._write(f"{key.rpartition('.')[2]}.jsonl", lines)]} if rows else {}
+
+    def model(self, model: str | Path) -> dict[str, Any]:
+        """The keys of a folder, or of a preset."""
+        is_preset = model in preset_names() and not Path(model).exists()
+        return {"model" if is_preset else "model.path": str(model)}
+
+    def rewards(self, given: Reward | Sequence[Reward]) -> list[str]:
+        """What reward.fn takes.  Functions of the notebook are kept by value, those of a module by its name."""
+        rewards = [given] if isinstance(given, str) or callable(given) else list(given)
+        functions = [one for one in rewards if not isinstance(one, str)]
+        own = [getattr(one, "__name__", "") for one in functions]  # metrics and errors show these names
+        names = [one if one.isidentifier() and own.count(one) == 1 else f"reward_{at}" for at, one in enumerate(own)]
+        if functions:
+            import cloudpickle  # only needed here
+
+            (self._inputs / "rewards.pkl").write_bytes(cloudpickle.dumps(functions))
+            file = self._write("rewards.py", _REWARDS.format(path=sys.path, names=", ".join(names)))
+        addresses = (f"{file}:{name}" for name in names)
+        return [one if isinstance(one, str) else next(addresses) for one in rewards]
+
+    def execute(
+        self, arguments: Mapping[str, Any], settings: Mapping[str, Any] | None, *, is_scored: bool = True
+    ) -> Run:
+        """Run the command to its end.  `is_scored`: else its scores mean nothing.  Raises as `train` does."""
+        settings = dict(settings or {})
+        place = {"trainer.default_local_dir": str(self._folder.parent), "trainer.experiment_name": self._folder.name}
+        if twice := sorted(settings.keys() & (arguments.keys() | place.keys())):
+            raise ConfigError(
+                *(f"settings: {key} belongs to an argument of the call; expected it there" for key in twice)
+            )
+        given = {**arguments, **place, **settings}
+        if Path(str(given.get("recipe", ""))).is_file():  # in a file it would be looked for from that file's folder
+            given["recipe"] = str(Path(given["recipe"]).resolve())
+        text = yaml.safe_dump(json.loads(json.dumps(given, default=str)), sort_keys=False)
+        file = self._write("settings.yaml", text)
+        draws = _in_notebook() and self._command != "evaluate"
+        hidden = (ERROR,) + (STEP,) * draws + SCORES * (not is_scored)
+        _run([self._command, "--config", file], hidden, Picture(self._folder) if draws else None)
+        return Run(self._folder)
+
+    def _write(self, name: str, text: str) -> str:
+        (self._inputs / name).write_text(text, encoding="utf-8")
+        return str(self._inputs / name)
+
+
+class Picture:
+    """What a run is doing, as `megarl watch` shows it, in a place of the notebook's cell."""
+
+    def __init__(self, folder: Path) -> None:
+        from IPython.display import display
+
+        self._run, self._console = Watched(folder), pages()
+        self._console.width = WIDTH
+        self._shown = display({"text/plain": "starting"}, raw=True, display_id=True)
+
+    def draw(self, *, is_running: bool) -> None:
+        self._run.look()
+        with self._console.capture() as text:
+            self._console.print(page(self._run, is_running=is_running))
+        self._shown.update({"text/plain": text.get()}, raw=True)
+
+
+def _run(words: Sequence[str], hidden: tuple[str, ...], picture: Picture | None) -> None:
+    """Run `megarl` with these words, and print what it prints, but lines that begin so.  Raises as `train` does."""
+    parent = os.getpid()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name not in TERMINALS},
+        process_group=0,  # an interrupt reaches it once: from here
+        preexec_fn=partial(die_with_parent, parent, heeds_signals=True),
+    )
+    lines = SimpleQueue[str | None]()
+    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+    said: list[str] = []
+    try:
+        while (line := _next(lines, picture)) is not None:
+            said.append(line)
+            if not line.startswith(hidden):
+                print(line)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        raise
+    finally:
+        code = process.wait()
+        if picture:
+            picture.draw(is_running=False)
+    if code == EXIT_USAGE:
+        raise ConfigError(*(line.removeprefix(ERROR) for line in said if line.startswith(ERROR)))
+    if code:
+        raise RuntimeError(f"megarl {words[0]} ended with exit code {code}: {' '.join(said[-KEPT:])}")
+
+
+def _read(process: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:
+    """Hand on its lines, and None at their end."""
+    assert process.stdout is not None, "it is a pipe"
+    for line in process.stdout:
+        lines.put(line.rstrip("\n"))
+    lines.put(None)
+
+
+def _next(lines: SimpleQueue[str | None], picture: Picture | None) -> str | None:
+    """The next line; the picture is drawn while there is none."""
+    while True:
+        try:
+            return lines.get(timeout=LOOK_S)
+        except Empty:
+            if picture:
+                picture.draw(is_running=True)
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+def _frame(file: Path) -> DataFrame:
+    """The lines of a file as rows.  Raises FileNotFoundError."""
+    from pandas import DataFrame
+
+    return DataFrame(read_lines(file))
