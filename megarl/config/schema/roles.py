@@ -103,7 +103,8 @@ class Optim:
     name: str = key("adamw", "muon is for matrices, with adamw for the rest", Choices(names.OPTIMIZERS))
     lr: Positive = key(
         1e-6,
-        "peak learning rate; the critic's is apart; `megarl sft` and `rm` have 0.05 / hidden_size, `dpo` a tenth of it",
+        "peak learning rate; not the critic's; `megarl sft` and `rm` have 0.05 / hidden_size, `dpo` a tenth of it; "
+        "adapters of `sft` and `dpo` ten times as much",
         BASIC,
     )
     betas: Betas = key([0.9, 0.999], "decay of adamw's two moments", If(".name != sgd"))
