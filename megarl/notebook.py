@@ -11,11 +11,13 @@ the run's folder: from a terminal `megarl train --config FOLDER/inputs/train/set
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,7 +215,9 @@ class _Call:
             import cloudpickle  # only needed here
 
             (self._inputs / "rewards.pkl").write_bytes(cloudpickle.dumps(functions))
-            file = self._write("rewards.py", _REWARDS.format(path=sys.path, names=", ".join(names)))
+            places = [place for place in sys.path if not place.startswith((sys.prefix, sys.base_prefix, "__"))]
+            text = _REWARDS.format(path=places, names=", ".join(names))
+            file = self._write("rewards.py", text + "".join(map(_source, functions)))
         addresses = (f"{file}:{name}" for name in names)
         return [one if isinstance(one, str) else next(addresses) for one in rewards]
 
@@ -309,6 +313,14 @@ def _next(lines: SimpleQueue[str | None], picture: Picture | None) -> str | None
         except Empty:
             if picture:
                 picture.draw(is_running=True)
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """The function as a comment, for readers and for `megarl report`, which compares these files; "" if unknown."""
+    try:
+        return "\n" + textwrap.indent(inspect.getsource(function), "# ")
+    except (OSError, TypeError):
+        return ""
 
 
 def _in_notebook() -> bool:

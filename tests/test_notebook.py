@@ -36,6 +36,10 @@ def test_rewards_of_a_notebook_are_kept_with_what_they_use(tmp_path: Path) -> No
     call = notebook._Call("train", tmp_path / "run")
     first, name, second = call.rewards([graded, "exact", lambda prompt, completion: len(completion.text)])
     assert (first.rpartition(":")[2], name) == ("graded", "exact")
+    assert (
+        "# " + "        return bonus + float(solution_str == ground_truth)"
+        in (tmp_path / "run/inputs/train/rewards.py").read_text()
+    ), "the source, for a reader"
     assert [paid(first, "5"), paid(first, "6"), paid(second, "four")] == [1.5, 0.5, 4]
 
 

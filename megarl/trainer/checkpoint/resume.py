@@ -166,15 +166,16 @@ def require_state(checkpoint: Checkpoint, state: Mapping[str, Any], names: Itera
 def keep_code(config: Config, folder: Path) -> None:
     """Copy the files of rewards, plug-ins and agents as they are now, which `megarl report` compares between runs.
 
-    Not the modules that they import, no file above a megabyte, such as a program, and none that is in the run's folder.
+    Not the modules that they import, and no file above a megabyte, such as a program.
     """
     fns = [*names_of(config), *([without_prefix(config.agent.fn)] if config.agent.fn else [])]
     plugins = [plugin if plugin.endswith(".py") else f"{plugin}:" for plugin in config.algorithm.plugins]
     files = [*(_file_of(fn) for fn in fns), *map(_file_of, plugins), *_scripts(config)]
     shutil.rmtree(folder, ignore_errors=True)
     for file in {Path(file).expanduser().resolve() for file in files if file}:
-        if file.stat().st_size <= _MOST_CODE and not file.is_relative_to(folder.parent.resolve()):
-            kept = folder / (file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name)
+        if file.is_file() and file.stat().st_size <= _MOST_CODE:
+            is_named = file.is_relative_to(Path.cwd()) and not file.is_relative_to(folder.parent.resolve())
+            kept = folder / (file.relative_to(Path.cwd()) if is_named else file.name)
             kept.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, kept)
 
