@@ -20,11 +20,11 @@ from megarl.samples.batch import Batch, Stats, merge_stats
 from megarl.trainer.stage import Stage, StagePlan, run_stage
 
 _AT_ONCE = 512  # pairs that are measured together, and whose reference is asked for: the same numbers to the last bit
-_STATISTICS = ("loss", "accuracy", "chosen", "rejected", "margin")
+STATISTICS = ("loss", "accuracy", "chosen", "rejected", "margin")
 
 
 def _logged(name: str, kind: str) -> dict[str, str]:
-    own = {f"{name}/{each}": f"pairs/{each}" for each in _STATISTICS}
+    own = {f"{name}/{each}": f"pairs/{each}" for each in STATISTICS}
     return own | {f"{name}/{each}": f"{kind}/{each}" for each in ("grad_norm", "lr")}
 
 
@@ -60,7 +60,7 @@ class PairStage(Stage):
             given = given.with_columns(weight=given.columns["weight"] * given.num_sequences)
             found.append(loss(given, {loss.output: self.column(model, given)}).stats)
         numbers = finalise(merge_stats(found))
-        return {f"val/{name}": numbers[f"pairs/{name}"] for name in _STATISTICS}
+        return {f"val/{name}": numbers[f"pairs/{name}"] for name in STATISTICS}
 
 
 class Dpo(PairStage):

@@ -23,6 +23,8 @@ from megarl.metrics.computing.stats import batch_stats
 from megarl.metrics.reading.jsonl import read_lines
 from megarl.metrics.trackers.trackers import make_trackers
 from megarl.samples.batch import Batch
+from megarl.trainer.pairs import STATISTICS, Dpo, Rm
+from megarl.trainer.sft import Sft
 
 HEALTHY = [Toy(steps=100), Toy(steps=80, estimator="grpo"), Toy(kl_in_reward=True)]
 GREEDY, NOISY = Toy(steps=60, lr=2.0), Toy(steps=20, trainer_noise=1.2)
@@ -205,6 +207,7 @@ def test_every_metric_that_the_page_of_the_losses_explains_is_one_that_a_run_has
     made |= set(batch_stats(two_rows.with_columns(response_mask=torch.tensor([0.0, 1.0, 0.0, 1.0]))))
     made |= {"distill/coef", "distill/divergence"}  # no toy has teachers: test_distill_teachers, test_distillation
     made |= {"actor/mtp_loss", "actor/mtp_acceptance"}  # nor MTP layers: test_mtp, test_ring_mtp
+    made |= {*Sft.logged, *Dpo.logged, *Rm.logged, *(f"val/{each}" for each in STATISTICS)}
     assert explained <= made
     assert {name for rule in RULES for name in rule.looks_at} <= explained
 
