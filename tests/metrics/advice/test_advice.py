@@ -207,7 +207,7 @@ def test_every_metric_that_the_page_of_the_losses_explains_is_one_that_a_run_has
     made |= set(batch_stats(two_rows.with_columns(response_mask=torch.tensor([0.0, 1.0, 0.0, 1.0]))))
     made |= {"distill/coef", "distill/divergence"}  # no toy has teachers: test_distill_teachers, test_distillation
     made |= {"actor/mtp_loss", "actor/mtp_acceptance"}  # nor MTP layers: test_mtp, test_ring_mtp
-    made |= {*Sft.logged, *Dpo.logged, *Rm.logged, *(f"val/{each}" for each in STATISTICS)}
+    made |= {*Sft.logged, *Dpo.logged, *Rm.logged, *(f"val/{each}" for each in (*STATISTICS, "score", "score_stderr"))}
     assert explained <= made
     assert {name for rule in RULES for name in rule.looks_at} <= explained
 
