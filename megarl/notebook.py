@@ -5,22 +5,24 @@
     run = train("path/to/hf_folder", rows, reward, {"actor.optim.lr": 3e-5, "trainer.total_training_steps": 8})
     run.metrics["critic/score/mean"].plot()
 
-A call is `megarl train` in a process of its own, with the same settings and checks.  What it got stands in `inputs/` of
-the run's folder: from a terminal `megarl train --config FOLDER/inputs/train/settings.yaml` goes on with the run.
+A call is `megarl train` in a process of its own, with the same settings and checks.  Its rows and rewards stand in
+`inputs/` of the run's folder: from a terminal `megarl train --config FOLDER/config.yaml` goes on with the run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -33,9 +35,10 @@ from megarl.cli import EXIT_USAGE
 from megarl.commands.watch.page import Run as Watched
 from megarl.commands.watch.page import page
 from megarl.config import ConfigError, preset_names
+from megarl.config.settings import flat
 from megarl.io.durable_files import PRIVATE_FOLDER
 from megarl.io.terminal import pages
-from megarl.metrics.reading.jsonl import ANSWERS, EVALUATED, METRICS, SAMPLES, read_lines
+from megarl.metrics.reading.jsonl import ANSWERS, METRICS, SAMPLES, read_lines
 from megarl.metrics.report.page import write_report
 from megarl.processes.lifetime import die_with_parent
 
@@ -49,7 +52,10 @@ WIDTH = 110  # characters of a picture
 KEPT = 4  # last lines of a command that failed, in its error
 ERROR, STEP, SCORES = "error: ", "step ", ("val/", "val-core/", "accuracy ")  # begin lines of a command
 TERMINALS = ("FORCE_COLOR", "CLICOLOR_FORCE")  # a kernel sets them, whose cells show no moving lines of a command
-_REWARDS = '''"""The rewards of a run, as its notebook had them when it began."""
+_REWARDS = '''"""The rewards of a run, as its notebook had them when it began.
+
+The functions with all values that they use are in rewards.pkl, SHA-256 {digest}.
+"""
 
 import sys
 from pathlib import Path
@@ -61,18 +67,19 @@ sys.path += [place for place in {path} if place not in sys.path]
 '''
 
 
-@dataclass(frozen=True)
 class Run:
-    """A run by its folder, also one that a terminal has started: Run(Path("runs/quickstart")).
+    """A run by its folder, also one that a terminal has started: Run("runs/quickstart").
 
     Raises ValueError for a folder of something else.
     """
 
-    folder: Path
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
         if not (self.folder / "config.yaml").is_file():
-            raise ValueError(f"{self.folder}: no config.yaml there; expected the folder of a run, such as runs/train_1")
+            raise ValueError(f"{folder}: no config.yaml there; expected the folder of a run, such as runs/train_1")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
 
     @property
     def model(self) -> Path:
@@ -99,15 +106,20 @@ class Run:
         """A row for each answer of the trained model: `megarl evaluate` with the run's settings.
 
         Rows get rewards, as in the run.  Prompts that are texts have no right answer, and their answers no reward.
+        Raises ValueError for a reward model, which answers nothing, and as `train` does.
         """
+        config = self.model / "config.json"
+        if not config.is_file() or "ForSequenceClassification" in config.read_text():
+            raise ValueError(f"{self.model}: no model that answers is there; expected a finished run of a policy")
         call = _Call("evaluate", self.folder)
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        rows = _rows("prompts", prompts, texts="prompt")
+        texts = any(row.keys() == {"prompt"} for row in rows)
         given: dict[str, Any] = {"recipe": str(self.folder / "config.yaml"), "model.path": str(self.model)}
         if texts:
-            given |= {"reward.fn": call.rewards(lambda prompt, completion: 0.0), "reward.audit": None}
-        rows = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
-        call.execute(given | call.data("data.val_files", rows), settings, is_scored=not texts)
-        answers = _frame(max((self.folder / EVALUATED).iterdir(), key=lambda place: int(place.name)) / ANSWERS)
+            given |= {"reward.fn": call.rewards(_unscored), "reward.audit": None}
+            given |= {"reward.weights": {}, "reward.by_data_source": {}}
+        said = call.execute(given | call.data("data.val_files", rows), settings, is_scored=not texts)
+        answers = _frame(Path(said[-1].removeprefix("results: ")) / ANSWERS)
         return answers.drop(columns=["reward", "reward_extra"]) if texts else answers
 
     def report(self) -> Any:
@@ -139,9 +151,10 @@ def train(
 
     Raises ConfigError, a sentence for each mistake; RuntimeError if the run failed.  An interrupt ends the run.
     """
-    call = _Call("train", folder)
-    given = call.data("data.train_files", rows) | call.data("data.val_files", held_out)
-    return call.execute(given | call.model(model) | {"reward.fn": call.rewards(reward)}, settings)
+    with _call("train", folder) as call:
+        given = call.data("data.train_files", rows) | call.held_out("data.val_files", held_out)
+        call.execute(given | call.model(model) | {"reward.fn": call.rewards(reward)}, settings)
+        return call.run
 
 
 def sft(
@@ -153,7 +166,7 @@ def sft(
     folder: str | Path | None = None,
 ) -> Run:
     """Supervised training on {"prompt": ..., "response": ...}: `megarl sft`; the rest as for `train`."""
-    return _supervised(_Call("sft", folder), model, rows, settings, held_out)
+    return _supervised("sft", model, rows, settings, held_out, folder)
 
 
 def rm(
@@ -165,7 +178,7 @@ def rm(
     folder: str | Path | None = None,
 ) -> Run:
     """A reward model from {"prompt": ..., "chosen": ..., "rejected": ...}: `megarl rm`; the rest as for `train`."""
-    return _supervised(_Call("rm", folder), model, rows, settings, held_out)
+    return _supervised("rm", model, rows, settings, held_out, folder)
 
 
 def dpo(
@@ -177,28 +190,55 @@ def dpo(
     folder: str | Path | None = None,
 ) -> Run:
     """DPO or IPO on such pairs: `megarl dpo`; the rest as for `train`."""
-    return _supervised(_Call("dpo", folder), model, rows, settings, held_out)
+    return _supervised("dpo", model, rows, settings, held_out, folder)
 
 
-def _supervised(call: _Call, model: str | Path, rows: Rows, settings: Mapping[str, Any] | None, held_out: Rows) -> Run:
-    given = call.data("sft.train_files", rows) | call.data("sft.val_files", held_out)
-    return call.execute(given | call.model(model), settings)
+def _supervised(
+    command: str,
+    model: str | Path,
+    rows: Rows,
+    settings: Mapping[str, Any] | None,
+    held_out: Rows,
+    folder: str | Path | None,
+) -> Run:
+    with _call(command, folder) as call:
+        given = call.data("sft.train_files", rows) | call.held_out("sft.val_files", held_out)
+        call.execute(given | call.model(model), settings)
+        return call.run
+
+
+@contextmanager
+def _call(command: str, folder: str | Path | None) -> Iterator[_Call]:
+    """A call whose run is new, where no folder is given: that is removed if no run begins in it."""
+    call = _Call(command, folder if folder is not None else _new_folder(command))
+    try:
+        yield call
+    finally:
+        if folder is None and not (call.folder / "config.yaml").exists():
+            shutil.rmtree(call.folder)
 
 
 class _Call:
-    """A command with what it is given, in files of its run's folder."""
+    """A command with what it is given, in files of its run's folder.
 
-    def __init__(self, command: str, folder: str | Path | None) -> None:
-        self._command = command
-        free = (Path(f"runs/{command}_{number}") for number in count(1))
-        self._folder = Path(folder) if folder else next(place for place in free if not (place / "config.yaml").exists())
-        self._inputs = self._folder / "inputs" / command
-        self._inputs.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    Their folders have the names of what they hold, so nothing that an earlier call of the run has given changes.
+    """
+
+    def __init__(self, command: str, folder: str | Path) -> None:
+        self._command, self.folder = command, Path(folder).expanduser()
+
+    @property
+    def run(self) -> Run:
+        return Run(self.folder)
 
     def data(self, key: str, rows: Rows) -> dict[str, Any]:
-        """The key of a file with these rows; nothing without any."""
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        return {key: [self._write(f"{key.rpartition('.')[2]}.jsonl", lines)]} if rows else {}
+        """The key of a file with these rows."""
+        name = key.rpartition(".")[2]
+        return {key: [self._write(f"{name}.jsonl", "".join(map(_line, _rows(name, rows))).encode())]}
+
+    def held_out(self, key: str, rows: Rows) -> dict[str, Any]:
+        """The same; nothing without any."""
+        return {} if isinstance(rows, tuple) and not rows else self.data(key, rows)
 
     def model(self, model: str | Path) -> dict[str, Any]:
         """The keys of a folder, or of a preset."""
@@ -207,43 +247,96 @@ class _Call:
 
     def rewards(self, given: Reward | Sequence[Reward]) -> list[str]:
         """What reward.fn takes.  Functions of the notebook are kept by value, those of a module by its name."""
-        rewards = [given] if isinstance(given, str) or callable(given) else list(given)
+        rewards = [given] if isinstance(given, str) or callable(given) else list(given or ())
+        if not all(isinstance(one, str) or callable(one) for one in rewards) or not rewards:
+            raise ConfigError(f"reward={given!r}: expected a function, a name as reward.fn takes it, or a list of both")
         functions = [one for one in rewards if not isinstance(one, str)]
         own = [getattr(one, "__name__", "") for one in functions]  # metrics and errors show these names
         names = [one if one.isidentifier() and own.count(one) == 1 else f"reward_{at}" for at, one in enumerate(own)]
         if functions:
             import cloudpickle  # only needed here
 
-            (self._inputs / "rewards.pkl").write_bytes(cloudpickle.dumps(functions))
+            try:
+                values = cloudpickle.dumps(functions)
+            except Exception as error:  # of whatever a function holds
+                raise ConfigError(f"reward: {', '.join(names)} cannot be kept for the run: {error}") from error
             places = [place for place in sys.path if not place.startswith((sys.prefix, sys.base_prefix, "__"))]
-            text = _REWARDS.format(path=places, names=", ".join(names))
-            file = self._write("rewards.py", text + "".join(map(_source, functions)))
+            text = _REWARDS.format(digest=_digest(values), path=places, names=", ".join(names))
+            text += "".join(map(_source, functions))
+            file = self._write("rewards.py", text.encode())
+            Path(file).with_suffix(".pkl").write_bytes(values)
         addresses = (f"{file}:{name}" for name in names)
         return [one if isinstance(one, str) else next(addresses) for one in rewards]
 
     def execute(
         self, arguments: Mapping[str, Any], settings: Mapping[str, Any] | None, *, is_scored: bool = True
-    ) -> Run:
-        """Run the command to its end.  `is_scored`: else its scores mean nothing.  Raises as `train` does."""
-        settings = dict(settings or {})
-        place = {"trainer.default_local_dir": str(self._folder.parent), "trainer.experiment_name": self._folder.name}
-        if twice := sorted(settings.keys() & (arguments.keys() | place.keys())):
-            raise ConfigError(
-                *(f"settings: {key} belongs to an argument of the call; expected it there" for key in twice)
-            )
-        given = {**arguments, **place, **settings}
+    ) -> list[str]:
+        """Run the command; returns its lines.  `is_scored`: else its scores mean nothing.  Raises as `train` does."""
+        folder = self.folder.resolve()
+        place = {"trainer.default_local_dir": str(folder.parent), "trainer.experiment_name": folder.name}
+        own = dict(flat(settings or {}))
+        if twice := sorted(own.keys() & (arguments.keys() | place.keys() | {"trainer.check_only"})):
+            raise ConfigError(*(f"settings: {key} belongs to the call itself; expected others" for key in twice))
+        given = {**arguments, **place, **own}
         if Path(str(given.get("recipe", ""))).is_file():  # in a file it would be looked for from that file's folder
             given["recipe"] = str(Path(given["recipe"]).resolve())
         text = yaml.safe_dump(json.loads(json.dumps(given, default=str)), sort_keys=False)
-        file = self._write("settings.yaml", text)
+        file = self._write(f"{self._command}.yaml", text.encode())
         draws = _in_notebook() and self._command != "evaluate"
         hidden = (ERROR,) + (STEP,) * draws + SCORES * (not is_scored)
-        _run([self._command, "--config", file], hidden, Picture(self._folder) if draws else None)
-        return Run(self._folder)
+        return _run([self._command, "--config", file], hidden, Picture(self.folder) if draws else None)
 
-    def _write(self, name: str, text: str) -> str:
-        (self._inputs / name).write_text(text, encoding="utf-8")
-        return str(self._inputs / name)
+    def _write(self, name: str, content: bytes) -> str:
+        file = self.folder / "inputs" / _digest(content)[:8] / name
+        for folder in [*reversed(file.parents)]:
+            folder.mkdir(PRIVATE_FOLDER, exist_ok=True)  # `parents=True` would make those above with other rights
+        file.write_bytes(content)
+        return str(file)
+
+
+def _new_folder(command: str) -> Path:
+    """The next folder below runs/ that nobody has, which is made."""
+    for number in count(1):
+        folder = Path(f"runs/{command}_{number}")
+        try:
+            folder.mkdir(PRIVATE_FOLDER, parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("there is always a next number")
+
+
+def _rows(name: str, rows: Any, texts: str | None = None) -> list[dict[str, Any]]:
+    """Rows as dictionaries, of a list, a data frame, or a data set; `texts`: the field of a row that is a text.
+
+    Raises ConfigError for none, and for a row of another kind, with its number.
+    """
+    rows = rows.to_dict("records") if hasattr(rows, "iterrows") else rows
+    if isinstance(rows, str | Mapping) or not hasattr(rows, "__iter__"):
+        raise ConfigError(f"{name}: a {type(rows).__name__}; expected a list of rows")
+    found = [{texts: row} if texts and isinstance(row, str) else row for row in rows]
+    if not found:
+        raise ConfigError(f"{name}: there is no row; expected at least one")
+    for at, row in enumerate(found):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{name}[{at}]: a {type(row).__name__}; expected a dictionary")
+        try:
+            _line(row).encode()
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name}[{at}]: it cannot be written as JSON: {error}") from error
+    return [dict(row) for row in found]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=lambda value: value.tolist()) + "\n"  # numpy and torch have it
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _unscored(prompt: object, completion: object, ground_truth: object = None) -> float:  # noqa: ARG001
+    return 0.0
 
 
 class Picture:
@@ -263,8 +356,8 @@ class Picture:
         self._shown.update({"text/plain": text.get()}, raw=True)
 
 
-def _run(words: Sequence[str], hidden: tuple[str, ...], picture: Picture | None) -> None:
-    """Run `megarl` with these words, and print what it prints, but lines that begin so.  Raises as `train` does."""
+def _run(words: Sequence[str], hidden: tuple[str, ...], picture: Picture | None) -> list[str]:
+    """Run `megarl` with these words, and print its lines but those that begin so; returns all.  Raises as `train`."""
     parent = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", "megarl", *words],
@@ -284,17 +377,22 @@ def _run(words: Sequence[str], hidden: tuple[str, ...], picture: Picture | None)
             said.append(line)
             if not line.startswith(hidden):
                 print(line)
-    except KeyboardInterrupt:
+    except BaseException:
         process.send_signal(signal.SIGINT)
         raise
     finally:
-        code = process.wait()
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # a second one does not wait
+            process.kill()
+            raise
         if picture:
             picture.draw(is_running=False)
     if code == EXIT_USAGE:
         raise ConfigError(*(line.removeprefix(ERROR) for line in said if line.startswith(ERROR)))
     if code:
         raise RuntimeError(f"megarl {words[0]} ended with exit code {code}: {' '.join(said[-KEPT:])}")
+    return said
 
 
 def _read(process: subprocess.Popen[str], lines: SimpleQueue[str | None]) -> None:
@@ -330,7 +428,9 @@ def _in_notebook() -> bool:
 
 
 def _frame(file: Path) -> DataFrame:
-    """The lines of a file as rows.  Raises FileNotFoundError."""
+    """The lines of a file as rows.  Raises ValueError if the run has no such file."""
     from pandas import DataFrame
 
+    if not file.is_file():
+        raise ValueError(f"{file}: the run has no such file, or not yet")
     return DataFrame(read_lines(file))

@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from readme_blocks import ROOT
 
@@ -36,10 +39,8 @@ def test_rewards_of_a_notebook_are_kept_with_what_they_use(tmp_path: Path) -> No
     call = notebook._Call("train", tmp_path / "run")
     first, name, second = call.rewards([graded, "exact", lambda prompt, completion: len(completion.text)])
     assert (first.rpartition(":")[2], name) == ("graded", "exact")
-    assert (
-        "# " + "        return bonus + float(solution_str == ground_truth)"
-        in (tmp_path / "run/inputs/train/rewards.py").read_text()
-    ), "the source, for a reader"
+    kept = Path(first.rpartition(":")[0]).read_text()
+    assert "#         return bonus + float(solution_str == ground_truth)" in kept, "the source, for a reader"
     assert [paid(first, "5"), paid(first, "6"), paid(second, "four")] == [1.5, 0.5, 4]
 
 
@@ -56,22 +57,70 @@ def test_a_function_that_a_file_has_is_imported_from_it(tmp_path: Path, monkeypa
 
 
 def test_a_mistake_is_the_sentence_of_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"actor.optim.rate": 1, "rollout": {"n": 0}}
     with pytest.raises(ConfigError) as found:
-        notebook.train(
-            "qwen3_mini", ROWS, "exact", {"actor.optim.rate": 1, "rollout": {"n": 0}}, folder=tmp_path / "run"
-        )
+        notebook.train("qwen3_mini", ROWS, "exact", settings, folder=tmp_path / "run")
     assert len(found.value.sentences) == 1 and "there is no key actor.optim.rate" in str(found.value)
-    assert f"{tmp_path}/run/inputs/train/settings.yaml" in str(found.value)
-    with pytest.raises(ConfigError, match=r"data.train_files belongs to an argument of the call"):
-        notebook.train("qwen3_mini", ROWS, "exact", {"data.train_files": ["x.jsonl"]}, folder=tmp_path / "run")
+    assert f"{tmp_path}/run/inputs/" in str(found.value)
     assert "error: " not in capfd.readouterr().out, "it is raised, and not printed too"
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700, "as a run's own folder"
+
+
+class Table:
+    """What pandas calls a data frame."""
+
+    iterrows = None
+
+    def to_dict(self, _: str) -> list[dict[str, Any]]:
+        return [{"prompt": "2+3=", "ground_truth": np.int64(5)}]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"rows": []}, "train_files: there is no row; expected at least one"),
+        ({"rows": "2+3="}, "train_files: a str; expected a list of rows"),
+        ({"rows": ["2+3="]}, r"train_files\[0\]: a str; expected a dictionary"),
+        ({"rows": [*ROWS, {"prompt": object()}]}, r"train_files\[1\]: it cannot be written as JSON"),
+        ({"held_out": []}, "val_files: there is no row"),
+        ({"reward": None}, "reward=None: expected a function, a name as reward.fn takes it, or a list of both"),
+        ({"reward": [threading.Lock().acquire]}, "reward: acquire cannot be kept for the run"),
+        ({"settings": {"data": {"train_files": ["x"]}}}, "settings: data.train_files belongs to the call itself"),
+        ({"settings": {"trainer": {"experiment_name": "x"}}}, "trainer.experiment_name belongs to the call itself"),
+        ({"settings": {"trainer.check_only": True}}, "trainer.check_only belongs to the call itself"),
+    ],
+)
+def test_what_is_no_row_reward_or_setting_of_a_call_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        notebook.train(**{"model": "qwen3_mini", "rows": ROWS, "reward": "exact"} | given)
+    assert not list(Path("runs").glob("*")), "no new folder without a run"
+
+
+def test_inputs_of_an_earlier_call_stay_and_equal_ones_are_the_same_file(tmp_path: Path) -> None:
+    call = notebook._Call("train", tmp_path / "run")
+    (first,) = call.data("data.train_files", ROWS)["data.train_files"]
+    (other,) = call.data("data.train_files", [{"prompt": "1+1="}])["data.train_files"]
+    assert first != other and call.data("data.train_files", Table())["data.train_files"] != [other]
+    assert call.data("data.train_files", [dict(ROWS[0])])["data.train_files"] == [first]
+    assert json.loads(Path(first).read_text()) == ROWS[0]
+
+
+def test_rewards_that_differ_by_a_value_alone_are_different_files(tmp_path: Path) -> None:
+    call = notebook._Call("train", tmp_path / "run")
+
+    def worth(value: float) -> Any:
+        return lambda prompt, completion: value
+
+    assert call.rewards(worth(1.0)) != call.rewards(worth(2.0))
 
 
 def test_calls_without_a_folder_take_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert notebook._Call("sft", None)._folder == Path("runs/sft_1")
-    Path("runs/sft_1/config.yaml").touch()
-    assert notebook._Call("sft", None)._folder == Path("runs/sft_2")
+    with notebook._call("sft", None) as first, notebook._call("sft", None) as second:
+        assert (first.folder, second.folder) == (Path("runs/sft_1"), Path("runs/sft_2")), "two calls at once"
 
 
 def test_metrics_have_a_row_for_each_step_with_its_evaluation(tmp_path: Path) -> None:
@@ -82,7 +131,12 @@ def test_metrics_have_a_row_for_each_step_with_its_evaluation(tmp_path: Path) ->
     (tmp_path / "config.yaml").touch()
     metrics = notebook.Run(tmp_path).metrics
     assert metrics.loc[1].to_dict() == {"val/score": 0.3, "critic/score/mean": 0.2}
-    assert list(metrics["val/score"]) == [0.1, 0.3] and notebook.Run(tmp_path).summary == {}
+    run = notebook.Run(str(tmp_path))
+    assert list(metrics["val/score"]) == [0.1, 0.3] and run.summary == {}
+    with pytest.raises(ValueError, match=r"samples.jsonl: the run has no such file, or not yet"):
+        _ = run.samples
+    with pytest.raises(ValueError, match=r"hf: no model that answers is there; expected a finished run of a policy"):
+        run.evaluate(["2+3="])
 
 
 @pytest.mark.full
@@ -117,7 +171,7 @@ def test_an_interrupt_ends_the_run_and_the_same_call_goes_on(tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_the_notebook_of_the_examples_runs_in_a_kernel(tmp_path: Path) -> None:
+def test_the_notebook_of_the_examples_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat
     from nbclient import NotebookClient
 
@@ -137,3 +191,8 @@ def test_the_notebook_of_the_examples_runs_in_a_kernel(tmp_path: Path) -> None:
     assert "step 25/25" not in printed
     assert (tmp_path / "runs/train_1/report.html").exists() and "report.html" in printed
     assert "cab=" in printed and "dbc" in printed
+    monkeypatch.chdir(tmp_path)
+    answers = notebook.Run("runs/train_1").evaluate(["cab=", "bad="])
+    assert list(answers["prompt"]) == ["cab=", "bad="] and "reward" not in answers
+    (_,) = Path("runs/train_1/inputs").glob("*/rewards.pkl")
+    assert "letters" in json.loads(Path("runs/train_1/code.json").read_text())["rewards.py"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -161,7 +161,7 @@ def read_yaml(path: Path) -> dict[Any, Any]:
 
 def from_content(where: str, content: dict[Any, Any]) -> Layer:
     """The settings of a file or of a part of it; every message about them begins with `where`."""
-    return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in _flat(content, "")], Faults())
+    return _layer([(f"{where}: {key}={show(value)}", str(key), value) for key, value in flat(content)], Faults())
 
 
 def parse_override(word: str) -> Override:
@@ -194,11 +194,12 @@ def _parse(word: str) -> tuple[str, Any]:
     return override.key_or_group, override.value()
 
 
-def _flat(content: dict[Any, Any], prefix: str) -> list[tuple[str, Any]]:
+def flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested groups as (key, value): {"actor": {"optim": {"lr": 1}}} is [("actor.optim.lr", 1)]."""
     out: list[tuple[str, Any]] = []
     for name, value in content.items():
         key = f"{prefix}{name}"
-        out += _flat(value, f"{key}.") if isinstance(value, dict) and value and not _is_whole(key) else [(key, value)]
+        out += flat(value, f"{key}.") if isinstance(value, dict) and value and not _is_whole(key) else [(key, value)]
     return out
 
 
@@ -212,7 +213,7 @@ def _layer(written: list[tuple[str, str, Any]], faults: Faults, *, is_sft: bool 
     ranked: list[tuple[int, str, Setting]] = []
     warnings: list[str] = []
     words: dict[str, str] = {}
-    leaves = [(text, *leaf) for text, name, value in written for leaf in _flat({name: value}, "")]
+    leaves = [(text, *leaf) for text, name, value in written for leaf in flat({name: value})]
     command = _command(leaves, is_sft=is_sft)
     for text, typed, leaf in leaves:
         word = without_prefix(typed)

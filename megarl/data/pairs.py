@@ -99,6 +99,8 @@ class PairExamples(SftExamples):
                 f"{row.where}: expected {self._prompt_key!r}, {CHOSEN!r} and {REJECTED!r}, or two conversations as "
                 f"{CHOSEN!r} and {REJECTED!r}; the row has {has}, and none may be empty"
             )
+        if _is_conversation(both[0]) != _is_conversation(both[1]):
+            raise ValueError(f"{row.where}: one of {CHOSEN} and {REJECTED} is a conversation; expected both, or none")
         if all(map(_is_conversation, both)):
             row = _with_prompt(row, self._prompt_key)
         elif not has_prompt:
@@ -198,7 +200,8 @@ def _with_prompt(row: Record, prompt_key: str) -> Record:
             "which holds a user's message and ends where the assistant answers"
         )
     asked = row.fields.get(prompt_key)
-    if asked is not None and asked not in (prompt, prompt[-1].get("content")):
+    questions = [str(message.get("content")).strip() for message in prompt if message.get("role") == "user"]
+    if asked is not None and asked != prompt and str(asked).strip() not in questions:
         raise ValueError(f"{row.where}: {prompt_key} is not what {CHOSEN} and {REJECTED} begin with; expected the same")
     return row._replace(fields={**row.fields, prompt_key: prompt, CHOSEN: answers[0], REJECTED: answers[1]})
 

@@ -37,7 +37,7 @@ FILES = {  # what a run's folder may have
     "hf": "the trained model, a folder that `transformers` and servers load",
     "adapter": "what was trained of it, a folder that `peft` loads on the model it began with",
     "config.yaml": "every setting; `megarl train --config THIS trainer.experiment_name=again` repeats the run",
-    "code": "the files of rewards, plug-ins and agents, as they were when the run began",
+    "code.json": "the files of rewards, plug-ins and agents, as they were when the run began",
     "metrics.jsonl": "every number of every step, one JSON object a line",
     "evaluations.jsonl": "of every evaluation: the version of its weights, all rewards",
     "advice.jsonl": "what the curves called for while the run went on",

@@ -43,8 +43,8 @@ def own_folder(config: Config) -> Iterator[None]:
     with (
         owned(trainer.run_dir, trusts_others=trainer.trust_shared_folders),
         shared(trainer),
+        reported(trainer.run_dir),  # which has how it ended
         end_noted(trainer.run_dir),
-        reported(trainer.run_dir),
     ):
         yield
 
@@ -172,7 +172,8 @@ def open_trackers(plan: Plan, stack: ExitStack) -> Trackers:
     config, trainer = plan.config, plan.config.trainer
     plan.folder.mkdir(parents=True, exist_ok=True)
     write_text(plan.folder / "config.yaml", to_yaml(config))
-    keep_code(config, plan.folder / CODE)
+    if plan.resume is None or not (plan.folder / CODE).exists():
+        keep_code(config, plan.folder / CODE)
     trackers = make_trackers(
         trainer.logger, plan.folder, trainer.project_name, trainer.experiment_name, asdict(config), plan.num_steps,
         resume_step=plan.resume.step if plan.resume else None,

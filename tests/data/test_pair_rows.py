@@ -27,7 +27,7 @@ FORMS = {
         "chosen": [*ASKED, {"role": "assistant", "content": "5"}],
         "rejected": [*ASKED, {"role": "assistant", "content": "66"}],
     },
-    "conversations behind their prompt": {"prompt": "2+3=", "chosen": ANSWERED, "rejected": [*ASKED, WRONG]},
+    "conversations behind their prompt": {"prompt": "2+3= ", "chosen": ANSWERED, "rejected": [*ASKED, WRONG]},
     "conversations behind their messages": {"prompt": ASKED, "chosen": ANSWERED, "rejected": [*ASKED, WRONG]},
     "messages": {
         "prompt": ASKED,
@@ -108,6 +108,7 @@ def test_texts_with_turns_are_split_behind_the_last_assistant_before_they_part(t
         ({"chosen": ASKED, "rejected": [{"role": "user", "content": "no"}]}, "share 0 messages; expected two answers"),
         ({"chosen": ASKED, "rejected": ANSWERED}, "share 1 messages; expected two answers to the same prompt"),
         ({"chosen": [SYSTEM, *ANSWERED], "rejected": [SYSTEM, ASKED[0] | {"content": "1+1="}, ANSWERED[1]]}, "share 1"),
+        (TEXTS | {"chosen": ANSWERED}, "one of chosen and rejected is a conversation; expected both, or none"),
         (FORMS["conversations"] | {"prompt": "1+1="}, "prompt is not what chosen and rejected begin with"),
         (TEXTS | {"margin": 10**400}, "expected a finite number of float32"),
         (TEXTS | {"margin": 1e39}, "margin is 1e+39; expected a finite number of float32"),

@@ -1,5 +1,6 @@
 """Folders of runs as `megarl report` reads them, with text that would like to be HTML."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ def run_folder(folder: Path, *, steps: int = 40, name: str = "try", lr: float = 
     samples = [sample(step, at) for step in range(1, steps) for at in range(4)]
     samples += [sample(steps, at, reward=1.0) for at in range(4)]
     samples += [sample(step, 4, completion="all rows", messages=MESSAGES) for step in range(1, steps + 1)]
-    (folder / "code").mkdir()
-    (folder / "code/reward.py").write_text(f"# {lr}\nRIGHT = '{HOSTILE}'\n")
+    (folder / "code.json").write_text(json.dumps({"reward.py": f"# {lr}\nRIGHT = '{HOSTILE}'\n"}))
     append_lines(folder / "samples.jsonl", samples)
     append_lines(folder / "advice.jsonl", [{"step": 7, "advice": f"entropy: {HOSTILE}"}])
     append_lines(folder / "tokens.jsonl", [_tokens(step) for step in range(1, steps + 1)])

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.settings import read_yaml
+from megarl.io.terminal import say
 from megarl.metrics.reading.jsonl import ANSWERS, METRICS, Series, read_lines, read_series
-from megarl.metrics.reading.status import read_status
+from megarl.metrics.reading.status import STOPS, read_status
 
 SWEEP = "sweep.json"  # in a folder with the folders of runs
-CODE = "code"  # the files of rewards, plug-ins and agents, as they were when the run began
+CODE = "code.json"  # the files of rewards, plug-ins and agents, as they were when the run began
 MAX_STEPS = 24  # of a page, the first and the last among them
 MAX_PER_STEP = 16
 MAX_TEXT = 4000  # characters of a prompt or an answer; the middle is left out
@@ -71,8 +72,13 @@ class RunFolder:
     @property
     def summary(self) -> dict[str, Any]:
         """{} unless the run has finished."""
-        file = self.path / "summary.json"
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return self._json("summary.json")
+
+    @property
+    def failure(self) -> str:
+        """Why the run stopped; "" if it goes on, has finished, or was asked to stop."""
+        end = self.status.get("end") or {"error": None}
+        return "" if end["error"] in (None, *STOPS) else end["why"] or end["error"]
 
     @property
     def status(self) -> dict[str, Any]:
@@ -81,11 +87,10 @@ class RunFolder:
     @cached_property
     def code(self) -> dict[str, list[str]]:
         """The lines of each file of rewards, plug-ins and agents."""
-        files = sorted(file for file in (self.path / CODE).rglob("*") if file.is_file())
-        return {
-            file.relative_to(self.path / CODE).as_posix(): file.read_text(errors="replace").splitlines()
-            for file in files
-        }
+        return {name: text.splitlines() for name, text in self._json(CODE).items()}
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_object(self.path / name) if (self.path / name).is_file() else {}
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
         """Of a log, such as samples.jsonl."""
@@ -98,13 +103,24 @@ def runs_of(folder: Path) -> list[RunFolder]:
     if not (folder / SWEEP).is_file():
         RunFolder(folder).require_metrics()
         return [RunFolder(folder)]
-    rows = json.loads((folder / SWEEP).read_text())["runs"]
+    rows = read_object(folder / SWEEP)["runs"]
     found = [RunFolder(folder / Path(row["folder"]).name) for row in rows]
-    if not any(runs := [run for run in found if (run.path / METRICS).is_file()]):
+    runs = [run for run in found if (run.path / METRICS).is_file()]
+    if not runs:
         raise ValueError(
             f"{folder}: none of the runs of {SWEEP} has {METRICS}; expected a sweep with a run that has begun"
         )
+    if without := [run.path.name for run in found if run not in runs]:
+        say(f"warning: {folder}: these runs have no {METRICS} and are not on the page: {', '.join(without)}")
     return runs
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object of a file.  Raises ValueError that names the file."""
+    try:
+        return dict(json.loads(file.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: expected a JSON object, {error}") from error
 
 
 def changed_files(names: Sequence[str], codes: Sequence[Mapping[str, list[str]]]) -> list[dict[str, Any]]:

@@ -11,11 +11,13 @@ import gzip
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from megarl import __version__
 from megarl.config.settings import show
@@ -60,16 +62,19 @@ def main(request: Request) -> int:
     return 0
 
 
-def write_report(run: Path, against: Sequence[Path] = (), failure: str = "") -> Path:
+def write_report(run: Path, against: Sequence[Path] = ()) -> Path:
     """Write `report.html` into the folder of a run or sweep; returns its path.
 
-    `against`: others that are shown beside it.  `failure`: the sentence with which the run stopped.
-    Raises: ValueError, one sentence, for a folder without metrics.
+    `against`: others that are shown beside it.
+    Raises: ValueError, one sentence, for a folder without metrics, and for a run that is named twice.
     """
     runs = [each for folder in (run, *against) for each in runs_of(folder)]
+    for place, times in Counter(each.path.resolve() for each in runs).items():
+        if times > 1:
+            raise ValueError(f"{place}: it is named {times} times; expected each run once")
     target = run / REPORT
     part = target.with_name(f"{REPORT}.part")
-    part.write_text(page(data_of(runs, run, failure)), encoding="utf-8")
+    part.write_text(page(data_of(runs, run)), encoding="utf-8")
     os.replace(part, target)
     return target
 
@@ -83,9 +88,9 @@ def reported(run: Path) -> Iterator[None]:
     before = _size_of(run / METRICS)
     try:
         yield
-    except Exception as error:
+    except Exception:
         if _size_of(run / METRICS) != before:
-            _try_to_write(run, str(error) or type(error).__name__)
+            _try_to_write(run)
         raise
     if (run / METRICS).is_file():
         _try_to_write(run)
@@ -95,38 +100,31 @@ def _size_of(file: Path) -> int | None:
     return file.stat().st_size if file.is_file() else None
 
 
-def _try_to_write(run: Path, failure: str = "") -> None:
+def _try_to_write(run: Path) -> None:
     try:
-        write_report(run, failure=failure)
+        write_report(run)
     except Exception as error:  # of whatever kind: it must not take a run's result
         line = str(error).partition("\n")[0]
         say(f"warning: {run / REPORT} could not be written: {type(error).__name__}: {line}")
 
 
-def data_of(runs: Sequence[RunFolder], home: Path, failure: str = "") -> dict[str, Any]:
-    """All that a page in the folder `home` shows of runs, as JSON; samples and times are the first one's.
-
-    `failure`: of the first one.
-    """
+def data_of(runs: Sequence[RunFolder], home: Path) -> dict[str, Any]:
+    """All that a page in the folder `home` shows of runs, as JSON; samples and times are the first one's."""
     first, names = runs[0], [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.path) for run in runs]
     facts = [_facts_of(run) for run in runs]
     return {
-        "name": home.resolve().name
-        if (home / SWEEP).is_file()
-        else " and ".join(names[:2])
-        if len(names) < 3
-        else f"{names[0]} and {len(names) - 1} more",
+        "name": _title(home, names),
         "recipe": first.config.get("trainer", {}).get("recipe"),
         "runs": [
             {
                 "name": name,
-                "page": os.path.relpath(page, home) if run.path != home and page.is_file() else None,
+                "page": quote(os.path.relpath(page, home), safe="/=,") if run.path != home and page.is_file() else None,
                 "seconds": run.seconds,
                 "status": run.status,
                 "summary": run.summary,
-                "failure": failure if run is first else "",
+                "failure": run.failure,
                 "advice": list(run.lines(ADVICE)),
                 "rollbacks": [{key: row[key] for key in ("step", "bad_step", "what")} for row in run.lines(ROLLBACKS)],
             }
@@ -149,6 +147,12 @@ def _facts_of(run: RunFolder) -> dict[str, str]:
     keys = {"model": ("model", "path"), **FACTS[kind], "device": ("trainer", "device")}
     found = {name: run.config.get(group, {}).get(key) for name, (group, key) in keys.items()}
     return {"kind": KINDS[kind]} | {name: show(value) for name, value in found.items() if value}
+
+
+def _title(home: Path, names: Sequence[str]) -> str:
+    if (home / SWEEP).is_file():
+        return home.resolve().name
+    return " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
 
 
 def page(data: dict[str, Any]) -> str:

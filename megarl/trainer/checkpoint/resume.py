@@ -5,7 +5,7 @@ A finished group is used only if this run would generate it with the same settin
 
 from __future__ import annotations
 
-import shutil
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from megarl.config.validate.rewards import names_of
 from megarl.data.groups import load_groups
 from megarl.data.ledger import Ledger
 from megarl.data.readers import content_digest
+from megarl.io.durable_files import write_text
 from megarl.io.terminal import say
 from megarl.rewards import REWARDS, SERVICES
 from megarl.roles.handles import Role
@@ -163,21 +164,22 @@ def require_state(checkpoint: Checkpoint, state: Mapping[str, Any], names: Itera
         )
 
 
-def keep_code(config: Config, folder: Path) -> None:
-    """Copy the files of rewards, plug-ins and agents as they are now, which `megarl report` compares between runs.
+def keep_code(config: Config, kept: Path) -> None:
+    """Write the files of rewards, plug-ins and agents, as they are now, into a JSON file: {name: text}.
 
-    Not the modules that they import, and no file above a megabyte, such as a program.
+    `megarl report` compares them between runs.  Not the modules that they import, no file above a megabyte, and of the
+    words of agent.command only scripts: others may hold secrets.
     """
     fns = [*names_of(config), *([without_prefix(config.agent.fn)] if config.agent.fn else [])]
     plugins = [plugin if plugin.endswith(".py") else f"{plugin}:" for plugin in config.algorithm.plugins]
-    files = [*(_file_of(fn) for fn in fns), *map(_file_of, plugins), *_scripts(config)]
-    shutil.rmtree(folder, ignore_errors=True)
-    for file in {Path(file).expanduser().resolve() for file in files if file}:
+    scripts = [word for word in _scripts(config) if word.endswith((".py", ".sh", ".js", ".ts"))]
+    files = [*(_file_of(fn) for fn in fns), *map(_file_of, plugins), *scripts]
+    texts: dict[str, str] = {}
+    for file in sorted({Path(file).expanduser().resolve() for file in files if file}):
         if file.is_file() and file.stat().st_size <= _MOST_CODE:
-            is_named = file.is_relative_to(Path.cwd()) and not file.is_relative_to(folder.parent.resolve())
-            kept = folder / (file.relative_to(Path.cwd()) if is_named else file.name)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, kept)
+            is_named = file.is_relative_to(Path.cwd()) and not file.is_relative_to(kept.parent.resolve())
+            texts[str(file.relative_to(Path.cwd())) if is_named else file.name] = file.read_text(errors="replace")
+    write_text(kept, json.dumps(texts, ensure_ascii=False, indent=1) + "\n")
 
 
 def _scripts(config: Config) -> list[str]:

@@ -13,6 +13,7 @@ from report_cases import HOSTILE, MESSAGES, run_folder, sample
 from megarl.cli import main
 from megarl.config import Config, load_config, resolved, to_yaml
 from megarl.config.settings import read_yaml
+from megarl.metrics.reading.status import end_noted, write_status
 from megarl.metrics.report import curves, page
 from megarl.metrics.report.curves import groups_of, stages_of, thinned
 from megarl.metrics.report.folder import MAX_CHARS, MAX_TEXT, changed_files, cut, samples_of, spread
@@ -138,11 +139,16 @@ def test_the_end_of_a_run_makes_its_page_with_the_reason_for_which_it_stopped(tm
     with reported(run):
         pass
     assert data_in((run / "report.html").read_text())["runs"][0]["failure"] == ""
-    with pytest.raises(RuntimeError), reported(run):
+    write_status(run, {"step": 8, "total_steps": 40, "stage": "gen"})
+    with pytest.raises(RuntimeError), reported(run), end_noted(run):
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 9}\n')
         raise RuntimeError("rank 1 ended")
     assert data_in((run / "report.html").read_text())["runs"][0]["failure"] == "rank 1 ended"
+    write_report(run)
+    assert data_in((run / "report.html").read_text())["runs"][0]["failure"] == "rank 1 ended", "and again, later"
+    with pytest.raises(ValueError, match="it is named 2 times; expected each run once"):
+        write_report(run, [run])
 
 
 def test_a_page_that_fails_is_one_line_and_the_run_goes_on(

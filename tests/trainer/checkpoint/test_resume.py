@@ -86,10 +86,8 @@ def test_a_function_or_a_script_whose_file_was_edited_is_another_one(tmp_path: P
             (plug, ["reward.fn=own", f"algorithm.plugins=[{plug}]"], "the file of reward.fn"),
             (script, [f"agent.command=[python3,{script},--fast]"], "the files of agent.command"),
         ):
-            keep_code(load(*words), tmp_path / "run" / "code")
-            assert [kept.read_text() for kept in (tmp_path / "run" / "code").iterdir()] == [edited.read_text()], (
-                "and no other"
-            )
+            keep_code(load(*words), tmp_path / "code.json")
+            assert json.loads((tmp_path / "code.json").read_text()) == {edited.name: edited.read_text()}
             before = generated_with(load(*words), greedy=False)
             assert len(before[key]) == 1 and generated_with(load(*words), greedy=False) == before
             edited.write_text(edited.read_text().replace("1.0", "2.0"))
