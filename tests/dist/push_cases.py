@@ -177,7 +177,7 @@ def ranks_that_go_on() -> int:
 
 def _corrupt_in_flight(url: str) -> list[Any]:
     """Flip a bit of k_proj on its way to one server."""
-    send, start = Server._broadcast, exchange._start
+    send, start = Server._broadcast, exchange.begin
 
     def broadcast(self: Server, bucket: Bucket) -> Any:
         if self.url != url or K_PROJ not in bucket.names:
@@ -197,7 +197,7 @@ def _corrupt_in_flight(url: str) -> list[Any]:
             changed.append((op, raw, peer))
         return start(changed, link)
 
-    return [mock.patch.object(Server, "_broadcast", broadcast), mock.patch.object(exchange, "_start", isend)]
+    return [mock.patch.object(Server, "_broadcast", broadcast), mock.patch.object(exchange, "begin", isend)]
 
 
 def _corrupt_in_server(argument: str) -> list[Any]:
@@ -348,7 +348,7 @@ def _signal(number: int) -> Callable[[str], list[Any]]:
 def record_order(version: int) -> list[tuple[str, Any]]:
     """Push, and tell in which order this rank used its groups: (collective | message | check, group, ...)."""
     order: list[tuple[str, Any]] = []
-    agree, start = exchange.agree, exchange._start
+    agree, start = exchange.agree, exchange.begin
 
     def name(group: Any) -> str:
         return str(dist.distributed_c10d._world.pg_names[group])
@@ -362,7 +362,7 @@ def record_order(version: int) -> list[tuple[str, Any]]:
         order.append(("message" if kinds == {dist.isend} else "check", name(link.group)))
         return start(ops, link)
 
-    with mock.patch.object(sharded, "agree", agreeing), mock.patch.object(exchange, "_start", starting):
+    with mock.patch.object(sharded, "agree", agreeing), mock.patch.object(exchange, "begin", starting):
         _held["pusher"].push(_held["model"], version)
     return order
 

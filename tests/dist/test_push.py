@@ -15,7 +15,8 @@ from megarl.arch.layout import Layout
 
 pytestmark = pytest.mark.dist
 
-TRANSPORTS = ("gathered", "shared", "sharded")
+TRANSPORTS = ("gathered", "mapped", "shared", "sharded")
+SLICES = ("shared", "sharded")
 PHASES = {"join", "pause", "convert", "send", "load", "verify", "resume"}
 LIMIT_S = 3.0  # of one wait, where it runs out
 Push = Callable[..., dict[str, Any]]
@@ -64,7 +65,7 @@ versions = count(1)
 def test_both_servers_get_exactly_the_trainers_weights(transport, connected, servers) -> None:
     go, urls = connected(transport), [server.url for server in servers]
     first = go()
-    assert first["report"].compared == (sorted(urls) if transport == "sharded" else []), "with what whole tensors leave"
+    assert first["report"].compared == (sorted(urls) if transport in SLICES else []), "with what whole tensors leave"
     found = [go(), go(pause_mode="in_place", canary_off_by=0.0)]
     for one in [first, *found]:
         report = one["report"]
@@ -73,7 +74,7 @@ def test_both_servers_get_exactly_the_trainers_weights(transport, connected, ser
         assert report.num_tensors == len(one["expected"]) == 4 * 11 + 2
         assert report.num_bytes == sum(4 * size for size in one["sizes"])
         assert report.num_verified >= 2 * report.num_tensors
-    phases = PHASES if transport == "sharded" else PHASES | {"gather"}
+    phases = PHASES if transport in SLICES else PHASES | {"gather"}
     assert [set(one["report"].timings) for one in found] == [phases, phases | {"canary"}]
     for server in servers:
         assert server.engine.checksums() == found[1]["expected"] != found[0]["expected"]
@@ -144,7 +145,7 @@ def test_an_element_corrupted_in_a_server_is_caught(transport, connected, server
         assert (set(report.transports), K_PROJ in report.failed[bad.url]) == ({good.url}, True)
         return
     assert set(report.transports) == {good.url, bad.url} and report.transports[bad.url] == "gathered"
-    words = K_PROJ if transport == "shared" else "its replicas answer with different checksums"
+    words = K_PROJ if transport == "mapped" else "its replicas answer with different checksums"
     assert words in report.fallbacks[bad.url][0]
     assert bad.engine.checksums() == found["expected"]
 
@@ -161,7 +162,7 @@ def test_a_change_of_one_server_alone_is_caught_where_the_slices_are_right(conne
 
 @pytest.mark.parametrize(
     ("transport", "fault"),
-    [("shared", "drop-mapped 3"), pytest.param("sharded", "drop-message x", marks=pytest.mark.full)],
+    [("mapped", "drop-mapped 3"), pytest.param("sharded", "drop-message x", marks=pytest.mark.full)],
 )
 def test_what_is_dropped_on_a_faster_way_is_sent_again_by_the_slowest(transport, fault, connected, servers) -> None:
     go = connected(transport, timeout_s=LIMIT_S)
