@@ -146,7 +146,7 @@ class Bench:
         """Why this push is not run; "" if it is."""
         if time.monotonic() > self.deadline:
             return "not run: the time was up"
-        shares_gpu = self.on_gpu and not self.apart and transport != "shared"
+        shares_gpu = self.on_gpu and not self.apart and transport not in ("shared", "mapped")
         return "not run: NCCL joins no two processes of one GPU" if shares_gpu else ""
 
     def _obstacle(self, servers: ServerSet) -> str:

@@ -19,7 +19,7 @@ from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.sharding import ServerSharding
 
 Engine = Literal["hf", "sglang"]
-TRANSPORTS = ("gathered", "shared", "sharded")
+TRANSPORTS = ("gathered", "mapped", "shared", "sharded")
 
 
 @dataclass(frozen=True)

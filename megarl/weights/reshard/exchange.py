@@ -248,11 +248,11 @@ def _handed_over(messages: Sequence[Message], mapped: Tensor, link: Link) -> Ite
     read before it writes there again.
     """
     for i, message in enumerate(messages):
-        finish(begin([(dist.irecv, torch.empty(1), message.peer)], link), link)
+        finish(begin([(dist.irecv, torch.empty(1, dtype=torch.uint8), message.peer)], link), link)
         yield message, halves(mapped)[i % 2]
         if mapped.is_cuda:
             torch.cuda.current_stream(mapped.device).synchronize()
-        finish(begin([(dist.isend, torch.zeros(1), message.peer)], link), link)
+        finish(begin([(dist.isend, torch.zeros(1, dtype=torch.uint8), message.peer)], link), link)
 
 
 def halves(mapped: Tensor) -> Sequence[Tensor]:

@@ -55,14 +55,15 @@ class Guest:
 
     def half(self) -> Tensor:
         """Where the next message comes; waits until the one before the last was read from there."""
-        if len(self._read) == 2:
+        if self._taken >= 2:
             self._try(lambda link: finish(self._read.popleft(), link))
         self._taken += 1
         return halves(self.buffer)[(self._taken - 1) % 2]
 
     def hand_over(self, message: Message) -> None:
         """It has come into the half that was taken for it."""
-        ops = [(dist.isend, torch.zeros(1), message.peer), (dist.irecv, torch.empty(1), message.peer)]
+        token, answer = torch.zeros(2, dtype=torch.uint8).split(1)
+        ops = [(dist.isend, token, message.peer), (dist.irecv, answer, message.peer)]
         self._try(lambda link: self._read.append(begin(ops, link)))
 
     def differing(self, sent: Mapping[int, Iterator[str]]) -> list[str]:
