@@ -109,6 +109,11 @@ def cpu_cases() -> list[Case]:
     ]
 
 
+def cpu_cases_of_8() -> list[Case]:
+    """Eight ranks without GPUs, each with an eighth of the model: what gathering costs grows with them."""
+    return [Case(ServerSet("sglang", size, tp=4), Layout(tp=4, pp=2)) for size in ("34M", "134M")]
+
+
 def gpu_cases(num_ranks: int) -> list[Case]:
     """`num_ranks` GPUs train; the servers have the others, or share the only one."""
     layouts = [Layout(tp=num_ranks)] + ([Layout(), Layout(pp=2)] if num_ranks > 1 else [])

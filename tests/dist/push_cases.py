@@ -390,6 +390,13 @@ def record_order(version: int) -> list[tuple[str, Any]]:
     return order
 
 
+def count_requests(version: int) -> int:
+    """Push, and tell how many requests the servers got."""
+    with mock.patch.object(ServerClient, "_call", autospec=True, side_effect=ServerClient._call) as call:
+        _held["pusher"].push(_held["model"], version)
+    return call.call_count
+
+
 def _misroute(_: str) -> list[Any]:
     """Every rank sends the wrong slice of k_proj, and takes what it sent for right."""
     view = exchange._view

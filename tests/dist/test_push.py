@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from push_cases import K_PROJ, O_PROJ, HFServer, build, connect, push, ranks_that_go_on, record_order
+from push_cases import K_PROJ, O_PROJ, HFServer, build, connect, count_requests, push, ranks_that_go_on, record_order
 from spawn import Ranks
 from tiny_models import write_model
 
@@ -91,6 +91,16 @@ def test_slices_are_compared_with_whole_tensors_again_from_time_to_time_without_
     go, urls = connected("sharded", check_every=2), sorted(server.url for server in servers)
     go()
     assert [go("full-disk")["report"].compared for _ in range(3)] == [urls, [], urls]
+
+
+@pytest.mark.parametrize("transport", SLICES)
+def test_a_push_of_slices_takes_as_many_requests_whatever_the_number_of_messages(transport, connected, ranks) -> None:
+    counts = []
+    for bucket_bytes in (4096, 1 << 20):
+        go = connected(transport, bucket_bytes=bucket_bytes)
+        go()
+        counts.append(ranks.run(count_requests, next(versions), timeout_s=240))
+    assert counts[0] == counts[1] and counts[0][1] == 0, "rank 0 alone asks"
 
 
 def test_all_ranks_use_their_groups_in_one_order(connected, servers, ranks: Ranks) -> None:
