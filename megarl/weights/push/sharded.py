@@ -1,8 +1,11 @@
-"""The trainer's side of `sharded` pushes: every rank sends the slices that it holds to the server ranks that need them.
+"""The trainer's side of pushes of slices: every rank sends those that it holds to the server ranks that need them.
 
 Rank 0 makes a server's ranks run `receiver.load`.  They join one process group for each server, with the trainer's
 ranks that have something to send.  The sender of each part compares its digest with the digest of what the server now
 holds there, so nothing is gathered, neither to send nor to check.
+
+This is `sharded`.  With `shared` a rank of the trainer beside each rank of the server, its host, receives the slices
+and compares the digests; it has the server's rank map the memory in which they come.  See `relay`.
 
 A rank uses its groups in one order, which is the same on all ranks: first a collective with each server, in the order
 of the offers; then the messages to all servers in the order of `MessageSchedule`; then the check of each server.
@@ -116,12 +119,13 @@ class ShardedSender:
         started = {url: (server.capabilities.started, transport) for url, server in servers.items()}
         new = [url for url in urls if url not in self._meetings or self._meetings[url][0] != started[url]]
         kind = "gloo" if transport == "shared" else backend()
-        with state.clock("join"):
-            ready = state.attempt(lambda server: server.ping_receiver(kind), new)
+        if transport == "sharded":  # the others are greeted with the memory that they are to map
+            with state.clock("join"):
+                state.attempt(lambda server: server.ping_receiver(kind), new)
         hosts: dict[str, tuple[int, ...]] = {}
-        for url in urls:
+        for url in [url for url, each in state.waiting().items() if each == transport]:
             try:
-                if url in ready:
+                if url in new:
                     self._forget_meeting(url)
                     hosted = Meeting.host(url, 0, kind, self._timeout_s, self._key, _address(url))
                     self._meetings[url] = (started[url], *hosted)
@@ -170,7 +174,8 @@ class ShardedSender:
         On rank 0, which has a `state`: url of each server that holds its slices -> a text that identifies them.
         """
         offers = self._possible([Offer.of(fields) for fields in offered], model, sizes, state)
-        offers, guests = self._welcome(offers, state)
+        with (state.clock if state else Clock())("join"):
+            offers, guests = self._welcome(offers, state)
         start = time.perf_counter()
         schedules = _schedules([offer.layout.tp for offer in offers])
         answers: dict[str, Future[None]] = {}
