@@ -116,6 +116,8 @@ def _job(entry: dict[str, Any]) -> Job:
     hf = entry["hf"] if "hf" in entry else preset_config(entry["model"])
     actor = Role("actor", hf, layout, said.pop("num_ranks"), overlap_grad_reduce=True)
     actor = replace(actor, **{name: said.pop(name) for name in Role.__dataclass_fields__.keys() & said.keys()})
+    if said.get("shared", True):
+        said.setdefault("push", "gathered")  # no other framework sends slices to servers on the trainer's GPUs
     job = Job(find(entry["gpu"]), actor, **said)
     if not entry.get("actor_and_ref"):
         return job

@@ -34,6 +34,7 @@ from benchmarks.push.matrix import (
     ServerSet,
     by_servers,
     cpu_cases,
+    cpu_cases_of_8,
     gpu_cases,
     quick_cases,
     useful_bytes,
@@ -58,7 +59,7 @@ class Bench:
     def __init__(self, console: Console, work: Path, options: argparse.Namespace) -> None:
         self.console, self.work, self.options = console, work, options
         self.on_gpu = options.device == "cuda"
-        self.num_ranks = max(1, torch.cuda.device_count() // 2) if self.on_gpu else 2
+        self.num_ranks = max(1, torch.cuda.device_count() // 2) if self.on_gpu else options.ranks
         self.dtype = "bfloat16" if self.on_gpu else "float32"
         self.deadline = time.monotonic() + 60 * options.minutes
         self.rows: list[Row] = []
@@ -66,7 +67,8 @@ class Bench:
         self.apart = self.on_gpu and torch.cuda.device_count() > 1
 
     def cases(self) -> list[Case]:
-        for_machine = gpu_cases(self.num_ranks) if self.on_gpu else cpu_cases()
+        on_cpu = cpu_cases() if self.num_ranks == 2 else cpu_cases_of_8()
+        for_machine = gpu_cases(self.num_ranks) if self.on_gpu else on_cpu
         found = quick_cases(self.num_ranks) if self.options.quick else for_machine
         return [case for case in found if case.servers.engine in self.options.engines]
 
@@ -146,7 +148,7 @@ class Bench:
         """Why this push is not run; "" if it is."""
         if time.monotonic() > self.deadline:
             return "not run: the time was up"
-        shares_gpu = self.on_gpu and not self.apart and transport != "shared"
+        shares_gpu = self.on_gpu and not self.apart and transport not in ("shared", "mapped")
         return "not run: NCCL joins no two processes of one GPU" if shares_gpu else ""
 
     def _obstacle(self, servers: ServerSet) -> str:
@@ -240,6 +242,7 @@ def parser() -> argparse.ArgumentParser:
     made = page.arguments(__doc__)
     made.add_argument("--engines", nargs="+", choices=("hf", "sglang"), default=["hf", "sglang"])
     made.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    made.add_argument("--ranks", type=int, choices=(2, 8), default=2, help="without GPUs (default 2)")
     made.add_argument("--repeats", type=int, help="pushes after the first one (default 5; 1 with --quick)")
     made.add_argument("--minutes", type=float, default=6.5, help="no case begins later than this (default 6.5)")
     return made

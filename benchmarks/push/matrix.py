@@ -19,7 +19,7 @@ from megarl.weights.mapping.server_map import server_table
 from megarl.weights.reshard.sharding import ServerSharding
 
 Engine = Literal["hf", "sglang"]
-TRANSPORTS = ("gathered", "shared", "sharded")
+TRANSPORTS = ("gathered", "mapped", "shared", "sharded")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ def cpu_cases() -> list[Case]:
         Case(ServerSet("hf", "34M", replicas=2), tp),
         Case(ServerSet("hf", "1M"), tp),
     ]
+
+
+def cpu_cases_of_8() -> list[Case]:
+    """Eight ranks without GPUs, each with an eighth of the model: what gathering costs grows with them."""
+    return [Case(ServerSet("sglang", size, tp=4), Layout(tp=4, pp=2)) for size in ("34M", "134M")]
 
 
 def gpu_cases(num_ranks: int) -> list[Case]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.push.orders import Build, PushAll
+from benchmarks.push.traffic import counted
 from megarl.arch.hf_config import read_hf_config
 from megarl.group.follow import Answer, follow
 from megarl.group.message import Setup
@@ -18,6 +19,7 @@ from megarl.mcore.setup import RankInfo, destroy_groups, make_groups, rank_info
 from megarl.processes.channels.connection import Tensors
 from megarl.roles.worker import Worker
 from megarl.weights.hf.load import load_hf
+from megarl.weights.push.agreement import gather_json
 from megarl.weights.push.push import Pusher, PushError
 
 
@@ -58,12 +60,15 @@ class Bench:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the barrier does not wait for this rank's own GPU
         begun, error = time.perf_counter(), ""
-        try:
-            report = pusher.push(self.model, version)
-        except PushError as failure:
-            report, error = failure.report, str(failure)
-        seconds = time.perf_counter() - begun
-        return {"seconds": seconds, "error": error, **(asdict(report) if report else {})}
+        with counted() as traffic:
+            try:
+                report = pusher.push(self.model, version)
+            except PushError as failure:
+                report, error = failure.report, str(failure)
+            seconds = time.perf_counter() - begun
+        by_rank = gather_json(traffic)
+        most = {name: max(each[name] for each in by_rank) for name in traffic}
+        return {"seconds": seconds, "error": error, **most, **(asdict(report) if report else {})}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from benchmarks.push.plan_cost import MESSAGE_BYTES, SERVERS, TRAINER, PlanCost
 
 PHASES = ("join", "pause", "gather", "convert", "send", "load", "verify", "resume")
 CARRY = ("gather", "convert", "send", "load")  # what moves the bytes; the rest is asking and checking
+TRAFFIC = ("received", "transfers", "requests")
 NAMES = ("model", "trainer", "servers", "transport")
 
 
@@ -27,6 +28,9 @@ class Row:
     phases: dict[str, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)  # of each push after the first
     note: str = ""
+    # Medians of the bytes that the rank with most of them got from the others, by how many transfers, and of the
+    # requests to servers.
+    traffic: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -44,9 +48,9 @@ class Row:
         first, later = taken[0], taken[1:]
         phases = {name: statistics.median(p["timings"].get(name, 0.0) for p in later) for name in PHASES}
         seconds = [p["seconds"] for p in later]
-        return cls(
-            size, trainer, servers, transport, useful, first["seconds"], first["timings"]["join"], phases, seconds, note
-        )
+        traffic = {name: round(statistics.median(p[name] for p in later)) for name in TRAFFIC}
+        begun = (first["seconds"], first["timings"]["join"])
+        return cls(size, trainer, servers, transport, useful, *begun, phases, seconds, note, traffic)
 
     @property
     def median(self) -> float:
@@ -76,6 +80,7 @@ class Row:
             "slowest": max(self.seconds),
             "of_copy": self.of_copy(copy),
             "moved_bytes_per_s": self.useful / carried if carried else None,
+            **self.traffic,
             **self.phases,
             "other": self.median - sum(self.phases.values()),
             "note": self.note,
@@ -96,8 +101,10 @@ LEGEND = (
     "them; other: what the phases leave of a push. useful_bytes: of the receivers' own shards, each byte once for each "
     "rank that needs it. push_s: from the call on all ranks to verified servers that write again; of_copy: "
     "useful_bytes / push_s, as a share of the speed of a copy in memory; moved_bytes_per_s: useful_bytes / (gather + "
-    "convert + send + load), without the questions and checks around them. The first sharded push also sends whole "
-    "tensors, to compare. All weights change before each push, and each push is verified."
+    "convert + send + load), without the questions and checks around them; received and transfers: the bytes that the "
+    "rank of the trainer which gets most has from other processes, and in how many transfers; requests: to servers. "
+    "The first sharded or shared push also sends whole tensors, to compare. All weights change before each push, and "
+    "each push is verified."
 )
 
 

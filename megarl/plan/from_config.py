@@ -22,6 +22,8 @@ from megarl.config.old_log_probs import pass_share
 from megarl.config.validate.models import group_of, model_of
 from megarl.plan.job import Job, Role
 from megarl.weights.count import check, whole
+from megarl.weights.mapping.blocks import HFConfig
+from megarl.weights.mapping.families import stacks_for
 
 MEMORY_FRACTION = 0.85  # approximately SGLang's default
 # Assumed mean lengths of prompts and completions, as shares of their limits, if the user gives none.
@@ -81,12 +83,19 @@ def job_of(
         order=rollout.order,
         drains=rollout.ahead > 0 and rollout.update == "drain",
         turn_s=rollout.turn_s,
-        push="sharded" if rollout.push in ("auto", "sharded") else "gathered",  # shared falls back, GPUs being apart
+        push="sharded" if _pushes_slices(config, actor_role.hf) else "gathered",
         bucket_bytes=rollout.bucket_bytes or bucket_bytes_of(_WIDTHS[rollout.dtype] * whole(actor_role.hf)),
         async_save=config.trainer.async_save and config.trainer.saves,
     )
     read = read_server_args(rollout.sglang.args) if rollout.engine != "hf" else {"not_modelled": ()}
     return replace(job, **read | {"not_modelled": (*_not_modelled(config), *read["not_modelled"])})
+
+
+def _pushes_slices(config: Config, hf: HFConfig) -> bool:
+    """Servers on GPUs of their own cannot map what `shared` sends; each way needs servers that take slices."""
+    rollout = config.rollout
+    wanted = ("auto", "shared" if rollout.placement == "shared" else "sharded")
+    return rollout.push in wanted and rollout.quantization != "fp8" and not stacks_for(hf)
 
 
 def _most_drawn(config: Config, vocab_size: int) -> int:

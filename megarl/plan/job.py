@@ -103,7 +103,7 @@ class Job:
     turn_s: float | None = None  # shared: seconds of the servers' turn, with ahead=1; None: until an iteration is there
 
     # the push
-    push: str = "sharded"  # to GPUs of their own: sharded (shard to shard) | gathered (whole tensors)
+    push: str = "sharded"  # sharded (slices, from shard to shard) | gathered (whole tensors)
     bucket_bytes: int = 2**26
 
     async_save: bool = False  # checkpoints are copied to host memory, and written while the training goes on

@@ -2,10 +2,11 @@
 
 Transports of a push (megarl/weights/push):
 
-sharded    servers on GPUs of their own: each GPU of a server gets its own part from ranks that hold it; every replica
-           of the actor sends
-gathered   the same servers: whole tensors are gathered in buckets, and rank 0 broadcasts each bucket to every server
-shared     servers on the trainer's GPUs, the only transport there: the same buckets, which servers map
+sharded    each GPU of a server gets its own part from ranks that hold it; every replica of the actor sends
+shared     the same for servers on the trainer's GPUs: the rank on a GPU receives, and the server copies from its memory
+gathered   servers on GPUs of their own: whole tensors are gathered in buckets, and rank 0 broadcasts each bucket to
+           every server
+mapped     servers on the trainer's GPUs: the same buckets, which servers map
 
 The optimizer's state comes to the GPU beside the passes of the first optimizer step, which then waits for the rest of
 it (Worker.onload); weights come before them, and nothing is computed while a role leaves.
@@ -26,10 +27,8 @@ def push(job: Job) -> float:
     """Seconds until every server has the new weights."""
     num_bytes = 2 * whole(job.actor.hf)
     fixed = job.constants.push_s + tensors(job) * job.constants.push_tensor_s
-    if not _has_buckets(job):
-        received = num_bytes / job.server_gpus
-        sent = num_bytes * job.num_servers / job.actor.num_ranks  # by each rank, if all ranks take part
-        return fixed + max(received, sent) / (job.gpu.nic_bandwidth * job.constants.push_nic)
+    if job.push == "sharded":
+        return fixed + _slices(job, num_bytes)
     gather_s = _gather(job, num_bytes)
     if job.shared:
         return fixed + mapped_push(job, num_bytes, gather_s)
@@ -37,8 +36,20 @@ def push(job: Job) -> float:
     return fixed + gather_s + num_bytes / (job.gpu.nic_bandwidth * job.constants.broadcast)
 
 
+def _slices(job: Job, num_bytes: int) -> float:
+    """Seconds until every GPU of the servers has its own part."""
+    received, num_ranks = num_bytes / job.server_gpus, job.actor.num_ranks
+    moved = max(received, num_bytes * job.num_servers / num_ranks)  # sent by each rank, if all ranks take part
+    nic = job.gpu.nic_bandwidth * job.constants.push_nic
+    if not job.shared:
+        return moved / nic
+    copies = 2 * received / (job.gpu.memory_bandwidth * job.constants.memory)  # read and written on the server's GPU
+    links = job.gpu.link_bandwidth * job.constants.gather if num_ranks <= job.link_domain else nic
+    return copies + moved * (1 - 1 / num_ranks) / links
+
+
 def mapped_push(job: Job, num_bytes: int, gather_s: float) -> float:
-    """Seconds of a push through buckets that servers on the trainer's GPUs map (transport `shared`).
+    """Seconds of a push through buckets that servers on the trainer's GPUs map (transport `mapped`).
 
     Every rank gathers whole tensors into a bucket while servers load the one before, so the slower of the two counts.
     `gather_s`: of all tensors on every rank.  Rank 0 also reads all bytes once for their digests.  A server's GPU reads
@@ -54,14 +65,10 @@ def mapped_push(job: Job, num_bytes: int, gather_s: float) -> float:
 def tensors(job: Job) -> int:
     """Number of tensors, each with a fixed cost; in shards, the experts of a layer are sent stacked."""
     return sum(
-        len(op.hf_shapes) * (op.expert[1] if op.expert and _has_buckets(job) else 1)
+        len(op.hf_shapes) * (op.expert[1] if op.expert and job.push == "gathered" else 1)
         for kind in kinds_of(job.actor.hf)
         for op in kind.ops
     )
-
-
-def _has_buckets(job: Job) -> bool:
-    return job.shared or job.push == "gathered"
 
 
 def _gather(job: Job, num_bytes: int) -> float:

@@ -22,6 +22,7 @@ def told(seconds: float, transport: str = "gathered", **fields: Any) -> dict[str
     """What a rank says of one push."""
     phases = {"join": 0.5 * (seconds == 9.0), "gather": seconds / 2, "send": seconds / 4, "verify": seconds / 4}
     said = {"seconds": seconds, "error": "", "failed": {}, "fallbacks": {}, "timings": phases}
+    said |= {"received": 10 * seconds, "transfers": 3, "requests": 7}
     return said | {"transports": {URL: transport}} | fields
 
 
@@ -53,6 +54,7 @@ def test_numbers_are_medians_of_the_pushes_after_the_first() -> None:
     assert (cells["fastest"], cells["slowest"], cells["of_copy"]) == (1.0, 4.0, 0.05)
     assert cells["moved_bytes_per_s"] == pytest.approx(10**9 / 1.5)
     assert [cells[name] for name in (*PHASES, "other")] == [0, 0, 1, 0, 0.5, 0, 0.5, 0, 0]
+    assert (cells["received"], cells["transfers"], cells["requests"]) == (20, 3, 7)
     assert found.note == ""
 
 

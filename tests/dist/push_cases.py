@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -39,8 +40,8 @@ from megarl.weights.push.push import Canary, Pusher
 from megarl.weights.push.report import PushError
 from megarl.weights.push.servers import Server, ServerCapabilities
 from megarl.weights.push.settings import PushSettings
-from megarl.weights.push.shared import payload, shared_buffer
-from megarl.weights.reshard import exchange
+from megarl.weights.push.shared import forget, message, payload, shared_buffer
+from megarl.weights.reshard import exchange, relay
 from megarl.weights.reshard.plan import Plan
 from megarl.weights.verify.digests import digest
 
@@ -177,7 +178,7 @@ def ranks_that_go_on() -> int:
 
 def _corrupt_in_flight(url: str) -> list[Any]:
     """Flip a bit of k_proj on its way to one server."""
-    send, start = Server._broadcast, exchange._start
+    send, start = Server._broadcast, exchange.begin
 
     def broadcast(self: Server, bucket: Bucket) -> Any:
         if self.url != url or K_PROJ not in bucket.names:
@@ -188,16 +189,18 @@ def _corrupt_in_flight(url: str) -> list[Any]:
             at += raw.numel()
         return send(self, Bucket(bucket.names, bucket.shapes, bucket.dtype, data, bucket.is_last))
 
-    def isend(ops: Any, link: Any) -> Any:
+    def isend(ops: Any, link: Any, ranks: Any = (1,)) -> Any:
         changed = []
         for op, raw, peer in ops:
-            if op is dist.isend and dist.get_rank() == 1:
+            if op is dist.isend and dist.get_rank() in ranks:
                 raw = raw.clone()
                 raw[0] ^= 1
             changed.append((op, raw, peer))
         return start(changed, link)
 
-    return [mock.patch.object(Server, "_broadcast", broadcast), mock.patch.object(exchange, "_start", isend)]
+    every = partial(isend, ranks=(0, 1))  # both receive for a guest
+    sending = [mock.patch.object(exchange, "begin", isend), mock.patch.object(relay, "begin", every)]
+    return [mock.patch.object(Server, "_broadcast", broadcast), *sending]
 
 
 def _corrupt_in_server(argument: str) -> list[Any]:
@@ -250,14 +253,33 @@ def _drop_mapped(number: str) -> list[Any]:
 
 def _drop_message(_: str) -> list[Any]:
     """The last message of rank 1 to each server does not leave it.  (Behind any other gloo ends a receiver that gets
-    the next.)
+    the next.)  Of what it has received for its guests it hands no last message over.
     """
+    hand_over = relay.Guest.hand_over
+
+    def all_but_the_last(self: relay.Guest, message: Any) -> None:
+        if self._taken < len(self.messages):
+            hand_over(self, message)
 
     def fewer(queue: Any, *args: Any, **named: Any) -> exchange.Sent:
         last = {link: i for i, (link, _) in enumerate(queue)}.values() if dist.get_rank() == 1 else ()
         return exchange.send([each for i, each in enumerate(queue) if i not in last], *args, **named)
 
-    return [mock.patch.object(sharded, "send", fewer)]
+    return [mock.patch.object(sharded, "send", fewer), mock.patch.object(relay.Guest, "hand_over", all_but_the_last)]
+
+
+def _close_memory(_: str) -> list[Any]:
+    """What a server is to map is gone before it opens it."""
+
+    def gone(text: str, memory: torch.Tensor | None = None) -> str:
+        if memory is None:
+            return message(text)
+        other = shared_buffer(memory.numel())
+        made = message(text, other)
+        forget(other)
+        return made
+
+    return [mock.patch.object(sharded, "message", gone)]
 
 
 def _swap_experts(names: str) -> list[Any]:
@@ -339,7 +361,8 @@ def _signal(number: int) -> Callable[[str], list[Any]]:
         return [
             mock.patch.object(Server, "send", before(Server.send, 2)),
             mock.patch.object(Server, "map", before(Server.map, 2)),
-            mock.patch("megarl.weights.push.sharded.send", before(exchange.send, 0)),
+            mock.patch.object(sharded, "send", before(exchange.send, 0)),
+            mock.patch.object(sharded, "relay", before(relay.relay, 0)),
         ]
 
     return patches
@@ -348,7 +371,7 @@ def _signal(number: int) -> Callable[[str], list[Any]]:
 def record_order(version: int) -> list[tuple[str, Any]]:
     """Push, and tell in which order this rank used its groups: (collective | message | check, group, ...)."""
     order: list[tuple[str, Any]] = []
-    agree, start = exchange.agree, exchange._start
+    agree, start = exchange.agree, exchange.begin
 
     def name(group: Any) -> str:
         return str(dist.distributed_c10d._world.pg_names[group])
@@ -362,9 +385,16 @@ def record_order(version: int) -> list[tuple[str, Any]]:
         order.append(("message" if kinds == {dist.isend} else "check", name(link.group)))
         return start(ops, link)
 
-    with mock.patch.object(sharded, "agree", agreeing), mock.patch.object(exchange, "_start", starting):
+    with mock.patch.object(sharded, "agree", agreeing), mock.patch.object(exchange, "begin", starting):
         _held["pusher"].push(_held["model"], version)
     return order
+
+
+def count_requests(version: int) -> int:
+    """Push, and tell how many requests the servers got."""
+    with mock.patch.object(ServerClient, "_call", autospec=True, side_effect=ServerClient._call) as call:
+        _held["pusher"].push(_held["model"], version)
+    return call.call_count
 
 
 def _misroute(_: str) -> list[Any]:
@@ -395,6 +425,7 @@ FAULTS: dict[str, Callable[[str], list[Any]]] = {
     "drop-bucket": _drop_bucket,
     "drop-mapped": _drop_mapped,
     "drop-message": _drop_message,
+    "close-memory": _close_memory,
     "swap-experts": _swap_experts,
     "swap-places": _swap_places,
     "leave-out": _leave_out,

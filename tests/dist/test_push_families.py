@@ -47,17 +47,17 @@ def pushed(ranks: Ranks, server: HFServer, transport: str, fault: str = "", **se
 
 @pytest.mark.parametrize(
     "transport",
-    [pytest.param("gathered", marks=pytest.mark.full), pytest.param("shared", marks=pytest.mark.full), "sharded"],
+    [*(pytest.param(each, marks=pytest.mark.full) for each in ("gathered", "mapped", "shared")), "sharded"],
 )
 def test_a_model_with_experts_arrives_whole(transport: str, served: Any, two_ranks: Ranks) -> None:
     """Stacks never as slices."""
     family, server = served
     found = pushed(two_ranks, server, transport, check_every=1)
-    report, is_sharded = found["report"], transport == "sharded" and family != STACKED
-    used = transport if is_sharded or transport == "shared" else "gathered"
-    assert (report.transports, report.compared) == ({server.url: used}, [server.url] if is_sharded else []), found
+    report, has_slices = found["report"], transport in ("shared", "sharded") and family != STACKED
+    used = {"shared": "mapped", "sharded": "gathered"}.get(transport, transport) if not has_slices else transport
+    assert (report.transports, report.compared) == ({server.url: used}, [server.url] if has_slices else []), found
     needs = ["sharded: it needs a model that does not stack its experts in one tensor"]
-    assert report.fallbacks == ({server.url: needs} if used != transport else {})
+    assert report.fallbacks == ({server.url: needs} if (transport, used) == ("sharded", "gathered") else {})
     assert report.num_verified >= len(found["expected"])
     assert server.engine.checksums() == found["expected"]
 
@@ -70,7 +70,7 @@ def test_decays_arrive_unrounded_at_a_server_in_bfloat16(tmp_path: Path) -> None
     with HFServer(folder, "bfloat16") as server, Ranks(2) as ranks:
         ranks.run(build, str(folder), Layout(tp=2), "bfloat16", timeout_s=240)
         server.wait()
-        for transport in ("gathered", "shared", "sharded"):
+        for transport in ("gathered", "mapped", "shared", "sharded"):
             found = pushed(ranks, server, transport, check_every=1, dtype="bfloat16")
             assert found["report"].transports == {server.url: transport}, found
             assert server.engine.checksums() == found["expected"]

@@ -49,8 +49,8 @@ def forget(pid: int) -> None:
 @pytest.mark.parametrize(
     ("transport", "sender_buckets"),
     # Two buckets, each half as large; of gathering, twice as much as goes into one and this rank's half of that.
-    # Sharded: two messages, which are together as large as a bucket.
-    [("gathered", 1 + 1.5), ("shared", 1 + 1.5), ("sharded", 1)],
+    # Slices: two messages, which are together as large as a bucket; shared also two that this rank receives.
+    [("gathered", 1 + 1.5), ("mapped", 1 + 1.5), ("shared", 1 + 1), ("sharded", 1)],
 )
 def test_a_push_takes_a_few_buckets_and_no_copy_of_the_model(
     transport: str, sender_buckets: float, running: tuple[Ranks, list[HFServer]]

@@ -38,7 +38,7 @@ from megarl.weights.push.shared import payload, shared_buffer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist]
 
-TRANSPORTS = ("gathered", "shared", "sharded")
+TRANSPORTS = ("gathered", "mapped", "shared", "sharded")
 # Without a GPU SGLang rounds the sizes of feed-forward layers up to 32 a rank, and heads to one a rank: these divide.
 SIZES: dict[str, Any] = {"intermediate_size": 128, "num_key_value_heads": 2, "num_hidden_layers": 2}
 ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
@@ -169,7 +169,7 @@ def test_each_rank_holds_what_the_trainer_sent(transport: str, running: Running)
         found = running.push(transport, settings={"check_every": 1}, canary_off_by=0.0, **how)
         report = found["report"]
         assert (report.transports, report.failed, report.fallbacks) == ({running.url: transport}, {}, {}), found
-        assert report.compared == ([running.url] if transport == "sharded" else [])
+        assert report.compared == ([running.url] if transport in ("shared", "sharded") else [])
         assert report.num_verified > 0
         assert running.engine.model_info()["weight_version"] == str(report.version)
 
@@ -181,7 +181,7 @@ def test_a_corrupted_element_is_named_and_sent_again_or_left_out(running: Runnin
     if running.case.family == LATENT:
         tensor = fused = "model.layers.1.self_attn.kv_b_proj.weight"
     fault = f"corrupt-in-server {running.url} {tensor}"
-    found = running.push("shared", fault)["report"]
+    found = running.push("mapped", fault)["report"]
     assert found.transports == {running.url: "gathered"}
     assert f"(differ: {fused})" in found.fallbacks[running.url][0]
     found = running.push("gathered", fault)["report"]
@@ -189,10 +189,18 @@ def test_a_corrupted_element_is_named_and_sent_again_or_left_out(running: Runnin
     assert running.push("gathered")["report"].transports == {running.url: "gathered"}
 
 
-def test_slices_corrupted_under_way_are_named_and_sent_again(running: Running) -> None:
-    report = running.push("sharded", "corrupt-in-flight x")["report"]
-    assert report.transports == {running.url: "gathered"}
-    assert "(differ: " in report.fallbacks[running.url][0]
+@pytest.mark.parametrize(
+    ("transport", "then", "fault", "words"),
+    [
+        ("sharded", "gathered", "corrupt-in-flight x", "(differ: "),
+        ("shared", "mapped", "close-memory x", "cannot open what was sent"),
+        ("shared", "mapped", "corrupt-in-flight x", "(differ: "),
+    ],
+)
+def test_slices_that_are_corrupted_or_cannot_be_read_are_sent_again(transport, then, fault, words, running) -> None:
+    report = running.push(transport, fault)["report"]
+    assert report.transports == {running.url: then}
+    assert words in report.fallbacks[running.url][0]
 
 
 def test_a_dropped_bucket_is_named(running: Running) -> None:

@@ -58,7 +58,7 @@ def pushed(ranks: Ranks, url: str, transport: str, fault: str = "") -> dict[str,
     return ranks.run(push, version, fault, {}, timeout_s=300)[0]
 
 
-@pytest.mark.parametrize("transport", ["gathered", "shared"])
+@pytest.mark.parametrize("transport", ["gathered", "mapped"])
 def test_mtp_layers_reach_a_draft_model_and_are_verified(two_ranks: Ranks, url: str, transport: str) -> None:
     report = pushed(two_ranks, url, transport)["report"]
     assert not report.failed and report.transports == {url: transport}
@@ -69,6 +69,7 @@ def test_mtp_layers_reach_a_draft_model_and_are_verified(two_ranks: Ranks, url: 
 
 
 def test_mtp_layers_get_no_slices(two_ranks: Ranks, url: str) -> None:
+    assert pushed(two_ranks, url, "shared")["report"].transports == {url: "mapped"}
     report = pushed(two_ranks, url, "sharded")["report"]
     assert report.transports == {url: "gathered"}
     assert report.fallbacks[url] == ["sharded: it needs a server without a draft model"]

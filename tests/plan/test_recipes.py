@@ -72,7 +72,9 @@ def assert_shares(config):
 
 def server_at(url, gpus):
     """As a server of SGLang that runs there would be found to be."""
-    able = SimpleNamespace(first_gpu=int(gpus[0].split("/")[1]), has_receiver=True, is_plain=True)
+    able = SimpleNamespace(
+        first_gpu=int(gpus[0].split("/")[1]), has_receiver=True, is_plain=True, is_stacked=False, drafts=False
+    )
     return SimpleNamespace(url=url, gpus=gpus, capabilities=able, fits_slices=None)
 
 

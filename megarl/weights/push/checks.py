@@ -23,7 +23,7 @@ from megarl.weights.mapping.server_map import derived_table, server_table
 from megarl.weights.push.buckets import Bucket
 from megarl.weights.push.report import PushError
 from megarl.weights.push.servers import Server, ServerLayout
-from megarl.weights.push.state import PushState
+from megarl.weights.push.state import SLICES, PushState
 from megarl.weights.verify.digests import RankDigests
 
 # No weight: which of three positions turns each part of a head, by SGLang's rope of Qwen3.5.
@@ -114,8 +114,9 @@ def check_slices(state: PushState, sent: Mapping[str, str]) -> None:
         if target.server.fits_slices and not state.checks:
             target.server.set_baseline(sent[url])
         else:
-            target.after_slices = (sent[url], held[url])
-            state.send_on(url)
+            target.after_slices, target.slices_by = (sent[url], held[url]), target.transports[0]
+            while target.transports[0] in SLICES:
+                state.send_on(url)
 
 
 def compare_slices_with_whole(state: PushState) -> None:
@@ -128,9 +129,9 @@ def compare_slices_with_whole(state: PushState) -> None:
         target.server.fits_slices = not differ
         if differ:
             held = f"{url} held other weights after slices than after whole tensors: {some_names(differ)}"
-            state.warn(url, "sharded", held)
+            state.warn(url, target.slices_by, held)
         else:
-            target.done, target.is_compared = "sharded", True
+            target.done, target.is_compared = target.slices_by, True
             target.server.set_baseline(weights)
 
 

@@ -1,4 +1,4 @@
-"""Sends buckets from world rank 0: the same buckets to `shared` (mapped) and `gathered` (broadcast) servers."""
+"""Sends buckets from world rank 0: the same buckets to `mapped` and `gathered` (broadcast) servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.weights.push.gpu_handles import take
 from megarl.weights.push.report import one_line
 from megarl.weights.push.servers import Server
 from megarl.weights.push.shared import forget, payload, shared_buffer
-from megarl.weights.push.state import PushState
+from megarl.weights.push.state import SLICES, PushState
 
 
 class BucketDelivery:
@@ -28,14 +28,14 @@ class BucketDelivery:
     def __init__(self, state: PushState) -> None:
         """Join the groups of `gathered` servers, and begin an update on all servers."""
         self._state = state
-        self.transports = {url: each for url, each in state.waiting().items() if each != "sharded"}
+        self.transports = {url: each for url, each in state.waiting().items() if each not in SLICES}
         self._shared_buffers: list[Tensor] = []
         self._under_way: dict[str, Future[float]] = {}
         self._sent_at = 0.0  # when these were started
         with state.clock("join"):
             state.attempt(lambda server: server.join(backend()), self._urls("gathered"))
         with state.clock("pause"):
-            state.attempt(Server.open, self._urls("gathered", "shared"))
+            state.attempt(Server.open, self._urls("gathered", "mapped"))
 
     def _urls(self, *transports: str) -> list[str]:
         """The servers that still take part: the others were dropped or wait for other transports."""
@@ -43,8 +43,8 @@ class BucketDelivery:
         return [url for url, each in self.transports.items() if each in transports and waiting.get(url) == each]
 
     def new_buffer(self, num_bytes: int, device: torch.device) -> Tensor:
-        """A buffer; on a CPU it is in shared memory if any server uses `shared`."""
-        shared = self._urls("shared")
+        """A buffer; on a CPU it is in shared memory if any server maps it."""
+        shared = self._urls("mapped")
         if shared and device.type == "cpu":
             try:
                 self._shared_buffers.append(shared_buffer(num_bytes))
@@ -60,7 +60,7 @@ class BucketDelivery:
         state, self._sent_at = self._state, time.perf_counter()
         version, flush = (state.version, state.flush_cache) if bucket.is_last else (None, False)
         self._under_way = state.start(lambda server: server.send(bucket, version, flush), self._urls("gathered"))
-        for url in self._urls("shared"):
+        for url in self._urls("mapped"):
             server = state.targets[url].server
             try:
                 texts = (

@@ -65,12 +65,19 @@ def wanted_handles(servers: Iterable[Server]) -> dict[str, int]:
     return dict(Counter(gpu for server in servers for gpu in gpus_of(server)))
 
 
+def own_seat(trainer: Sequence[str]) -> str:
+    """The GPU of this rank, or without GPUs its machine; `trainer`: as in `Gpus`."""
+    if not torch.cuda.is_available():
+        return socket.gethostname()
+    return trainer[dist.get_rank()] if trainer else _name(torch.cuda.current_device())
+
+
 def exchange(bucket: Bucket, wanted: Mapping[str, int], trainer: Sequence[str]) -> dict[str, list[str]]:
     """GPU -> handles of the bucket in its memory; a collective of all ranks, and each has filled its own copy.
 
     `trainer`: the GPUs of the ranks, if they are known.
     """
-    mine = trainer[dist.get_rank()] if trainer else _name(torch.cuda.current_device())
+    mine = own_seat(trainer)
     torch.cuda.current_stream().synchronize()  # the bucket is filled on this stream; others may go on
     return dict(gather_json((mine, [payload(bucket) for _ in range(wanted.get(mine, 0))])))
 

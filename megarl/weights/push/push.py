@@ -1,8 +1,9 @@
 """Pushes the trainer's weights to the servers, and verifies that they arrived.
 
-There are three transports.  `gathered`: rank 0 gathers every tensor and broadcasts it in buckets over a weight group
-with each server.  `shared`: a server on the same machine maps the buckets.  `sharded`: every rank sends its slices
-straight to the server ranks that need them.  If a transport fails, the push falls back to a slower one.  Each server is
+There are four transports.  `gathered`: rank 0 gathers every tensor and broadcasts it in buckets over a weight group
+with each server.  `mapped`: a server on the same machine maps the buckets.  `sharded`: every rank sends its slices
+straight to the server ranks that need them.  `shared`: every rank sends its slices to the ranks beside the server ranks
+that need them, which map what comes there.  If a transport fails, the push falls back to a slower one.  Each server is
 paused, gets the weights and reports the digests of what it then holds.  It resumes generation only if they equal the
 digests that the trainer computed.  The first time that a server process gets slices, it must also hold the same after
 whole tensors.  A server that fails stays paused and is named in the report; the others wait for it no longer than its
@@ -33,7 +34,7 @@ from megarl.weights.hf.export import hf_sizes, hf_tensors, save_hf
 from megarl.weights.hf.gather import to_its_end
 from megarl.weights.mapping.blocks import HFConfig
 from megarl.weights.mapping.names import Sizes, num_bytes
-from megarl.weights.push.agreement import broadcast_json
+from megarl.weights.push.agreement import broadcast_json, gather_json
 from megarl.weights.push.buckets import Bucket, NewBuffer, bucket_bytes_for, fill_buckets
 from megarl.weights.push.channel import is_here
 from megarl.weights.push.checks import (
@@ -45,13 +46,13 @@ from megarl.weights.push.checks import (
     drop_unverified,
 )
 from megarl.weights.push.delivery import BucketDelivery
-from megarl.weights.push.gpu_handles import Gpus, exchange, wanted_handles
+from megarl.weights.push.gpu_handles import Gpus, exchange, own_seat, wanted_handles
 from megarl.weights.push.report import PushError, PushReport, one_line
 from megarl.weights.push.routes import message_bytes_of
 from megarl.weights.push.servers import CLEANING_S, Server
 from megarl.weights.push.settings import PushSettings
 from megarl.weights.push.sharded import ShardedSender
-from megarl.weights.push.state import TRANSPORTS, PushState
+from megarl.weights.push.state import SLICES, TRANSPORTS, PushState
 from megarl.weights.verify.canary import Canary, disagreement
 
 __all__ = ["Canary", "PushError", "PushReport", "Pusher"]
@@ -125,7 +126,8 @@ class Pusher:
             self._bucket_bytes = self._bucket_bytes or bucket_bytes_for(self._sizes)
             message_bytes = message_bytes_of(self._bucket_bytes)
             key, timeout_s = groups_key(self._settings.token), self._settings.timeout_s
-            self._sender = ShardedSender(self._hf_config, message_bytes, timeout_s, self._threads, key)
+            seats = gather_json(own_seat(self._gpus.trainer))
+            self._sender = ShardedSender(self._hf_config, message_bytes, timeout_s, self._threads, key, seats)
 
     # ---- what the other ranks do
 
@@ -168,13 +170,14 @@ class Pusher:
     def _deliver(self, model: Model, state: PushState) -> None:
         """Send the weights by each server's fastest transport, after a failure by its next one, and verify them."""
         while waiting := state.waiting():
-            if sharded := [url for url, transport in waiting.items() if transport == "sharded"]:
+            if slices := next((each for each in SLICES if each in waiting.values()), None):
                 assert self._sender is not None, "a push makes the sender first"
-                offers = broadcast_json({"slices": self._sender.offers(state, sharded)})["slices"]
+                urls = [url for url, transport in waiting.items() if transport == slices]
+                offers = broadcast_json({"slices": self._sender.offers(state, urls, slices)})["slices"]
                 check_slices(state, self._sender.send(model, offers, self._sizes, state))
             else:
-                shared = [state.targets[url].server for url, transport in waiting.items() if transport == "shared"]
-                self._send_buckets(model, state, broadcast_json({"handles": wanted_handles(shared)})["handles"])
+                mapped = [state.targets[url].server for url, transport in waiting.items() if transport == "mapped"]
+                self._send_buckets(model, state, broadcast_json({"handles": wanted_handles(mapped)})["handles"])
         compare_slices_with_whole(state)
         self._compare_with_folder(model, state)
 

@@ -40,6 +40,7 @@ _RENDEZVOUS_S = 600.0  # of a group that SGLang makes
 _ERROR_BYTES = 1024  # of an error that the ranks of a server exchange
 
 _groups: dict[str, dist.ProcessGroup] = {}  # name -> group; only the group in use
+_mapped: list[Tensor] = []  # the memory in which the next transfer comes, if a rank of the trainer shares it
 
 
 def setup() -> None:
@@ -137,13 +138,17 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Take part in one transfer; RuntimeError or ValueError says why it failed.
 
     `model`: anything with named_parameters().  `named_tensors`: one pair, whose name is the JSON text that
-    `ShardedSender` made.  Peak extra memory: the bytes of two messages.
+    `ShardedSender` made; with a greeting may come memory that the trainer shares.  Peak extra memory: the bytes of two
+    messages.
     """
-    ((text, _),) = named_tensors
+    ((text, memory),) = named_tensors
     invitation = json.loads(text)
+    mapped = _mapped.pop() if _mapped else None  # closed at the end of the transfer
     if "nccl" in invitation:  # a greeting, before any rank waits for this one in a group
         if invitation["nccl"]:  # it will be a group over NCCL
             check_one_environment("the server", paired_variables("nccl"), "the trainer", invitation["nccl"])
+        if memory.numel():
+            _mapped.append(memory)
         return
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
@@ -151,13 +156,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     group = _meet(invitation["meeting"], invitation["group_rank"])
     senders = {int(rank): member for rank, member in invitation["senders"].items()}
     hashes: Kind = "words" if device.type == "cuda" else "sha256"
-    link = Link(group, senders, device, invitation["meeting"]["timeout_s"], hashes)
+    control = device if mapped is None else torch.device("cpu")
+    link = Link(group, senders, control, invitation["meeting"]["timeout_s"], hashes)
     try:
         messages, num_bytes = _prepare(invitation, params, link)
         if is_first:  # rows of padding get no slice; a server that started without weights has random ones there
             for name in _plan(invitation["trainer"], invitation["server"]).receiver.shapes(invitation["rank"]):
                 params[name].zero_()
-        if (written := receive(messages, params, link)) != num_bytes:
+        if (written := receive(messages, params, link, mapped)) != num_bytes:
             raise RuntimeError(
                 f"rank {invitation['rank']} of the server was sent {written} bytes, expected {num_bytes}"
             )

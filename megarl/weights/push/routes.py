@@ -37,6 +37,7 @@ class Route:
     trainer: str  # the shardings as text
     server: str
     fingerprint: str
+    plan: Plan
     messages: list[Message]  # what this rank sends
     members: dict[int, int]  # rank of the trainer -> its rank in the group, where the server's ranks come after them
 
@@ -61,9 +62,16 @@ class Routes:
     def __init__(self, hf_config: HFConfig) -> None:
         self._hf_config = hf_config
         self._known: dict[ServerLayout, Route] = {}
+        self._incoming: dict[tuple[ServerLayout, int], list[Message]] = {}
 
     def __getitem__(self, layout: ServerLayout) -> Route:
         return self._known[layout]
+
+    def incoming(self, layout: ServerLayout, rank: int, message_bytes: int) -> list[Message]:
+        """What a server's rank needs.  Kept, because for large models it takes seconds."""
+        if (layout, rank) not in self._incoming:
+            self._incoming[layout, rank] = self[layout].plan.messages_in(rank, message_bytes)
+        return self._incoming[layout, rank]
 
     def prepare(self, layout: ServerLayout, model: Model, sizes: Sizes, message_bytes: int) -> None:
         """A collective of all ranks if the layout is new; ValueError on all of them if any cannot take part."""
@@ -88,7 +96,7 @@ class Routes:
         if lacking := [name for name in trainer.shapes(rank) if name not in params]:
             raise ValueError(f"rank {rank} of the trainer does not have {some_names(lacking)} of its description")
         messages = plan.messages_out(rank, message_bytes)
-        return Route(to_json(trainer), to_json(server), plan.fingerprint(message_bytes), messages, {})
+        return Route(to_json(trainer), to_json(server), plan.fingerprint(message_bytes), plan, messages, {})
 
     def _server_sharding(self, layout: ServerLayout, sizes: Sizes) -> ServerSharding:
         table = tuple(server_table(layout.engine, self._hf_config))

@@ -32,7 +32,7 @@ from megarl.weights.verify.digests import Kind
 _MOST_RANKS = 4096  # of one server; what claims more is no size
 _SHARED_EXPERTS = ("n_shared_experts", "shared_expert_intermediate_size")  # keys of config.json that say of some
 _OVERRIDES = OVERRIDE.removeprefix("--").replace("-", "_")
-_TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
+TRANSFER_S = 24 * 3600.0  # limit of orders whose time grows with the model: the call of the ranks ends before
 CLEANING_S = 5.0  # the timeout of each request to a server that has already failed
 # How servers of these formats read a folder: one that started with random weights would read none in its own way.  The
 # loader of flash_rl refuses to load twice, and what it made of the model quantizes what any other loader brings.
@@ -241,7 +241,7 @@ class Server:
 
     def receive_slices(self, texts: Sequence[str], version: int, flush_cache: bool) -> None:
         """Make its ranks receive slices; returns at the end of the transfer.  Each wait inside has its own timeout."""
-        with self._client(_TRANSFER_S) as engine:
+        with self._client(TRANSFER_S) as engine:
             engine.update_from_tensor(texts, load_format=WEIGHT_LOADER, version=version, flush_cache=flush_cache)
 
     def ping_receiver(self, backend: str) -> None:
@@ -249,11 +249,12 @@ class Server:
 
         Done before any rank waits for it in a group, which would hang.
         """
+        self.greet([message(json.dumps({"nccl": paired_variables(backend)}))] * self.capabilities.layout.tp)
+
+    def greet(self, texts: Sequence[str]) -> None:
+        """The same with a text for each rank, and with memory of ours that it maps for the next transfer."""
         self.open()  # a failed faster transport has closed the update
-        hello = message(json.dumps({"nccl": paired_variables(backend)}))
-        self.engine.update_from_tensor(
-            [hello] * self.capabilities.layout.tp, load_format=WEIGHT_LOADER, flush_cache=False
-        )
+        self.engine.update_from_tensor(texts, load_format=WEIGHT_LOADER, flush_cache=False)
 
     def leave(self) -> None:
         """Close the group on both sides, as far as the server still answers."""
@@ -290,7 +291,7 @@ class Server:
 
     def load_folder(self, folder: str, version: int) -> None:
         """Make it read its weights from a folder."""
-        with self._client(_TRANSFER_S) as engine:
+        with self._client(TRANSFER_S) as engine:
             load_format = self.capabilities.disk_format
             engine.update_from_disk(folder, version=version, flush_cache=False, load_format=load_format)
 

@@ -73,9 +73,12 @@ def _metadata(bucket: Bucket) -> list[SimpleNamespace]:
     return metadata
 
 
-def message(text: str) -> str:
-    """Base64 for /update_weights_from_tensor with a custom loader: `text` takes the place of a tensor's name."""
-    return _dump([(text, _Nothing())])
+def message(text: str, memory: Tensor | None = None) -> str:
+    """Base64 for /update_weights_from_tensor with a custom loader: `text` takes the place of a tensor's name.
+
+    `memory`: what the server is to map, as in `payload`.
+    """
+    return _dump([(text, _Nothing() if memory is None else memory)])
 
 
 class _Nothing:

@@ -34,6 +34,8 @@ from megarl.weights.verify.digests import Hash, Kind, as_bytes, hashed
 
 Params = Mapping[str, Tensor]
 ParamOf = Callable[[str], Tensor]  # of its name
+Step = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, bytes, the peer
+Known = dict[tuple[str, Box, Kind], Hash]  # receivers that need the same box get the same bytes
 
 DIGEST_CHARS = 16
 _IN_FLIGHT = 2
@@ -66,7 +68,7 @@ def agree(fingerprint: str, link: Link) -> None:
     """All members compare their fingerprints; ValueError on every member if any differs.  A collective."""
     mine = torch.tensor(list(bytes.fromhex(fingerprint)), dtype=torch.uint8, device=link.device)
     found = [torch.empty_like(mine) for _ in range(link.group.size())]
-    _wait([dist.all_gather(found, mine, group=link.group, async_op=True)], link)
+    finish([dist.all_gather(found, mine, group=link.group, async_op=True)], link)
     others = [str(rank) for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]
     if others:
         raise ValueError(
@@ -114,12 +116,12 @@ def send(queue: Sequence[tuple[Link, Message]], param_of: ParamOf, clock: Clock 
     clock, sent = clock or Clock(), Sent({link: [] for link, _ in queue})
     free = deque[Tensor](_buffers([message for _, message in queue], queue[0][0].device) if queue else ())
     under_way = deque[tuple[Link, Tensor, list[dist.Work]]]()
-    known: dict[tuple[str, Box, Kind], Hash] = {}  # receivers that need the same box get the same bytes
+    known: Known = {}
 
     def finish_oldest() -> None:
         link, buffer, works = under_way.popleft()
         try:
-            _wait(works, link)
+            finish(works, link)
         except RuntimeError as error:
             sent.errors.setdefault(link, error)
         free.append(buffer)
@@ -130,15 +132,9 @@ def send(queue: Sequence[tuple[Link, Message]], param_of: ParamOf, clock: Clock 
         if link in sent.errors:
             continue
         buffer = free.popleft()
-        for part, raw in _parts(message, buffer):
-            with clock("convert"):
-                _as_tensor(raw, part).copy_(_view(param_of, part.param_slices[0], part.shape))
-            what = (part.hf_name, part.box, link.hashes)
-            with clock("verify"):
-                known[what] = known.get(what) or hashed(raw, link.hashes)
-            sent.hashes[link].append(known[what])
+        sent.hashes[link] += fill(message, buffer, param_of, link.hashes, known, clock)
         try:
-            under_way.append((link, buffer, _start([(dist.isend, buffer[: message.num_bytes], message.peer)], link)))
+            under_way.append((link, buffer, begin([(dist.isend, buffer[: message.num_bytes], message.peer)], link)))
         except RuntimeError as error:
             sent.errors[link] = error
             free.append(buffer)
@@ -147,10 +143,24 @@ def send(queue: Sequence[tuple[Link, Message]], param_of: ParamOf, clock: Clock 
     return sent
 
 
-def receive(messages: Sequence[Message], params: Params, link: Link) -> int:
-    """Receive `Plan.messages_in` into the parameters; returns how many bytes of these were written."""
+def fill(message: Message, buffer: Tensor, param_of: ParamOf, kind: Kind, known: Known, clock: Clock) -> Iterator[Hash]:
+    """Copy the parts of a message into its buffer, converted to the receiver's type; the hash of each."""
+    for part, raw in _parts(message, buffer):
+        with clock("convert"):
+            _as_tensor(raw, part).copy_(_view(param_of, part.param_slices[0], part.shape))
+        what = (part.hf_name, part.box, kind)
+        with clock("verify"):
+            known[what] = known.get(what) or hashed(raw, kind)
+        yield known[what]
+
+
+def receive(messages: Sequence[Message], params: Params, link: Link, mapped: Tensor | None = None) -> int:
+    """Receive `Plan.messages_in` into the parameters; returns how many bytes of these were written.
+
+    `mapped`: memory in which they come, see `relay`; None: they come over the link.
+    """
     num_bytes = 0
-    for message, buffer in _incoming(messages, link):
+    for message, buffer in _incoming(messages, link) if mapped is None else _handed_over(messages, mapped, link):
         for part, raw in _parts(message, buffer):
             for param_slice in part.param_slices:
                 _view(params.__getitem__, param_slice, part.shape).copy_(_as_tensor(raw, part))
@@ -167,10 +177,8 @@ def answer(messages: Sequence[Message], params: Params, link: Link) -> None:
     texts: dict[int, str] = {}
     for peer, parts in held:  # only now: on a GPU, reading a digest waits for it
         texts[peer] = texts.get(peer, "") + "".join(map(_digest_held, parts))
-    raw = {
-        peer: torch.tensor(list(text.encode()), dtype=torch.uint8, device=link.device) for peer, text in texts.items()
-    }
-    _wait(_start([(dist.isend, raw[peer], peer) for peer in sorted(raw)], link), link)
+    raw = {peer: encoded(text, link.device) for peer, text in texts.items()}
+    finish(begin([(dist.isend, raw[peer], peer) for peer in sorted(raw)], link), link)
 
 
 def compare(messages: Sequence[Message], sent: Sequence[str], link: Link) -> list[str]:
@@ -179,25 +187,46 @@ def compare(messages: Sequence[Message], sent: Sequence[str], link: Link) -> lis
     `messages`: in the order in which they were sent, as the digests in `sent`.  Example: ["model.norm.weight[0:64] on
     rank 3"].
     """
+    held, expected = hear(messages, link), iter(sent)
+    return [
+        where(part, part.peer)
+        for message in messages
+        for part in message.parts
+        if next(held[message.peer]) != next(expected)
+    ]
+
+
+def hear(messages: Sequence[Message], link: Link) -> dict[int, Iterator[str]]:
+    """The digests of the parts of these messages, which each of their peers tells."""
+    raw = digest_buffers(messages, link)
+    finish(begin([(dist.irecv, raw[peer], peer) for peer in sorted(raw)], link), link)
+    return {peer: digests_in(text) for peer, text in raw.items()}
+
+
+def digest_buffers(messages: Sequence[Message], link: Link) -> dict[int, Tensor]:
+    """Peer -> [bytes] uint8 for the digests of its parts."""
     num_parts: dict[int, int] = {}
     for message in messages:
         num_parts[message.peer] = num_parts.get(message.peer, 0) + len(message.parts)
-    raw = {
+    return {
         peer: torch.empty(DIGEST_CHARS * count, dtype=torch.uint8, device=link.device)
         for peer, count in num_parts.items()
     }
-    _wait(_start([(dist.irecv, raw[peer], peer) for peer in sorted(raw)], link), link)
-    held = {peer: iter(_cut(bytes(text.tolist()).decode())) for peer, text in raw.items()}
-    wrong, expected = [], iter(sent)
-    for message in messages:
-        for part in message.parts:
-            if next(held[message.peer]) != next(expected):
-                where = ", ".join(f"{start}:{stop}" for start, stop in part.box)
-                wrong.append(f"{part.hf_name}[{where}] on rank {part.peer}")
-    return wrong
 
 
-def _cut(text: str) -> Iterator[str]:
+def where(part: Transfer, rank: int) -> str:
+    """A part in words, and the receiver that has it."""
+    box = ", ".join(f"{start}:{stop}" for start, stop in part.box)
+    return f"{part.hf_name}[{box}] on rank {rank}"
+
+
+def encoded(digests: str, device: torch.device) -> Tensor:
+    """[bytes] uint8, of which `digests_in` makes digests again."""
+    return torch.tensor(list(digests.encode()), dtype=torch.uint8, device=device)
+
+
+def digests_in(raw: Tensor) -> Iterator[str]:
+    text = bytes(raw.tolist()).decode()
     for start in range(0, len(text), DIGEST_CHARS):
         yield text[start : start + DIGEST_CHARS]
 
@@ -209,13 +238,29 @@ def _incoming(messages: Sequence[Message], link: Link) -> Iterator[tuple[Message
     for message, buffer in zip(messages, cycle(buffers), strict=False):
         if len(under_way) == len(buffers):
             yield _arrived(*under_way.popleft(), link)
-        under_way.append((message, buffer, _start([(dist.irecv, buffer[: message.num_bytes], message.peer)], link)))
+        under_way.append((message, buffer, begin([(dist.irecv, buffer[: message.num_bytes], message.peer)], link)))
     while under_way:
         yield _arrived(*under_way.popleft(), link)
 
 
+def _handed_over(messages: Sequence[Message], mapped: Tensor, link: Link) -> Iterator[tuple[Message, Tensor]]:
+    """The same, where a rank of the trainer puts messages into the halves of `mapped` in turn, and waits until one is
+    read before it writes there again.
+    """
+    for i, message in enumerate(messages):
+        finish(begin([(dist.irecv, torch.empty(1, dtype=torch.uint8), message.peer)], link), link)
+        yield message, halves(mapped)[i % 2]
+        if mapped.is_cuda:
+            torch.cuda.current_stream(mapped.device).synchronize()
+        finish(begin([(dist.isend, torch.zeros(1, dtype=torch.uint8), message.peer)], link), link)
+
+
+def halves(mapped: Tensor) -> Sequence[Tensor]:
+    return mapped.view(2, -1).unbind()
+
+
 def _arrived(message: Message, buffer: Tensor, works: list[dist.Work], link: Link) -> tuple[Message, Tensor]:
-    _wait(works, link)
+    finish(works, link)
     return message, buffer
 
 
@@ -225,7 +270,7 @@ def _buffers(messages: Sequence[Message], device: torch.device) -> list[Tensor]:
     return [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
-def _start(ops: Sequence[tuple[Callable[..., Any], Tensor, int]], link: Link) -> list[dist.Work]:
+def begin(ops: Sequence[Step], link: Link) -> list[dist.Work]:
     """Start (dist.isend or dist.irecv, bytes, peer) together.
 
     Always as a batch: NCCL then uses the group's own communicator; a single isend would make one for every pair.
@@ -234,7 +279,7 @@ def _start(ops: Sequence[tuple[Callable[..., Any], Tensor, int]], link: Link) ->
     return dist.batch_isend_irecv(p2p) if p2p else []
 
 
-def _wait(works: list[dist.Work], link: Link) -> None:
+def finish(works: list[dist.Work], link: Link) -> None:
     """Block until all are done; RuntimeError after the timeout.
 
     On a GPU torch's own wait with a timeout looks only about once in a millisecond, in which a GPU sends tens of

@@ -41,7 +41,9 @@ def refuse(_: Any) -> None:
 @pytest.mark.parametrize(
     ("of", "wanted", "on_gpu", "expected", "fallbacks"),
     [
-        (server(HERE), "auto", False, "shared", []),
+        (server(HERE), "auto", False, "mapped", []),
+        (server(HERE), "shared", False, "shared", []),
+        (server(HERE, is_plain=False), "shared", False, "mapped", []),
         (server(THERE), "auto", False, "sharded", []),
         (server(THERE, has_receiver=False), "auto", False, "gathered", []),
         (server(THERE, is_plain=False), "auto", False, "gathered", []),
@@ -62,19 +64,24 @@ def test_the_fastest_possible_way_is_tried_first(make, of, wanted, on_gpu, expec
 
 
 @pytest.mark.parametrize(
-    ("is_cut", "ways"), [(False, ["shared", "sharded", "gathered"]), (True, ["sharded", "shared", "gathered"])]
+    ("wanted", "is_cut", "ways"),
+    [
+        ("auto", False, ["mapped", "sharded", "shared", "gathered"]),
+        ("auto", True, ["sharded", "shared", "mapped", "gathered"]),
+        ("shared", True, ["shared", "mapped", "gathered"]),
+    ],
 )
-def test_a_failing_server_falls_back_way_by_way_and_is_dropped_at_last(make, is_cut, ways) -> None:
+def test_a_failing_server_falls_back_way_by_way_and_is_dropped_at_last(make, wanted, is_cut, ways) -> None:
     """A model that is cut goes from rank to rank before it is gathered for shared memory."""
     targets = make(server(HERE))
-    targets.choose("auto", on_gpu=False, is_cut=is_cut)
+    targets.choose(wanted, on_gpu=False, is_cut=is_cut)
     tried = []
     while targets.waiting():
         tried.append(targets.waiting()[HERE])
         assert targets.attempt(refuse, [HERE]) == {}
     assert tried == ways
     assert targets.failed == {HERE: "http://a/x answered 400: no"}
-    assert targets.fallbacks[HERE] == [f"{way}: http://a/x answered 400: no" for way in ways[:2]]
+    assert targets.fallbacks[HERE] == [f"{way}: http://a/x answered 400: no" for way in ways[:-1]]
 
 
 def test_a_new_server_that_contradicts_its_replica_has_the_replica_compared_with_a_folder(make, monkeypatch) -> None:
@@ -106,12 +113,16 @@ def test_a_new_server_that_contradicts_its_replica_has_the_replica_compared_with
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("wanted", ["auto", "shared", "sharded", "gathered"])
 def test_into_a_server_on_the_trainers_gpus_leads_one_way(make, wanted, is_cut) -> None:
-    """NCCL joins no two processes of one GPU; and it may stand on another machine than rank 0."""
+    """NCCL joins no two processes of one GPU; and it may stand on another machine than rank 0.  Its ranks get slices,
+    or map whole tensors.
+    """
     targets = make(server(THERE, first_gpu=0, gpus=("1/0", "1/1")))
     targets.choose(wanted, on_gpu=True, is_cut=is_cut, gpus=["0/0", "0/1", "1/0", "1/1"])
-    assert targets.waiting() == {THERE: "shared"}
+    first = ["shared"] if wanted in ("auto", "shared") else []
+    assert targets.targets[THERE].transports == [*first, "mapped"]
     assert (THERE in targets.fallbacks) == (wanted in ("sharded", "gathered"))
-    targets.attempt(refuse, [THERE])
+    for _ in (*first, "mapped"):
+        targets.attempt(refuse, [THERE])
     assert list(targets.failed) == [THERE], "nothing slower is possible"
 
 
