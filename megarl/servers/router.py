@@ -117,10 +117,19 @@ class Router:
             status = self._status(url)
 
     def remove(self, url: str) -> None:
-        """Send the server at `url` no more requests; returns at once. No error if it is not a worker."""
+        """Send the server at `url` no more requests; returns when that is so. No error if it is not a worker.
+
+        Raises RouterError if the router still uses it after 30 s.
+        """
         worker = self._workers().get(url)
-        if worker is not None and worker["status"] == _READY:
-            self._ask("DELETE", f"/workers/{worker['id']}", accept=(202, 404))
+        if worker is None or worker["status"] != _READY:
+            return
+        self._ask("DELETE", f"/workers/{worker['id']}", accept=(202, 404))  # 202: it is going to
+        deadline = time.monotonic() + _ASK_S
+        while self._status(url) == _READY:
+            if time.monotonic() > deadline:
+                raise RouterError(f"the router still uses {url} {_ASK_S:g} s after it was told not to")
+            time.sleep(_POLL_S)
 
     @property
     def urls(self) -> list[str]:
