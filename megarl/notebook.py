@@ -105,15 +105,15 @@ class Run:
     def evaluate(self, prompts: Sequence[str] | Rows, settings: Mapping[str, Any] | None = None) -> DataFrame:
         """A row for each answer of the trained model: `megarl evaluate` with the run's settings.
 
-        Rows get rewards, as in the run.  Prompts that are texts have no right answer, and their answers no reward.
+        Rows get rewards, as in the run.  A list of texts has no right answers, and what answers it no reward.
         Raises ValueError for a reward model, which answers nothing, and as `train` does.
         """
         config = self.model / "config.json"
         if not config.is_file() or "ForSequenceClassification" in config.read_text():
             raise ValueError(f"{self.model}: no model that answers is there; expected a finished run of a policy")
         call = _Call("evaluate", self.folder)
-        rows = _rows("prompts", prompts, texts="prompt")
-        texts = any(row.keys() == {"prompt"} for row in rows)
+        texts = isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts)
+        rows: Rows | Sequence[str] = [{"prompt": prompt} for prompt in prompts] if texts else prompts
         given: dict[str, Any] = {"recipe": str(self.folder / "config.yaml"), "model.path": str(self.model)}
         if texts:
             given |= {"reward.fn": call.rewards(_unscored), "reward.audit": None}
@@ -231,7 +231,7 @@ class _Call:
     def run(self) -> Run:
         return Run(self.folder)
 
-    def data(self, key: str, rows: Rows) -> dict[str, Any]:
+    def data(self, key: str, rows: Rows | Sequence[str]) -> dict[str, Any]:
         """The key of a file with these rows."""
         name = key.rpartition(".")[2]
         return {key: [self._write(f"{name}.jsonl", "".join(map(_line, _rows(name, rows))).encode())]}
@@ -306,15 +306,15 @@ def _new_folder(command: str) -> Path:
     raise AssertionError("there is always a next number")
 
 
-def _rows(name: str, rows: Any, texts: str | None = None) -> list[dict[str, Any]]:
-    """Rows as dictionaries, of a list, a data frame, or a data set; `texts`: the field of a row that is a text.
+def _rows(name: str, rows: Any) -> list[dict[str, Any]]:
+    """Rows as dictionaries, of a list, a data frame, or a data set.
 
     Raises ConfigError for none, and for a row of another kind, with its number.
     """
     rows = rows.to_dict("records") if hasattr(rows, "iterrows") else rows
     if isinstance(rows, str | Mapping) or not hasattr(rows, "__iter__"):
         raise ConfigError(f"{name}: a {type(rows).__name__}; expected a list of rows")
-    found = [{texts: row} if texts and isinstance(row, str) else row for row in rows]
+    found = list(rows)
     if not found:
         raise ConfigError(f"{name}: there is no row; expected at least one")
     for at, row in enumerate(found):

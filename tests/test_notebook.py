@@ -194,4 +194,8 @@ def test_the_notebook_of_the_examples_runs_in_a_kernel(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     answers = notebook.Run("runs/train_1").evaluate(["cab=", "bad="])
     assert list(answers["prompt"]) == ["cab=", "bad="] and "reward" not in answers
+    with pytest.raises(ConfigError, match="which reward .*letters takes"):  # a row is scored as in the run, or refused
+        notebook.Run("runs/train_1").evaluate([{"prompt": "cab="}])
+    with pytest.raises(ConfigError, match=r"val_files\[1\]: a str; expected a dictionary"):
+        notebook.Run("runs/train_1").evaluate([{"prompt": "cab="}, "bad="])
     assert "letters" in json.loads(Path("runs/train_1/code.json").read_text())["rewards.py"]
